@@ -1,4 +1,4 @@
-"""What the causal language models of all families have in common, and the critic that fits each of them.
+"""Handles causal language models of all families alike, and builds the critic that fits each of them.
 
 The critic is the family's own transformer with one linear layer of width 1 in place of the output head. Its tensors are
 `PREFIX....` as in the causal model, then `score.weight` [1, H] and `score.bias` [1]. Hugging Face's token classifiers
@@ -20,39 +20,39 @@ __all__ = ["ValueModel", "accepted", "decoder_layers", "names"]
 
 
 def accepted(model: nn.Module, **words: Any) -> dict[str, Any]:
-    """Those of `words` that the model's `forward` takes. MPT, say, has no `position_ids`.
+    """Returns those of `words` that the model's `forward` takes. MPT, for instance, has no `position_ids`.
 
-    Where there are `**kwargs`, all are given: Granite MoE hands `use_cache` on to its transformer like that. A word
-    that is unknown there is dropped without a complaint.
+    A `forward` with `**kwargs` gets all: Granite MoE passes `use_cache` on to its transformer like that. A word that is
+    unknown there is dropped silently.
     """
     known, any_word = _parameters(type(model).forward)
     return {word: value for word, value in words.items() if any_word or word in known}
 
 
 def names(model: nn.Module, word: str) -> bool:
-    """Whether the model's `forward` has a parameter of that name."""
+    """Returns whether the model's `forward` has a parameter of that name."""
     return word in _parameters(type(model).forward)[0]
 
 
 @lru_cache(maxsize=64)
 def _parameters(forward: Callable[..., Any]) -> tuple[frozenset[str], bool]:
-    """Names, and whether there are `**kwargs`."""
+    """Returns the names, and whether there are `**kwargs`."""
     found = inspect.signature(forward).parameters
     return frozenset(found), any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found.values())
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder's layers (`model.layers`, `transformer.h`, `model.decoder.layers`, ...), in their order."""
+    """Returns the decoder's layers (`model.layers`, `transformer.h`, `model.decoder.layers`, ...), in their order."""
     # The outermost list of modules comes first. Nothing before the layers is a list in any family.
     lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(lists, nn.ModuleList()).children())
 
 
 class ValueModel(nn.Module):
-    """A value for every token: logits [N, L, 1].
+    """Computes a value for every token: logits [N, L, 1].
 
     Args:
-        whole: a Hugging Face causal language model; its transformer is taken over, its output head dropped.
+        whole: a Hugging Face causal language model; its transformer is reused, its output head dropped.
 
     Raises:
         DataError: transformer and output head are not separate modules.
@@ -89,7 +89,7 @@ class ValueModel(nn.Module):
         position_ids: Tensor | None = None,
         use_cache: bool = False,
     ) -> TokenClassifierOutput:
-        """As Hugging Face's token classifiers."""
+        """Returns the output of Hugging Face's token classifiers."""
         transformer = self.get_submodule(self._prefix)
         words = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": use_cache}
         hidden = transformer(input_ids, **accepted(transformer, **words)).last_hidden_state

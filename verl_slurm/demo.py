@@ -1,8 +1,8 @@
-"""The main job, shown for real: submit, preempt in mid-step, save, requeue, resume, and the proof.
+"""Shows the main job for real: submit, preempt in mid-step, save, requeue, resume, and the proof.
 
-Two runs of one configuration. The first is preempted by a more urgent job in the middle of a step's generation; the
-second, its twin, is left alone. `verl-slurm compare` then holds all weights of the two against each other. Without
-Slurm the same happens on submitit's local executor, a signal standing for the preemption, and the demo says so.
+Two runs of one configuration. A more urgent job preempts the first in the middle of a step's generation; the second,
+its twin, is left alone. `verl-slurm compare` then compares all weights of the two. Without Slurm the same happens on
+submitit's local executor. A signal then stands for the preemption, and the demo says so.
 """
 
 import os
@@ -40,7 +40,7 @@ _PREEMPT_AT_STEP = 4
 
 
 class Timing(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the time of the preempted run went, in seconds. Of the events in its journal."""
+    """How the preempted run spent its time, in seconds. Taken from the events in its journal."""
 
     cause_to_saved: float
     saved_to_verified: float
@@ -51,7 +51,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What the demo found."""
+    """The results of the demo."""
 
     cluster: str
     interrupted_run: str
@@ -67,7 +67,7 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Teller(msgspec.Struct, frozen=True):
-    """How the demo speaks; the CLI gives it voices."""
+    """The demo's output functions; the CLI provides them."""
 
     say: Callable[[str], None]
     event: Callable[[Event], None]
@@ -77,16 +77,16 @@ class Teller(msgspec.Struct, frozen=True):
 def run_demo(
     config: Path, overrides: list[str], directory: Path, tell: Teller, *, without_slurm: bool = False
 ) -> DemoResult:
-    """The whole of it.
+    """Runs the whole demo.
 
     Args:
         config: the configuration to run.
         overrides: `key=value` words for both runs.
         directory: where the two runs are made.
-        without_slurm: on this machine alone, even where Slurm is installed.
+        without_slurm: stay on this machine, even if Slurm is installed.
 
     Raises:
-        VerlSlurmError: a run did not end well; what it said has been told.
+        VerlSlurmError: a run did not end well; its messages have been shown.
     """
     with _cluster(directory, tell, without_slurm) as cluster:
         kind = "local" if cluster is None else "slurm"
@@ -130,7 +130,7 @@ def run_demo(
 
 @contextmanager
 def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[DevCluster | None]:
-    """The embedded cluster of four nodes, or None where Slurm is not to be had."""
+    """Yields the embedded cluster of four nodes, or None if Slurm is not available."""
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_SBIN) is None]
     if missing or without_slurm:
         why = f"Slurm is not here ({', '.join(missing)})" if missing else "without Slurm, as asked"
@@ -225,7 +225,7 @@ def _follow(
 
 
 def _end_local(paths: RunPaths) -> None:
-    """Kill a run without Slurm: all processes below submitit's controller, and those that they start meanwhile."""
+    """Kills a run without Slurm: all processes below submitit's controller, and those that they start meanwhile."""
     with suppress(NotFound, psutil.NoSuchProcess):
         process = controller(paths, last_job(paths))
         while process is not None:
@@ -238,13 +238,13 @@ def _end_local(paths: RunPaths) -> None:
 
 
 def _rewards(paths: RunPaths) -> list[float]:
-    """The mean reward of the first and the last steps, from the newest checkpoint's metric history."""
+    """Returns the mean reward of the first and the last steps, from the newest checkpoint's metric history."""
     metadata = msgspec.json.decode((newest_checkpoint(paths.root) / "metadata.json").read_bytes())
     return [row["reward"] for row in metadata["history"]]
 
 
 def timings(events: list[Event]) -> Timing:
-    """The stations of the first preemption of a run. Pure.
+    """Returns the times of a run's first preemption. Pure.
 
     Raises:
         StopIteration: there was none, or the run did not come back.
@@ -267,5 +267,5 @@ def timings(events: list[Event]) -> Timing:
 
 
 def _first(events: list[Event], wanted: Callable[[Event], bool], since: float = 0.0) -> float:
-    """When the first such event was written, in seconds since 1970."""
+    """Returns when the first such event was written, in seconds since 1970."""
     return next(at for event in events if wanted(event) and (at := event.at) is not None and at >= since)

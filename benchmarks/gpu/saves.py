@@ -3,6 +3,7 @@
 import shutil
 import statistics
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import torch
@@ -11,6 +12,7 @@ from benchmarks.gpu.records import SaveFigures
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.writer.arena import available_memory
+from verl_slurm.save.writer.protocol import Write
 
 __all__ = ["measure_saves", "why_not"]
 
@@ -60,7 +62,9 @@ def _save(staging: Staging, where: Path) -> tuple[float, float, float]:
     """Seconds of `begin`, until the fence lets through, until durable."""
     where.mkdir(mode=0o700)
     began = time.perf_counter()
-    saving = staging.begin(lambda: [where])
+    request: Future[Write] = Future()
+    request.set_result(Write(files=staging.layout.files, directories=(str(where),)))
+    saving = staging.begin(request)
     returned = time.perf_counter() - began
     staging.fence()
     free = time.perf_counter() - began

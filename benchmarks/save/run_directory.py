@@ -15,7 +15,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, LocalPlace, Provenance
+from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance, SaveContents
 
 __all__ = ["all_domains", "contents", "make_saver", "only_checkpoint"]
 
@@ -50,7 +50,7 @@ def make_saver(root: Path, work: Workload, second: Path | None = None) -> Checkp
     )
 
 
-def contents(work: Workload) -> Contents:
+def contents(work: Workload) -> SaveContents:
     """What goes beside the tensors, small."""
     ranks = work.ranks
     runtime = RuntimeState(
@@ -67,7 +67,7 @@ def contents(work: Workload) -> Contents:
         rng={"torch": np.zeros(8, dtype=np.uint8)},
     )
     texts = dict.fromkeys(_TEXTS, b"{}\n") | {SCHEMA_VERSION: render_schema(current_schema())}
-    return Contents(runtime=runtime, texts=texts if ranks.rank == 0 else {})
+    return SaveContents(runtime=runtime, texts=texts if ranks.rank == 0 else {})
 
 
 def only_checkpoint(root: Path) -> Path:

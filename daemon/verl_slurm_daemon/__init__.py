@@ -1,1 +1,1 @@
-"""The side daemon: one lead a job, one agent a node. No torch, no click, no submitit."""
+"""The side daemon: one lead per job, one agent per node. It imports no torch, click or submitit."""

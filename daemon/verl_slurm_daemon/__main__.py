@@ -54,16 +54,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main() -> int:
-    """Run what argv names; a `VerlSlurmError` becomes one line on stderr and its exit code."""
+    """Runs the subcommand in argv. Prints a `VerlSlurmError` as one line on stderr and returns its exit code."""
     os.umask(0o077)
     forbid_core_dumps(for_good=True)  # the channel's token is in memory
     args = _parser().parse_args()
     try:
-        # Each imports its own half alone: an agent has no use for checkpoints, nor 14 MB to spare for them.
+        # Each subcommand imports its own half: an agent does not need checkpoints, which cost 14 MB.
         if args.command == "lead":
             from verl_slurm_daemon.lead.loop import run_lead
 
-            quiet_streams()  # whoever reads the lead's log may stop reading, and a save must not wait for him
+            quiet_streams()  # a reader of the lead's log may stop reading; a save must not wait for it
             run_lead(args.run.resolve(), args.hostfile)
         if args.command == "join":
             from verl_slurm_daemon.agent.join import run_join
@@ -73,7 +73,7 @@ def main() -> int:
             from verl_slurm_daemon.lead.second_copy import run_bring_home
 
             return int(run_bring_home(args.run.resolve(), args.epoch, args.after))
-        # Whatever Slurm sends from here on waits until the agent listens: by default it would be its end.
+        # Signals from Slurm stay pending until the agent listens: their default action would end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         quiet_streams()
         from verl_slurm_daemon.agent.node import run_agent
@@ -82,7 +82,7 @@ def main() -> int:
     except VerlSlurmError as error:
         print(f"verl-slurmd: {error.one_line()}", file=sys.stderr)
         return int(error.exit_code)
-    except OSError as error:  # before there was a journal, or with nothing left that could be written
+    except OSError as error:  # before the journal was open, or when nothing can be written any more
         print(
             f"verl-slurmd: {error}: storage or network failed; verl-slurm doctor says which", file=sys.stderr
         )

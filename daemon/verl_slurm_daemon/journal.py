@@ -1,4 +1,4 @@
-"""The lead writes down what happens: into `events.jsonl`, `status.json` and its log (`verl_slurm.journal`)."""
+"""The lead's side of the journal (`verl_slurm.journal`): writes `events.jsonl`, `status.json` and the log."""
 
 import sys
 from collections.abc import Callable
@@ -21,10 +21,10 @@ _NOT_SAID = ("event", "time", "attempt", "job_id")
 
 
 class Journal:
-    """One attempt's journal, open for writing.
+    """The journal of one attempt, open for writing.
 
     Args:
-        heard: is told each event as it was stamped, too.
+        heard: is called with each event after it was stamped.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class Journal:
         self._heard = heard
 
     def write(self, event: Event) -> None:
-        """Write one event down, durably, and say it in the log.
+        """Writes one event durably and prints it to the log.
 
-        A full or broken log must not stop a save: standard output is best effort. Where the journal cannot be written,
-        the error is said on standard output and the lead goes on.
+        A full or broken log must not stop a save, so standard output is best effort. If the journal cannot be
+        written, the lead prints the error on standard output and goes on.
         """
         event = msgspec.structs.replace(event, time=now(), attempt=self._epoch, job_id=self._job_id)
         try:
@@ -57,10 +57,10 @@ class Journal:
             return
 
     def status(self, status: Status) -> None:
-        """Replace the snapshot, unless a newer attempt writes it by now.
+        """Replaces the snapshot, unless a newer attempt already writes it.
 
-        Best effort: nothing depends on it. It is not forced to disk, which would cost the training more than all else
-        that a lead does.
+        Best effort: nothing depends on the snapshot. It is not forced to disk: that would cost the training
+        more than everything else a lead does.
         """
         status.updated = now()
         try:

@@ -1,4 +1,4 @@
-"""One line of the lead's and the agents' logs: when, whose, what, and the facts. Pure but for the clocks."""
+"""Formats one line of the lead's and the agents' logs: time, writer, event, facts. Pure except for the clocks."""
 
 import time
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ import msgspec
 __all__ = ["log_line", "now"]
 
 _MAX_VALUE = 300
-"""Characters of one fact; the rest of a long story is in the journal or in the ranks' own log."""
+"""Maximum characters of one fact; the journal or the ranks' own log has the rest."""
 
 
 def now() -> str:
@@ -19,13 +19,13 @@ def now() -> str:
 
 
 def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = False) -> str:
-    """`TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line.
+    """Formats `TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line.
 
-    The second one is CLOCK_MONOTONIC of this machine in seconds: nodes disagree about dates, and dates are set in
-    mid-run; how long something took, and what came first on one node, it says all the same.
+    The second field is CLOCK_MONOTONIC of this machine in seconds. Nodes disagree about dates, and dates are
+    set while a run goes on. The monotonic value still gives durations, and the order of events on one node.
 
     Args:
-        who: the attempt's number, for an agent also its node.
+        who: the epoch; for an agent also its node.
         loud: something is wrong.
     """
     told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
@@ -37,11 +37,11 @@ def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = Fa
 def _short(value: Any) -> str:
     text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
     text = _plain(text)[:_MAX_VALUE]
-    # A quote in it must not end it: what follows would read as a fact of ours.
+    # Quotes are escaped: what follows an unescaped one would read as a fact of ours.
     quote = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{quote}"' if " " in text else text
 
 
 def _plain(text: str) -> str:
-    """One line, whatever a host or an error is called."""
+    """Replaces line breaks, so that no host name or error message starts a second line."""
     return "".join(c if c.isprintable() else " " for c in text)

@@ -1,9 +1,9 @@
-"""Children: started so that a warning does not kill them, ended so that nothing of them stays.
+"""Child processes: starting them so that a warning does not kill them, and ending them so that none is left.
 
-Slurm sends its warnings (SIGTERM, SIGUSR1, SIGCONT) to EVERY process of a step. Ranks and their launcher start with
-these ignored, which exec and fork hand on; whoever is to be told is told through the control page. Ending
-them is then a matter of SIGKILL to the whole tree: ranks are in sessions of their own, so process
-groups do not reach them; the agent is their subreaper, so the tree stays below it whoever dies in between.
+Slurm sends its warnings (SIGTERM, SIGUSR1, SIGCONT) to EVERY process of a step. Ranks and their launcher
+start with these ignored, and exec and fork pass that on; they are told through the control page instead.
+Ending them therefore takes SIGKILL to the whole tree. Ranks have sessions of their own, so process groups do
+not reach them. The agent is their subreaper, so the tree stays below it even if a process in between dies.
 """
 
 import os
@@ -20,21 +20,23 @@ __all__ = ["child_setup", "kill_tree", "signal_ranks", "tail"]
 
 
 def child_setup() -> None:
-    """Between fork and exec of a launcher: survive warnings, but not the agent."""
+    """Runs between fork and exec of a launcher: makes it survive warnings and die with the agent."""
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
 
 
-# What /proc says of a process that dies while it is looked at; psutil does not turn all of it into its own errors.
+# /proc may answer with any of these for a process that dies during the look; psutil does not convert all of
+# them.
 _GOING = (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError, ProcessLookupError)
 _LOOKS = 5
 
 
 def kill_tree(patience_s: float = 3.0) -> list[int]:
-    """SIGKILL everything below this process; returns who did not die in time (state D: Slurm's to wait for).
+    """Sends SIGKILL to everything below this process; returns the processes that did not die in time (state
+    D: left to Slurm).
 
-    Repeats while it finds someone new: a process may fork between the look and the kill.
+    Repeats as long as it finds a new process: one may fork between the look and the kill.
     """
     stubborn: set[int] = set()
     while True:
@@ -49,7 +51,7 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
 
 
 def signal_ranks(pids: Iterable[int], number: int) -> None:
-    """Signal those of `pids` that are below this process: a number that a rank told is not believed by itself."""
+    """Signals those of `pids` that are below this process: a number that a rank reported is not trusted by itself."""
     for child in _children():
         if child.pid in set(pids):
             with suppress(*_GOING):
@@ -71,7 +73,7 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def tail(path: str | os.PathLike[str], limit: int = 4096) -> str:
-    """The last bytes of a log, for an error's detail; empty where there is none."""
+    """Returns the last bytes of a log for an error's detail; empty if there is no log."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - limit))

@@ -1,11 +1,13 @@
-"""Other people's dead: whoever adopts orphans has to wait for them, or each keeps its place in the table of processes.
+"""Reaps orphaned descendants. A subreaper must wait() for processes it adopts, or they stay as zombies.
 
-An agent is the subreaper of its node's ranks, for as long as they train: what a reward program leaves behind without
-waiting for it comes to us. So it does to a lead that is the first process of a container. Our own children are left
-to those who started them. They are told apart by their session: a command that asks Slurm is in ours, agents and
-launchers lead one of their own, and whatever ranks start is in theirs. What leads a session of its own may be either:
-asyncio, which starts ours, has a thread (or a descriptor) waiting for each, so one that is still there a while later
-is nobody's.
+An agent is the subreaper of its node's ranks as long as they train, so it adopts what a reward program leaves
+behind without waiting for it. A lead that is the first process of a container adopts orphans in the same way.
+The daemon's own children are left to the code that started them.
+
+The session tells the two apart. A command that asks Slurm is in the daemon's session; agents and launchers
+lead sessions of their own; processes that ranks start are in the ranks' sessions. A session leader may be
+either. asyncio starts the daemon's own children and has a thread (or a descriptor) waiting for each. So a
+dead session leader that is still there a while later is an orphan.
 """
 
 import asyncio
@@ -23,11 +25,11 @@ _LATE_S = 5.0
 
 
 def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
-    """From now on, wait for adopted children as they end. Runs on the main thread."""
+    """Reaps adopted children as they end, from now on. Runs on the main thread."""
     due = late = False
 
     def bury(leaders: frozenset[int] = frozenset()) -> None:
-        """Args: leaders: those that were dead a while ago already."""
+        """Reaps the dead. Args: leaders: the session leaders that were dead a while ago already."""
         nonlocal due, late
         due, again = False, set()
         for pid in _children():
@@ -59,16 +61,14 @@ def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
 
 def _children() -> list[int]:
     found: list[int] = []
-    with suppress(
-        OSError
-    ):  # a kernel without CONFIG_PROC_CHILDREN: then they are buried with the rest, at the end
+    with suppress(OSError):  # no CONFIG_PROC_CHILDREN in this kernel: zombies stay until the end
         for task in Path("/proc/self/task").iterdir():
             found += map(int, (task / "children").read_text().split())
     return found
 
 
 def _session_of_dead(pid: int) -> int | None:
-    """None: it lives, or is gone."""
+    """Returns the session of a dead process; None: it lives, or is gone."""
     try:
         fields = stat_fields(pid)
     except OSError:

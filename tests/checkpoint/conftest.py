@@ -8,7 +8,7 @@ import pytest
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
-from verl_slurm.checkpoint.store.commit import Staging, begin, commit, seal
+from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 FILES = {
     "config.yaml": b"name: run\n",
@@ -29,7 +29,9 @@ def owns_it() -> None:
     """An epoch check that finds nothing wrong."""
 
 
-def stage(paths: RunPaths, step: int, safe_point: int = 0, files: dict[str, bytes] = FILES) -> Staging:
+def stage(
+    paths: RunPaths, step: int, safe_point: int = 0, files: dict[str, bytes] = FILES
+) -> StagingDirectory:
     staging = begin(paths, step, safe_point)
     for name, data in files.items():
         path = staging.directory / name
@@ -38,7 +40,7 @@ def stage(paths: RunPaths, step: int, safe_point: int = 0, files: dict[str, byte
     return staging
 
 
-def manifest_of(staging: Staging, **changes: object) -> Manifest:
+def manifest_of(staging: StagingDirectory, **changes: object) -> Manifest:
     files = sorted(
         p.relative_to(staging.directory).as_posix() for p in staging.directory.rglob("*") if p.is_file()
     )
@@ -77,10 +79,10 @@ def save(paths: RunPaths) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def staged(paths: RunPaths) -> Callable[..., tuple[Staging, Manifest]]:
+def staged(paths: RunPaths) -> Callable[..., tuple[StagingDirectory, Manifest]]:
     """`staged(step)` → a sealed staging directory and its manifest, not committed."""
 
-    def make(step: int, safe_point: int = 0, **changes: object) -> tuple[Staging, Manifest]:
+    def make(step: int, safe_point: int = 0, **changes: object) -> tuple[StagingDirectory, Manifest]:
         staging = stage(paths, step, safe_point)
         return staging, manifest_of(staging, **changes)
 

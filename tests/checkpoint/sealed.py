@@ -9,7 +9,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import PLAIN_FILES, Manifest, Topology
-from verl_slurm.checkpoint.store.commit import Staging, begin, commit, seal
+from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))
 KEYS = Keyring(KEY)
@@ -28,7 +28,7 @@ PLAIN = {
 
 def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path:
     """A checkpoint as the saver makes one, encrypted where there is a key."""
-    staging: Staging = begin(paths, step, 0)
+    staging: StagingDirectory = begin(paths, step, 0)
     cipher = None if key is None else CheckpointCipher.begin(key, staging.final.name)
     for name, data in PLAIN.items():
         path = staging.directory / name

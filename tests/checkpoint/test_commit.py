@@ -11,12 +11,12 @@ from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import Manifest, Topology
 from verl_slurm.checkpoint.store import commit as door
-from verl_slurm.checkpoint.store.commit import Staging, abort, begin, commit, seal, sweep
+from verl_slurm.checkpoint.store.commit import StagingDirectory, abort, begin, commit, seal, sweep
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 Save = Callable[..., Path]
-Staged = Callable[..., tuple[Staging, Manifest]]
+Staged = Callable[..., tuple[StagingDirectory, Manifest]]
 
 # Everything commit, seal and sweep ask the system to change or make durable.
 OPERATIONS = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir", "fchmod")

@@ -11,7 +11,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
 from verl_slurm.submit.checks.preflight import check_resume_from
@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> RunPaths:
         (work / "guest").mkdir()
         (work / "guest" / "common.pt").write_bytes(b"common")
         (work / "guest" / "rank_0000.pt").write_bytes(b"own" * step)
-        save = GuestSave(guest="loop", step=step, epoch=epoch, world_size=1)
+        save = LoopSave(guest="loop", step=step, epoch=epoch, world_size=1)
         commit_tree(paths, save, {"guest": work / "guest"})
     return paths
 

@@ -284,7 +284,7 @@ def test_what_ships_is_found_where_pip_put_it(
     share: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site, name = tmp_path / "site", "sbatch/multi_node.sbatch"
-    monkeypatch.setattr(shipped_module, "__file__", str(site / "verl_slurm" / "shipped.py"))
+    monkeypatch.setattr(shipped_module, "__file__", str(site / "verl_slurm/base/shipped.py"))
     script = tmp_path / share / "verl-slurm" / name
     script.parent.mkdir(parents=True)
     info = site / "verl_slurm-0.dist-info"

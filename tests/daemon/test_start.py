@@ -19,7 +19,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_epoch, take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import dump, load_resolved
 from verl_slurm.submit.submission import carry_out, plan_submission
 
@@ -74,7 +74,7 @@ def committed(paths: RunPaths, step: int) -> str:
     private_dir(work / "guest")
     write_file(work / "guest" / "state", b"state")
     private_dir(paths.checkpoints)
-    save = GuestSave(guest="loop", step=step, epoch=epoch, world_size=2)
+    save = LoopSave(guest="loop", step=step, epoch=epoch, world_size=2)
     return commit_tree(paths, save, {"guest": work / "guest"}).name
 
 

@@ -59,7 +59,7 @@ class Trained:
     def save(self, step: int = 2, **changes: Any) -> Path:
         """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=, encryption=."""
         from verl_slurm.save.ranks.collective import Collective
-        from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, Provenance
+        from verl_slurm.save.ranks.saver import CheckpointSaver, Provenance, SaveContents
         from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
         from verl_slurm.trainer.objective.schedule import schedule_record
 
@@ -79,7 +79,7 @@ class Trained:
             "metadata.json": {"index": 0, "rollout_offset": 8, "history": history},
             "orchestration.json": layout,
         }
-        contents = Contents(
+        contents = SaveContents(
             runtime=state,
             texts={name: json.dumps(value).encode() for name, value in texts.items()}
             | {"config.yaml": dump(config), SCHEMA_VERSION: render_schema(schema)},

@@ -13,17 +13,16 @@ import os
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from tests.faults.disk import Ack, Disk, Make, Operation, Remove, Rename, Sync, Truncate, Write
-from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.save.writer import protocol
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.protocol import ArenaFile, Outcome, Sealing, Written
 from verl_slurm.save.writer.writing import write_and_hash
 
 __all__ = ["Call", "Fault", "InProcess", "Tracer"]
@@ -87,21 +86,11 @@ class InProcess:
         """It is."""
 
     def write(
-        self,
-        files: Sequence[ArenaFile],
-        directories: Sequence[str],
-        sealing: Sealing | None = None,
-        on_done: Callable[[Written], None] = lambda _: None,
-        *,
-        hurry: bool = False,
-    ) -> tuple[Written, ...]:
-        assert sealing is None
-
-        def done(entries: tuple[FileEntry, ...], outcome: Outcome) -> None:
-            on_done(Written(save=0, files=entries, outcome=outcome))
-
-        entries, outcomes = write_and_hash(self._arena.view, files, directories, on_done=done)
-        return tuple(Written(save=0, files=entries, outcome=outcome) for outcome in outcomes)
+        self, request: protocol.Write, on_done: Callable[[protocol.Written], None] = lambda _: None
+    ) -> tuple[protocol.Written, ...]:
+        assert request.sealing is None
+        _, answers = write_and_hash(self._arena.view, request.files, request.directories, on_done=on_done)
+        return answers
 
     def close(self) -> None:
         """There is nothing to end."""

@@ -38,7 +38,7 @@ from verl_slurm.runtime_state.container import pack, specify
 from verl_slurm.runtime_state.format import Arrays, RecordHeader, RuntimeState
 from verl_slurm.runtime_state.samples import Sample, StepSamples
 from verl_slurm.runtime_state.segment import frame, head
-from verl_slurm.save.writer.protocol import Outcome, Ready, Written
+from verl_slurm.save.writer.protocol import Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
@@ -253,11 +253,8 @@ def indexes() -> Sequence[bytes]:
 
 def from_saver() -> Sequence[bytes]:
     entry = FileEntry(path="actor/rank_0000.bin", size=3, sha256=_HASH)
-    outcome = Outcome(directory="/run/checkpoints/x", error="full", errno=28, seconds=0.5)
-    return [
-        msgspec.json.encode(message)
-        for message in (Ready(), Written(save=1, files=(entry,), outcome=outcome))
-    ]
+    written = Written(save=1, directory="/run/checkpoints/x", files=(entry,), error="full", errno=28)
+    return [msgspec.json.encode(message) for message in (Ready(), written)]
 
 
 def schemas() -> Sequence[bytes]:

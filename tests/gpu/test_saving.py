@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.writer.handle import SaverProcess
+from verl_slurm.save.writer.protocol import Write
 
 pytestmark = pytest.mark.torch
 
@@ -56,6 +58,13 @@ def _saved(staging: Staging, directory: Path) -> list[bytes]:
     return [data[s.at - file.at :][: s.tensor.numel() * s.tensor.element_size()] for s in slots]
 
 
+def _write_to(staging: Staging, directory: Path) -> "Future[Write]":
+    """The request for all files below `directory`."""
+    known: Future[Write] = Future()
+    known.set_result(Write(files=staging.layout.files, directories=(str(directory),)))
+    return known
+
+
 def _new(directory: Path) -> Path:
     directory.mkdir(mode=0o700)
     return directory
@@ -66,7 +75,7 @@ def test_every_type_is_saved_as_it_is(
 ) -> None:
     """Pinned staging: float32, bfloat16, integers, rows that lie apart, scalars of the CPU among them."""
     where = _new(tmp_path / "save")
-    staging.begin(lambda: [where]).result()
+    staging.begin(_write_to(staging, where)).result()
     assert _saved(staging, where) == [_bytes(tensor) for tensor in tensors.values()]
     assert staging.pinned == (device == "cuda")
 
@@ -84,7 +93,7 @@ def test_what_is_queued_before_a_save_is_in_it_and_what_follows_the_fence_is_not
             for _ in range(50):  # the GPU has this to do before it comes by the update
                 busy = busy @ busy / busy.norm()
         weight.add_(1)
-        saving = staging.begin(lambda where=where: [where])
+        saving = staging.begin(_write_to(staging, where))
         staging.fence()
         weight.add_(1)
         saving.result()
@@ -99,7 +108,7 @@ def test_an_arena_can_be_made_again_where_one_was(
     for turn in range(3):
         staging = Staging({"actor": tensors}, Collective(None))
         where = _new(tmp_path / f"save{turn}")
-        staging.begin(lambda where=where: [where]).result()
+        staging.begin(_write_to(staging, where)).result()
         assert staging.pinned == (device == "cuda")
         staging.close()
 
@@ -109,9 +118,9 @@ def test_how_long_a_save_holds_the_training_up_is_said(
 ) -> None:
     """The stall of a save, in milliseconds for each GiB: a figure, and no limit."""
     warm, where = _new(tmp_path / "warm"), _new(tmp_path / "save")
-    staging.begin(lambda: [warm]).result()
+    staging.begin(_write_to(staging, warm)).result()
     began = time.perf_counter()
-    saving = staging.begin(lambda: [where])
+    saving = staging.begin(_write_to(staging, where))
     returned = time.perf_counter() - began
     waited = staging.fence()
     saving.result()
@@ -141,7 +150,7 @@ def test_the_first_save_lets_go_of_the_tensors_before_its_writer_is_up(
     watchdog.start()
     try:
         expected, where = _bytes(tensors["weight"]), _new(tmp_path / "save")
-        saving = staging.begin(lambda: [where])
+        saving = staging.begin(_write_to(staging, where))
         staging.fence()
         assert not may_be_up.is_set()
         assert staging.pinned == (device == "cuda")
@@ -165,7 +174,7 @@ def test_how_long_a_first_save_takes_is_said(tensors: dict[str, Tensor], tmp_pat
         for turn in ("first", "second"):
             where = _new(tmp_path / f"{turn}{beside_s}")
             began = time.perf_counter()
-            saving = staging.begin(lambda where=where: [where])
+            saving = staging.begin(_write_to(staging, where))
             waited = staging.fence()
             saving.result()
             told.append(

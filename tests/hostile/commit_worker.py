@@ -22,7 +22,7 @@ from tests.save.parts import Parts, contents, provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.save.ranks import saver as module
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents
+from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
 
 PORT = 29500
 
@@ -32,12 +32,12 @@ class Rank:
 
     def __init__(self, rank: int) -> None:
         self._rank, self.point, self.committed_ns = rank, "", 0
-        write_side, commit = module.write_side, module.door.commit
+        write_to_medium, commit = module.write_to_medium, module.door.commit
 
-        def stopping_write_side(*given: Any, **named: Any) -> Any:
+        def stopping_write(*given: Any, **named: Any) -> Any:
             if rank == 1:
                 self.stop("in")
-            return write_side(*given, **named)
+            return write_to_medium(*given, **named)
 
         def stopping_commit(*given: Any, **named: Any) -> Any:
             self.committed_ns = time.monotonic_ns()
@@ -45,7 +45,7 @@ class Rank:
             self.stop("after")
             return done
 
-        module.write_side = stopping_write_side
+        module.write_to_medium = stopping_write
         module.door.commit = stopping_commit
 
     def stop(self, point: str) -> None:
@@ -73,7 +73,7 @@ def main(root: Path, rank: int) -> None:
         step, mine.point = int(words[0]), words[1]
         mine.stop("before")
         whole = contents(step, runtime(step, rank=rank, world_size=2))
-        brings = Contents(runtime=whole.runtime, texts=whole.texts if rank == 0 else {})
+        brings = SaveContents(runtime=whole.runtime, texts=whole.texts if rank == 0 else {})
         try:
             name = saver.begin(brings).result().name
         except Exception as error:  # noqa: BLE001 - for the test to see

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from verl_slurm.save.ranks import medium_results as side
-from verl_slurm.save.ranks import saver
+from verl_slurm.save.ranks import medium_results, saver
 from verl_slurm.save.ranks.collective import Collective
+from verl_slurm.save.writer.media import MediumResult
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.wire.messages import SaveRequest
@@ -75,8 +75,8 @@ def _together(real: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _write_side(*args: Any, **more: Any) -> side.Side:
-    written = _real_write_side(*args, **more)
+def _write_to_medium(*args: Any, **more: Any) -> MediumResult:
+    written = _real_write_to_medium(*args, **more)
     strike("wrote")
     return written
 
@@ -95,8 +95,8 @@ def _save(self: Loop, request: SaveRequest | None, why: str) -> None:
 
 
 if __name__ == "__main__":
-    _real_write_small, side.write_small = side.write_small, _write_small
-    _real_write_side, saver.write_side = saver.write_side, _write_side  # type: ignore[attr-defined]
+    _real_write_small, medium_results.write_small = medium_results.write_small, _write_small
+    _real_write_to_medium, saver.write_to_medium = saver.write_to_medium, _write_to_medium  # type: ignore[attr-defined]
     _real_save, Loop._save = Loop._save, _save  # type: ignore[method-assign]
     Collective.together = _together(Collective.together)  # type: ignore[method-assign]
     entry.run_and_leave()

@@ -12,10 +12,9 @@ from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST, Guest, missing_parts, path_problem
-from verl_slurm.checkpoint.store.commit import seal
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint, seal
 from verl_slurm.checkpoint.store.loop_checkpoint import (
-    GuestSave,
-    SavedTree,
+    LoopSave,
     clear_work,
     commit_tree,
     require_guest,
@@ -44,27 +43,26 @@ def written(paths: RunPaths, names: tuple[str, ...] = ("rank_0000.pt",), top: st
     return directory
 
 
-def saved(paths: RunPaths, step: int = 7, guest: Guest = "loop", **more: object) -> SavedTree:
+def saved(paths: RunPaths, step: int = 7, guest: Guest = "loop", **more: object) -> SavedCheckpoint:
     top = "guest" if guest == "loop" else f"global_step_{step}"
     if "parts" not in more:
         more["parts"] = {top: written(paths, top=top)}
-    save = GuestSave(
-        guest=guest, step=step, epoch=1, world_size=2, metrics={"loss": 0.5, "bad": float("nan")}
-    )
+    save = LoopSave(guest=guest, step=step, epoch=1, world_size=2, metrics={"loss": 0.5, "bad": float("nan")})
     return commit_tree(paths, save, **more)  # type: ignore[arg-type]
 
 
 def test_it_is_committed_private_and_whole_and_a_start_goes_on_from_it(paths: RunPaths) -> None:
     done = saved(paths)
-    verdict = verify(done.path)
+    directory = paths.checkpoints / done.name
+    verdict = verify(directory)
     assert verdict.ok, verdict.one_line()
-    manifest = read_manifest(done.path)
+    manifest = read_manifest(directory)
     assert (manifest.guest, manifest.step, manifest.world_size, manifest.topology.dp) == ("loop", 7, 2, 2)
     assert manifest.metrics == {"loss": 0.5}
     assert missing_parts(manifest) == []
-    modes = {stat.S_IMODE(p.stat().st_mode) for p in done.path.rglob("*") if p.is_file()}
+    modes = {stat.S_IMODE(p.stat().st_mode) for p in directory.rglob("*") if p.is_file()}
     assert modes == {0o600}
-    assert stat.S_IMODE((done.path / "guest").stat().st_mode) == 0o700
+    assert stat.S_IMODE((directory / "guest").stat().st_mode) == 0o700
     assert choose_resume(paths, "auto").name == done.name == "step_000007"
     assert done.num_bytes == verdict.num_bytes
 
@@ -85,8 +83,8 @@ def test_the_names_of_verl_and_of_torchs_distributed_checkpoints_are_allowed(pat
         parts={"global_step_7": directory},
         texts={"latest_checkpointed_iteration.txt": b"7"},
     )
-    assert verify(done.path).ok
-    assert (done.path / "latest_checkpointed_iteration.txt").read_bytes() == b"7"
+    assert verify(paths.checkpoints / done.name).ok
+    assert (paths.checkpoints / done.name / "latest_checkpointed_iteration.txt").read_bytes() == b"7"
 
 
 def test_what_the_ranks_have_hashed_is_not_read_again(
@@ -103,7 +101,7 @@ def test_what_the_ranks_have_hashed_is_not_read_again(
     monkeypatch.setattr("verl_slurm.checkpoint.store.loop_checkpoint.door.seal", noted)
     done = saved(paths, parts={"guest": directory}, sealed=entries)
     assert not any(name.startswith("guest/") for name in asked)
-    assert verify(done.path).ok
+    assert verify(paths.checkpoints / done.name).ok
 
 
 def test_links_and_names_that_no_manifest_may_hold_are_refused_and_nothing_is_left(paths: RunPaths) -> None:
@@ -122,7 +120,7 @@ def test_links_and_names_that_no_manifest_may_hold_are_refused_and_nothing_is_le
 def test_directories_without_a_file_are_left_out(paths: RunPaths) -> None:
     directory = written(paths)
     (directory / "empty" / "deeper").mkdir(parents=True)
-    assert verify(saved(paths, parts={"guest": directory}).path).ok
+    assert verify(paths.checkpoints / saved(paths, parts={"guest": directory}).name).ok
 
 
 def test_a_save_without_the_loops_own_directory_is_refused(paths: RunPaths) -> None:
@@ -141,7 +139,7 @@ def test_an_incarnation_that_was_closed_commits_nothing_and_keeps_its_files(path
 
 
 def test_only_the_same_kind_of_loop_with_as_many_ranks_goes_on_from_it(paths: RunPaths) -> None:
-    directory = saved(paths).path
+    directory = paths.checkpoints / saved(paths).name
     assert require_guest(directory, "loop", world_size=2).step == 7
     with pytest.raises(ConfigError, match="another kind of loop"):
         require_guest(directory, "verl")
@@ -150,7 +148,7 @@ def test_only_the_same_kind_of_loop_with_as_many_ranks_goes_on_from_it(paths: Ru
 
 
 def test_a_part_that_goes_missing_is_found(paths: RunPaths) -> None:
-    directory = saved(paths).path
+    directory = paths.checkpoints / saved(paths).name
     (directory / "guest" / "rank_0000.pt").unlink()
     assert not verify(directory).ok
     assert (directory / MANIFEST).exists()

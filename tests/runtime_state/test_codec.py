@@ -305,6 +305,25 @@ def test_msgpack_that_would_grow_is_refused(content: bytes, header: dict[str, An
         decode(container(frame(raw[:at] + b"\x91" + content)))
 
 
+@pytest.mark.parametrize("misreading", [{}, None, {1: object()}, ValueError("truncated")])
+def test_a_header_that_msgpack_reads_differently_is_neither_written_nor_read(
+    misreading: object, header: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = container(frame(msgspec.msgpack.encode(header)))
+    state = decode(data)
+
+    def misread(_: bytes) -> object:
+        if isinstance(misreading, Exception):
+            raise misreading
+        return misreading
+
+    monkeypatch.setattr(msgpack, "unpackb", misread)
+    with pytest.raises(CheckpointCorrupt, match="read the header differently"):
+        decode(data)
+    with pytest.raises(ValueError, match="read the header differently"):
+        encode(state)
+
+
 def test_a_header_must_be_canonical(header: dict[str, Any]) -> None:
     raw = msgspec.msgpack.encode(header)
     decode(container(frame(raw)))

@@ -13,7 +13,7 @@ from tests.save.parts import Parts, contents, provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.save.ranks import staging
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, LocalPlace, SavedCheckpoint
+from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, SaveContents, SavedCheckpoint
 
 __all__ = ["Nodes", "Ranks"]
 
@@ -71,7 +71,7 @@ class Nodes:
 
         def one(rank: int) -> Any:
             whole = contents(step, runtime(step, rank=rank, world_size=2))
-            mine = Contents(runtime=whole.runtime, texts=whole.texts if rank == 0 else {})
+            mine = SaveContents(runtime=whole.runtime, texts=whole.texts if rank == 0 else {})
             hear = None if told is None else lambda done: told(rank, done)
             return self._savers[rank].begin(mine, on_kept=hear)
 

@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, LocalPlace, Provenance
+from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance, SaveContents
 from verl_slurm.save.ranks.tensors import initialise_adamw, model_tensors, optimizer_tensors
 
 ALONE = Collective(None)
@@ -87,10 +87,10 @@ def runtime(step: int = 2, **changes: Any) -> RuntimeState:
     return msgspec.structs.replace(state, **changes)
 
 
-def contents(step: int = 2, state: RuntimeState | None = None) -> Contents:
+def contents(step: int = 2, state: RuntimeState | None = None) -> SaveContents:
     """What a save needs beside the tensors."""
     texts = dict.fromkeys(("scheduler.json", "metadata.json", "config.yaml", "orchestration.json"), b"{}\n")
-    return Contents(
+    return SaveContents(
         runtime=state or runtime(step), texts=texts | {SCHEMA_VERSION: render_schema(current_schema())}
     )
 

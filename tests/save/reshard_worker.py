@@ -20,7 +20,7 @@ from tests.save.parts import contents, provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.loader import load_tensors
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents
+from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
 from verl_slurm.save.ranks.tensors import initialise_adamw, model_tensors, optimizer_tensors
 
 
@@ -83,7 +83,7 @@ def main(root: Path, mesh: str, source: str, step: int) -> None:
     state = runtime(step, rank=ranks.rank, world_size=ranks.world_size)
     mine = contents(step, state)
     saver = CheckpointSaver(RunPaths(root), tensors, provenance(), ranks, epoch_check=lambda: None)
-    saver.begin(Contents(runtime=state, texts=mine.texts if ranks.rank == 0 else {})).result()
+    saver.begin(SaveContents(runtime=state, texts=mine.texts if ranks.rank == 0 else {})).result()
     saver.close()
     dist.barrier()
     dist.destroy_process_group()

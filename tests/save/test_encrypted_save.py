@@ -34,7 +34,7 @@ from verl_slurm.save.ranks import compare as compare_module
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors, read_whole
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, Provenance
+from verl_slurm.save.ranks.saver import CheckpointSaver, Provenance, SaveContents
 from verl_slurm.save.ranks.tensors import Tensors
 
 pytestmark = pytest.mark.torch
@@ -100,7 +100,7 @@ class Saves:
         )
         try:
             for number in (step, *more):
-                done = saver.begin(Contents(runtime=runtime(number), texts=texts)).result()
+                done = saver.begin(SaveContents(runtime=runtime(number), texts=texts)).result()
         finally:
             saver.close()
         return self.paths.checkpoints / done.name

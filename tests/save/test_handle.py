@@ -13,7 +13,7 @@ import pytest
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.save.writer.arena import Arena, available_memory
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
-from verl_slurm.save.writer.protocol import ArenaFile
+from verl_slurm.save.writer.protocol import ArenaFile, Write
 
 FILE = ArenaFile(path="actor/rank_0000.bin", at=4096, size=8192)
 
@@ -36,8 +36,8 @@ def saver(arena: Arena) -> Iterator[SaverProcess]:
 
 def _save(saver: SaverProcess, directory: Path) -> bytes:
     directory.mkdir(mode=0o700)
-    (written,) = saver.write([FILE], [str(directory)])
-    assert written.outcome.error is None
+    (written,) = saver.write(Write(files=(FILE,), directories=(str(directory),)))
+    assert written.error is None
     data = (directory / FILE.path).read_bytes()
     assert written.files == (entry_of(FILE.path, data),)
     return data
@@ -60,7 +60,7 @@ def test_signals_for_the_whole_step_leave_it_working(saver: SaverProcess, tmp_pa
 def test_a_saver_that_is_gone_is_said_and_nothing_hangs(saver: SaverProcess, tmp_path: Path) -> None:
     os.kill(saver.pid, signal.SIGKILL)
     with pytest.raises(SaverDied, match="saver process"):
-        saver.write([FILE], [str(tmp_path)])
+        saver.write(Write(files=(FILE,), directories=(str(tmp_path),)))
 
 
 RANK = """

@@ -22,9 +22,9 @@ from verl_slurm.base.errors import Fenced
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks import saver, second_copy
-from verl_slurm.save.ranks.attempt import Attempt
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.loader import load_tensors
+from verl_slurm.save.ranks.pending_save import PendingSave
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.ranks.second_copy import SecondCopy
 
@@ -79,13 +79,13 @@ def test_the_nodes_copy_is_committed_while_shared_storage_still_writes_and_then_
 def test_where_shared_storage_is_first_nothing_is_said_of_one_copy(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, begun, has_begun = Told(), list[Attempt](), threading.Event()
+    told, begun, has_begun = Told(), list[PendingSave](), threading.Event()
     begin = SecondCopy.begin
 
-    def remembered(self: SecondCopy, attempt: Attempt, *more: Any) -> Any:
-        begun.append(attempt)
+    def remembered(self: SecondCopy, save: PendingSave, *more: Any) -> Any:
+        begun.append(save)
         has_begun.set()
-        return begin(self, attempt, *more)
+        return begin(self, save, *more)
 
     monkeypatch.setattr(SecondCopy, "begin", remembered)
     with gate(world.local) as local:

@@ -20,7 +20,7 @@ from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer import sealing as module
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
-from verl_slurm.save.writer.protocol import ArenaFile, Outcome, Sealing
+from verl_slurm.save.writer.protocol import ArenaFile, Sealing, Write, Written
 from verl_slurm.save.writer.sealing import Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
@@ -119,8 +119,8 @@ def test_a_medium_that_stands_still_is_left_behind_and_catches_up(
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(fd, data, at)
 
-    def told(_: object, outcome: Outcome) -> None:
-        done.append(Path(outcome.directory).name)
+    def told(written: Written) -> None:
+        done.append(Path(written.directory).name)
         go_on.set()
 
     monkeypatch.setattr(os, "pwrite", slow)
@@ -151,8 +151,8 @@ def test_what_the_fast_medium_does_not_give_back_is_not_copied(
             assert go_on.wait(60)
         return pwrite(fd, data, at)
 
-    def rot(_: object, outcome: Outcome) -> None:
-        if outcome.directory.endswith("fast"):
+    def rot(written: Written) -> None:
+        if written.directory.endswith("fast"):
             (tmp_path / "fast" / files[2].path).write_bytes(bytes(files[2].size))
             go_on.set()
 
@@ -235,13 +235,13 @@ def test_the_saver_process_reads_the_key_for_itself_and_shows_it_nowhere(
     key = read_key_file(key_file)
     arena = Arena(8192)
     arena.view[: len(MARK)] = MARK
-    files = [ArenaFile(path="actor/rank_0000.bin", at=0, size=8192)]
+    files = (ArenaFile(path="actor/rank_0000.bin", at=0, size=8192),)
     saver = SaverProcess(arena, encryption=EncryptionConfig(key_file=str(key_file)))
     try:
         saver.wait_ready()
         argv = Path(f"/proc/{saver.pid}/cmdline").read_bytes()
         sealing = new_sealing(key)
-        (written,) = saver.write(files, [str(tmp_path)], sealing)
+        (written,) = saver.write(Write(files=files, directories=(str(tmp_path),), sealing=sealing))
     finally:
         saver.close()
         arena.close()
@@ -260,12 +260,13 @@ def test_a_saver_and_a_rank_that_disagree_on_encrypting_write_nothing(
     tmp_path: Path, key_file: Path, with_key: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arena = Arena(4096)
-    files = [ArenaFile(path="x.bin", at=0, size=4096)]
+    files = (ArenaFile(path="x.bin", at=0, size=4096),)
+    sealing = None if with_key else new_sealing()
     saver = SaverProcess(arena, encryption=EncryptionConfig(key_file=str(key_file)) if with_key else None)
     try:
         saver.wait_ready()
         with pytest.raises(SaverDied):
-            saver.write(files, [str(tmp_path)], None if with_key else new_sealing())
+            saver.write(Write(files=files, directories=(str(tmp_path),), sealing=sealing))
     finally:
         saver.close()
         arena.close()

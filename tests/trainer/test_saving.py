@@ -18,7 +18,7 @@ from verl_slurm.checkpoint.store import apply, verify
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.runtime_state.format import Phase
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.saver import Contents, SavedCheckpoint
+from verl_slurm.save.ranks.saver import SaveContents, SavedCheckpoint
 from verl_slurm.trainer import saving
 from verl_slurm.trainer.saving import Checkpointer
 from verl_slurm.trainer.state.position import Position
@@ -113,7 +113,7 @@ class _Commits:
 
     def begin(
         self,
-        contents: Contents,
+        contents: SaveContents,
         then: Callable[[Collective, SavedCheckpoint], None],
         *,
         seconds_left: float | None = None,

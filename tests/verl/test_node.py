@@ -11,7 +11,7 @@ from verl_slurm.base.errors import ConfigError, Fenced, PermissionRefused, WireE
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, commit_tree
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops import verl_node as node
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
@@ -44,7 +44,7 @@ def saved(paths: RunPaths, *, part: str = "actor", ranks: int = 2) -> str:
     directory = paths.work(1) / "global_step_7"
     (directory / part).mkdir(parents=True)
     (directory / part / "x.pt").write_bytes(b"x")
-    save = GuestSave(guest="verl", step=7, epoch=1, world_size=ranks)
+    save = LoopSave(guest="verl", step=7, epoch=1, world_size=ranks)
     return commit_tree(paths, save, {"global_step_7": directory}).name
 
 

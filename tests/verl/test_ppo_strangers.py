@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests.processes import python_path
+from verl_slurm.config import strict_yaml
 
 pytest.importorskip("verl", reason="needs verl: make verl")
 
@@ -130,7 +130,7 @@ def ppo_config(root: Path, steps: int) -> Path:
         "daemon": {"start_timeout_s": 1200},
     }
     config = root / "grpo.yaml"
-    config.write_text(yaml.safe_dump(settings))
+    config.write_bytes(strict_yaml.dump(settings))
     return config
 
 

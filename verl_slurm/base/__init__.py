@@ -1,1 +1,1 @@
-"""What every package may use: errors, files, paths, processes, keys."""
+"""Helpers for every package: errors, files, paths, processes, keys."""

@@ -1,11 +1,11 @@
-"""Files that somebody else may have written, read in bounded memory.
+"""Reads files that other users may have written, in bounded memory.
 
-A file that is handed over (a checkpoint, a run, a model, a directory of verl) chooses its own size and content.
-So each kind of small file has a `Limit` here: a size, asked of the open file before a byte is read, and a number of
-JSON values, counted before any of them becomes an object. Python needs 32 to 104 bytes for a JSON value of two
-characters, so a size alone would bound memory only to 26 times itself.
+A file from outside (a checkpoint, a run, a model, a directory of verl) chooses its own size and content. So each kind
+of small file has a `Limit` here. It bounds the size, asked of the open file before a byte is read, and the number of
+JSON values, counted before any becomes an object. Python needs 32 to 104 bytes for a JSON value of two characters, so a
+size alone would bound memory only to 26 times itself.
 
-The limits hold what real files need (`tests/hostile/test_handed_over.py` computes the largest ones) and keep what a
+The limits hold what real files need (`tests/hostile/test_handed_over.py` computes the largest ones). They keep what a
 hostile file adds to a command below 300 MB.
 """
 
@@ -47,14 +47,15 @@ __all__ = [
 T = TypeVar("T")
 
 _MAX_DEPTH = 64
-"""Objects in each other; no file of ours has more than six."""
+"""Depth of nested objects; our own files have at most six levels."""
 _MAX_UNICODE = 32 << 20
-"""Bytes of text that is not ASCII: one character beyond it makes Python take four bytes for each of its text."""
+"""Bytes of text that is not ASCII. One such character can make Python take four bytes for each character of its
+text."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limit:
-    """What a kind of file may need at most.
+    """Bounds one kind of file.
 
     Attributes:
         num_bytes: of the file.
@@ -66,49 +67,50 @@ class Limit:
 
 
 MANIFEST = Limit(num_bytes=64 << 20, num_values=1_250_000)
-"""manifest.json: a leaf of 67 bytes for each 4 MiB of tensors, so 3.7 TB. With 4096 ranks (16,384 files) that are
-3.5 MB, and 17 MB for each TB of tensors."""
+"""manifest.json: a leaf of 67 bytes for each 4 MiB of tensors, enough for 3.7 TB. With 4096 ranks (16,384 files) it
+needs 3.5 MB, and 17 MB for each TB of tensors."""
 INDEX = Limit(num_bytes=256 << 20, num_values=36_000_000)
-"""index.json for a load: about 100 bytes and 9 values a piece."""
+"""index.json for a load: about 100 bytes and 9 values per piece."""
 SHOWN_INDEX = Limit(num_bytes=32 << 20, num_values=4_500_000)
-"""index.json for a look (`inspect`, `diff`): 300,000 pieces. What is larger is not listed."""
+"""index.json for a look (`inspect`, `diff`): 300,000 pieces. A larger index is not listed."""
 DATA_FILES = Limit(num_bytes=32 << 20, num_values=1_250_000)
-"""orchestration.json: two values and 100 bytes a data file, so 300,000 files."""
+"""orchestration.json: two values and 100 bytes per data file, enough for 300,000 files."""
 FINGERPRINT = Limit(num_bytes=512 << 20, num_values=16_000_000)
-"""Of a data set: 150 bytes a file, and closed structs only, so that a hostile one costs no more than a good one."""
+"""Fingerprint of a data set: 150 bytes per file. Its structs are closed, so a hostile one costs no more than a good
+one."""
 RECORD = Limit(num_bytes=8 << 20, num_values=1_000_000)
-"""metadata.json (4096 rows of history), and what the parts of verl-slurm write for each other."""
+"""metadata.json (4096 rows of history), and the files that parts of verl-slurm write for each other."""
 JOURNAL = Limit(num_bytes=32 << 20, num_values=2_000_000)
-"""events.jsonl, from its end: 200 bytes and 10 values an event."""
+"""events.jsonl, read from its end: 200 bytes and 10 values per event."""
 SMALL = Limit(num_bytes=1 << 20, num_values=200_000)
-"""schema_version.json, scheduler.json, status.json, run_id and their kin: some KB."""
+"""schema_version.json, scheduler.json, status.json, run_id and similar files: some KB."""
 SOURCE = Limit(num_bytes=256 << 10)
 """A reward in Python: its syntax tree takes up to 900 times as much."""
 CONFIG = Limit(num_bytes=1 << 20)
-"""config.yaml and run.yaml; `strict_yaml` counts for itself."""
+"""config.yaml and run.yaml; `strict_yaml` counts their values itself."""
 MODEL_CONFIG = Limit(num_bytes=4 << 20, num_values=500_000)
 """config.json of a Hugging Face model: some KB, with a label for each class up to a MB."""
 TOKENIZER = Limit(num_bytes=64 << 20, num_values=3_500_000)
-"""The small files of a model; the largest tokenizer.json have 35 MB and 2.2 million values."""
+"""The small files of a model; the largest tokenizer.json has 35 MB and 2.2 million values."""
 SAFETENSORS_HEADER = Limit(num_bytes=32 << 20, num_values=2_500_000)
-"""About 100 bytes and 7 values a tensor: 300,000 tensors in one file. The library itself allows 100 MB."""
+"""About 100 bytes and 7 values per tensor: 300,000 tensors in one file. The library itself allows 100 MB."""
 
 
 class TooMuch(ValueError):
-    """A file, or the JSON in it, is beyond its limit, or the name is not of a regular file."""
+    """A file, or the JSON in it, exceeds its limit, or the name is not of a regular file."""
 
 
 def open_regular(path: Path | str, *, follow: bool = False) -> int:
-    """A read descriptor of a regular file.
+    """Opens a regular file for reading and returns its descriptor.
 
     Args:
-        follow: whether the last name may be a link: for paths that users type.
+        follow: the last name may be a link, for paths that users type.
 
     Raises:
-        OSError: it is not there, not ours to read, or a link (ELOOP).
+        OSError: the file does not exist, is not readable for us, or is a link (ELOOP).
         TooMuch: it is no regular file.
     """
-    # O_NONBLOCK: opening a FIFO in the place of a file must not wait for a writer.
+    # O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(path, flags)
     try:
@@ -120,7 +122,7 @@ def open_regular(path: Path | str, *, follow: bool = False) -> int:
 
 
 def read_regular(path: Path | str, limit: Limit, *, follow: bool = False) -> bytes:
-    """All of a regular file, if it is within `limit`.
+    """Reads all of a regular file, if it is within `limit`.
 
     Raises:
         OSError, TooMuch: see `open_regular` and `read_fd`.
@@ -133,10 +135,10 @@ def read_regular(path: Path | str, limit: Limit, *, follow: bool = False) -> byt
 
 
 def read_fd(fd: int, limit: Limit) -> bytes:
-    """All of an open regular file, if it is within `limit`: what it had when it was opened, at most.
+    """Reads all of an open regular file, if it is within `limit`: at most the size that it had when it was opened.
 
     Raises:
-        OSError: the storage did not give it, or it was cut meanwhile.
+        OSError: the storage did not deliver it, or it was truncated meanwhile.
         TooMuch: it is larger, or no regular file.
     """
     info = os.fstat(fd)
@@ -154,7 +156,7 @@ def read_fd(fd: int, limit: Limit) -> bytes:
 
 
 def check_json(data: bytes, limit: Limit) -> None:
-    """Refuse more bytes or values than `limit`; whether it is JSON at all is not asked.
+    """Refuses more bytes or values than `limit`. It does not check that the bytes are JSON.
 
     Raises:
         TooMuch: there are more.
@@ -169,10 +171,10 @@ def check_json(data: bytes, limit: Limit) -> None:
 
 
 def decode_json(data: bytes, form: type[T], limit: Limit, *, doubles: bool = True) -> T:
-    """JSON as `form`: within `limit`, without doubled keys, NaN, Infinity or numbers that overflow.
+    """Decodes JSON as `form`: within `limit`, without doubled keys, NaN, Infinity or numbers that overflow.
 
     Args:
-        doubles: False: where a doubled key cannot mislead another reader.
+        doubles: False allows doubled keys, where they cannot mislead another reader.
 
     Raises:
         ValueError, RecursionError: it has one of those, is no JSON, or is not of this form.
@@ -183,8 +185,8 @@ def decode_json(data: bytes, form: type[T], limit: Limit, *, doubles: bool = Tru
     return msgspec.json.decode(data, type=form)
 
 
-# Tokens of JSON as far as keys need them: a run of strings that are values, a string, a bracket of an object.
-# Possessive, and a string without an end is one token, so that hostile text costs no more than one look at each byte.
+# Matches the tokens of JSON that keys need: a run of strings that are values, a string, a bracket of an object. The
+# pattern is possessive, and a string without an end is one token, so hostile text costs one look at each byte.
 _TOKEN = re.compile(
     rb'(?:"[^"\\]*+"[ \t\r\n]*+,[ \t\r\n]*+)++'
     rb'|"((?:[^"\\]++|\\.)*+)(?:"[ \t\r\n]*+(:?)|\\?\Z)'
@@ -194,12 +196,12 @@ _TOKEN = re.compile(
 
 
 def refuse_doubled_keys(data: bytes) -> None:
-    """Refuse JSON with a key twice in one object: two readers may take two different values of it.
+    """Refuses JSON with a key twice in one object: two readers may take two different values of it.
 
-    msgspec takes the last one without a word, and `json` would build all objects first.
+    msgspec silently takes the last one, and `json` would build all objects first.
 
     Raises:
-        ValueError: there is one, or objects are nested deeper than any of ours.
+        ValueError: a key is doubled, or objects are nested deeper than any of ours.
     """
     keys: list[set[bytes]] = []
     for match in _TOKEN.finditer(data):
@@ -226,6 +228,6 @@ def _require_regular(info: os.stat_result) -> None:
 
 
 def read_model_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a model directory. Raises as `read_regular` and `decode_json`."""
+    """Reads the config.json of a model directory. Raises as `read_regular` and `decode_json`."""
     data = read_regular(directory / "config.json", MODEL_CONFIG, follow=True)
     return decode_json(data, dict[str, Any], MODEL_CONFIG, doubles=False)

@@ -1,4 +1,4 @@
-"""Work on a stranger's file by a library that has no limits of its own: so much more memory, and some minutes."""
+"""Limits memory and time of a library that reads other users' files and has no limits of its own."""
 
 import math
 import resource
@@ -16,16 +16,16 @@ _MOST_SECONDS = 300.0
 
 
 class _Overtime(BaseException):
-    """Not an Exception: libraries catch those, and go on."""
+    """Not an Exception: libraries catch those and continue."""
 
 
 @contextmanager
 def bounded_work(num_bytes: int, seconds: float = _MOST_SECONDS) -> Iterator[None]:
-    """For the main thread of a process of its own: the limits are the whole process's.
+    """Limits the whole process; for the main thread of a process that does this work alone.
 
-    What is beyond `num_bytes` of memory is a MemoryError, or whatever a library makes of one. Python that has not ended
-    after `seconds` is a TimeoutError. A loop in C never comes to Python's signal handler: after twice that time on the
-    processor the kernel ends the process, by SIGXCPU.
+    Memory beyond `num_bytes` raises a MemoryError, or the library's own error for it. Python code that runs beyond
+    `seconds` gets a TimeoutError. A loop in C never reaches Python's signal handler: after twice that processor time
+    the kernel ends the process by SIGXCPU.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -1,6 +1,6 @@
-"""Streaming SHA-256, and how many threads to do it with.
+"""Computes SHA-256 of a stream, and chooses the number of threads for it.
 
-hashlib lets go of the interpreter lock for blocks above 2 KiB, so threads use all cores.
+hashlib releases the interpreter lock for blocks above 2 KiB, so threads use all cores.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ _BLOCK = 4 << 20
 
 
 def hash_fd(fd: int) -> tuple[int, str]:
-    """Size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start.
+    """Returns size in bytes and SHA-256 (hex) of all that `fd` holds, read from its start.
 
     Raises:
         OSError: a read failed.
@@ -29,5 +29,5 @@ def hash_fd(fd: int) -> tuple[int, str]:
 
 
 def num_threads() -> int:
-    """Threads for hashing: the cores we may use, at most 8 (beyond that storage is the limit)."""
+    """Returns the number of hashing threads: the cores we may use, at most 8 (beyond that storage is the limit)."""
     return max(1, min(8, len(os.sched_getaffinity(0))))

@@ -1,7 +1,7 @@
-"""Every error a user can meet: what, where, found against expected, and the next command.
+"""Defines every error that users meet: the problem, the place, found against expected, and the next command.
 
-The class says whose fault it is and which exit code the program ends with. Messages are one line;
-text that came from outside is escaped, so a hostile file name cannot forge a second one.
+The class tells who can fix it and which exit code the program ends with. Messages are one line. Text from outside is
+escaped, so a hostile file name cannot forge a second line.
 """
 
 from verl_slurm.base.exit_codes import ExitCode
@@ -31,14 +31,15 @@ __all__ = [
 
 
 UNREADABLE = (ValueError, RecursionError)
-"""What msgspec and json raise for bytes that they cannot read.
+"""Errors of msgspec and json for bytes that they cannot read.
 
-Their own errors are ValueErrors, and so is text that is not UTF-8; nesting that is too deep is a RecursionError.
+Their own errors are ValueErrors, as is the error for text that is not UTF-8. Nesting that is too deep is a
+RecursionError.
 """
 
 
 _MOST = 2000
-"""Characters of each part of an error's line: who put more there did not do it for people."""
+"""Characters of each part of an error's line. Longer text was not written for people."""
 
 
 def _shown(part: object) -> str:
@@ -47,13 +48,13 @@ def _shown(part: object) -> str:
 
 
 class VerlSlurmError(Exception):
-    """Base of all of them.
+    """Base of all errors.
 
     Args:
         what: what was tried and did not work, a short clause.
-        where: the path, key or host it is about.
-        found: what was there.
-        expected: what should have been there.
+        where: the path, key or host that the error concerns.
+        found: the value that was found.
+        expected: the value that was expected.
         remedy: the next command or action, always given to the user.
     """
 
@@ -73,7 +74,7 @@ class VerlSlurmError(Exception):
         super().__init__(self.one_line())
 
     def one_line(self) -> str:
-        """The whole error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
+        """Returns the error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
         line = _shown(self.what)
         if self.where is not None:
             line += f": {_shown(self.where)}"
@@ -90,7 +91,7 @@ class VerlSlurmError(Exception):
 
 
 class ConfigError(VerlSlurmError):
-    """The configuration is wrong. The user's to mend, before anything is queued."""
+    """The configuration is wrong. The user can fix it before anything is queued."""
 
     exit_code = ExitCode.CONFIG
 
@@ -108,19 +109,19 @@ class PermissionRefused(VerlSlurmError):
 
 
 class SlurmMissing(VerlSlurmError):
-    """There is no Slurm here, or its controller does not answer."""
+    """Slurm is not installed here, or its controller does not answer."""
 
     exit_code = ExitCode.NO_SLURM
 
 
 class SlurmRefused(VerlSlurmError):
-    """Slurm answered, and the answer was no."""
+    """Slurm answered and refused."""
 
     exit_code = ExitCode.SLURM_REFUSED
 
 
 class SchemaMismatch(VerlSlurmError):
-    """A checkpoint of another state layout; the differences are in `found`."""
+    """A checkpoint has another state layout; `found` holds the differences."""
 
     exit_code = ExitCode.SCHEMA
 
@@ -132,13 +133,13 @@ class DatasetDrift(VerlSlurmError):
 
 
 class CheckpointCorrupt(VerlSlurmError):
-    """A checkpoint, ledger segment or manifest that does not verify."""
+    """A checkpoint, ledger segment or manifest does not verify."""
 
     exit_code = ExitCode.CORRUPT
 
 
 class NoRoom(VerlSlurmError):
-    """The file system of the run cannot take a single checkpoint: it could train, and never save."""
+    """The file system of the run has no room for a single checkpoint: the run could train and never save."""
 
     exit_code = ExitCode.NO_ROOM
 
@@ -156,36 +157,36 @@ class Fenced(VerlSlurmError):
 
 
 class KeyRefused(VerlSlurmError):
-    """An encryption key is missing, no key, or not the one; or what a key should vouch for is unsigned."""
+    """An encryption key is missing, invalid or the wrong one, or data that a key should sign is unsigned."""
 
     exit_code = ExitCode.KEY
 
 
 class WireError(VerlSlurmError):
-    """The control channel: a frame that is not ours, too large, unauthenticated or out of order."""
+    """The control channel got a frame that is not ours, too large, unauthenticated or out of order."""
 
     exit_code = ExitCode.WIRE
 
 
 class OutputRefused(VerlSlurmError):
-    """Standard output does not take what is printed."""
+    """Standard output does not accept what is printed."""
 
     exit_code = ExitCode.OUTPUT
 
 
 class TierError(VerlSlurmError):
-    """A storage tier did not answer, refused, or gave back other bytes than it was given."""
+    """A storage tier did not answer, refused, or returned other bytes than it was given."""
 
     exit_code = ExitCode.TIER
 
 
 class RolloutMismatch(VerlSlurmError):
-    """The rollout engine's log probabilities are not those of the policy it should have sampled from."""
+    """The rollout engine's log probabilities differ from those of the policy that it should have sampled from."""
 
     exit_code = ExitCode.ROLLOUT
 
 
 class Diverged(VerlSlurmError):
-    """A gradient is not finite: to go on would spoil the weights, and to start again would come here again."""
+    """A gradient is not finite. Continuing would spoil the weights, and a restart would end at the same point."""
 
     exit_code = ExitCode.DIVERGED

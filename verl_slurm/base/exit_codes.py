@@ -1,7 +1,7 @@
-"""The exit codes of every verl-slurm program: the command line, the daemon and the trainer.
+"""Defines the exit codes of every verl-slurm program: the command line, the daemon and the trainer.
 
-A script may rely on these numbers; they are never reused for something else. `verl-slurm --help`
-and docs/exit-codes.md print this table.
+Scripts may rely on these numbers; a number is never reused. `verl-slurm --help` and docs/exit-codes.md print this
+table.
 """
 
 from enum import IntEnum
@@ -10,7 +10,7 @@ __all__ = ["ExitCode"]
 
 
 class ExitCode(IntEnum):
-    """One number a kind of end. The text behind each is what `--help` prints."""
+    """Names each kind of end by one number. `--help` prints the text of each."""
 
     description: str
 

@@ -1,14 +1,14 @@
-"""The fencing token: which attempt of a run may write.
+"""The fencing token: decides which attempt of a run may write.
 
-A requeued job can start while ranks of its former attempt still write (seen: a slurmd that lost its controller).
-No lease stops a paused writer, so the token is checked where it counts: every manifest carries its epoch, and a
-rank reads who the owner is once more just before the rename that commits.
+A requeued job can start while ranks of its former attempt still write (seen with a slurmd that lost its controller). No
+lease stops a paused writer, so the token is checked where writes become visible. Every manifest carries its epoch, and
+a rank reads the current owner once more just before the rename that commits.
 
-Number N is won by whoever makes the name `control/epoch_N.claim`, by link(2), with all that is to be known of the
-winner in it: one winner on POSIX and on NFS, for ever, and no moment at which there is a claim that says nothing.
-`RUN/epoch` is a copy of the newest, where people and readers look first; the owner is the claim with the greatest
-number. So it does not matter when, or whether, a winner gets to write the copy: one that slept for an hour in between,
-or was killed, closes nobody's epoch. No clock and no age decide anything here.
+An attempt wins number N by making the name `control/epoch_N.claim` with link(2); the file already holds all facts about
+the winner. So a number has one winner on POSIX and on NFS, permanently, and a claim is never empty. `RUN/epoch` is a
+copy of the newest claim, for people and readers; the owner is the claim with the greatest number. So it does not matter
+when a winner writes the copy. A winner that was killed, or that slept for an hour in between, closes no other epoch. No
+clock and no age decide anything here.
 """
 
 import os
@@ -35,22 +35,22 @@ _TEMP = re.compile(r"\.?epoch_(\d{6,})\.")
 
 
 class Epoch(msgspec.Struct, frozen=True, kw_only=True):
-    """Who owns a run: the content of `RUN/epoch` (JSON)."""
+    """Describes the owner of a run: the content of `RUN/epoch` (JSON)."""
 
     epoch: _Number
     cluster: str
-    """`slurm` or `local`: what `job_id` is a number of."""
+    """`slurm` or `local`: the system that `job_id` belongs to."""
     job_id: str
     restart: _Number
     host: str
     pid: _Number
     taken: str
     born: str = ""
-    """`process_birth.birth_of(pid)`: tells this process from a later one of the same number, whatever clocks say."""
+    """`process_birth.birth_of(pid)`: tells this process from a later one of the same number, independent of clocks."""
 
 
 def read_epoch(paths: RunPaths) -> Epoch | None:
-    """The present owner, or None where the run never started.
+    """Returns the present owner, or None if the run never started.
 
     Raises:
         CheckpointCorrupt: the file is not what `take_epoch` writes.
@@ -65,7 +65,7 @@ def read_epoch(paths: RunPaths) -> Epoch | None:
 
 
 def require_epoch(paths: RunPaths, epoch: int) -> None:
-    """Called by every rank that is about to make something of its own visible.
+    """Checks the owner; a rank calls it before it makes anything of its own visible.
 
     Raises:
         Fenced: `epoch` is closed: a newer attempt owns the run.
@@ -88,14 +88,14 @@ def take_epoch(
     cluster: str = "local",
     after: Epoch | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Epoch:
-    """Close the present epoch and open the next one, as its only owner.
+    """Closes the present epoch and opens the next one, as its owner.
 
     Args:
-        after: the owner that the caller has seen, and found to be over: the epoch is taken from that one and from
-            nobody who came in between. Unset: from whoever owns the run now.
+        after: the owner that the caller has seen and found to be over. The epoch is taken from that owner, and not from
+            one that came in between. Unset: from the present owner.
 
     Raises:
-        Fenced: another attempt took it in the same moment.
+        Fenced: another attempt took it at the same moment.
     """
     private_dir(paths.control)
     before = read_epoch(paths) if isinstance(after, msgspec.UnsetType) else after
@@ -116,7 +116,7 @@ def take_epoch(
 
 
 def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
-    """Win the number of `mine`, or the next one that is not spoilt."""
+    """Wins the number of `mine`, or the next number that is not spoilt."""
     while True:
         claim = _claim_path(paths, mine.epoch)
         if create_file(claim, msgspec.json.encode(mine)):
@@ -135,7 +135,7 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
 
 
 def _sweep(paths: RunPaths, won: int) -> None:
-    """Remove what those left who died in mid-claim; whoever still lives has lost, and will find that out."""
+    """Removes temporary files of attempts that died during a claim. A live attempt has lost and will notice."""
     for temp in paths.control.glob("*epoch_*.tmp"):
         number = _TEMP.match(temp.name)
         if number is not None and int(number[1]) <= won:
@@ -157,11 +157,11 @@ def _read_copy(paths: RunPaths) -> Epoch | None:
 
 
 def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
-    """Who won `number`. None: a claim that says nothing, as a former version made them, or that is read before it is
-    written on a file system without links. Its number is spoilt: the next one is taken, which closes it.
+    """Returns the winner of `number`. None: an empty claim, as a former version made them, or one that is read before
+    it is written, on a file system without links. Its number is spoilt: the next one is taken, which closes it.
 
     Raises:
-        FileNotFoundError: nobody has claimed it.
+        FileNotFoundError: the number is not claimed.
     """
     try:
         claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), Epoch, SMALL, doubles=False)

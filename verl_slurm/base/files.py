@@ -1,12 +1,12 @@
 """Durable, private writes: new files, fsync, rename, modes.
 
-ruff bans `os.fsync` and `os.rename` elsewhere; a module with a reason of its own says it beside the call.
+ruff bans `os.fsync` and `os.rename` in other modules; a module with a reason of its own states it beside the call.
 
-What POSIX promises: after `write_file` returns, the new bytes are found under the name after a power
-cut; before it returns, the old bytes or the new, never a mixture. What it does not: NFS may report a
-failed write only at close (so close is checked), and a rename on NFS may succeed and still say ESTALE.
-An fsync error is final for that file: ext4, XFS and Btrfs mark the pages clean, and a second fsync lies
-(Rebello et al., "Can applications recover from fsync failures?", USENIX ATC 2020).
+POSIX guarantees this: after `write_file` returns, the new bytes are found under the name after a power cut. Before it
+returns, the old bytes or the new ones are found, never a mixture. NFS guarantees less: it may report a failed write
+only at close (so close is checked), and a rename may succeed and still report ESTALE. An fsync error is final for that
+file: ext4, XFS and Btrfs mark the pages clean, and a second fsync reports a false success (Rebello et al., "Can
+applications recover from fsync failures?", USENIX ATC 2020).
 """
 
 import errno
@@ -42,7 +42,7 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def private_dir(path: Path) -> Path:
-    """Make `path` (and its parents), durably, and hold it to 0700 and our own uid; refuse a foreign owner."""
+    """Makes `path` (and its parents) durably and requires mode 0700 and our own uid; refuses a foreign owner."""
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -61,16 +61,16 @@ def private_dir(path: Path) -> Path:
     finally:
         os.close(fd)
     for folder in made:
-        # Nothing in a new directory outlives a power cut that takes the directory's own name.
-        with suppress(PermissionError):  # we may make names there and not read it
+        # An entry of a new directory survives a power cut only if the directory's own name does.
+        with suppress(PermissionError):  # we may have the right to write and not to read
             fsync_path(folder.parent)
     return path
 
 
 def make_private(path: Path) -> Path:
-    """Make a directory with a name that nobody can guess, in one that is ours alone; it may be there already.
+    """Makes a directory with an unguessable name inside a private one; it may exist already.
 
-    The parts of a save that may each come first call it; none of them waits for another.
+    Several parts of a save can call it first; none waits for another.
 
     Raises:
         OSError: the storage refuses, or others could exchange the directory that holds `path`.
@@ -88,13 +88,13 @@ def make_private(path: Path) -> Path:
 
 
 def _others_may_replace(folder: os.stat_result) -> bool:
-    """Whether somebody else could put another file or directory in the place of one of ours in this folder."""
+    """Returns whether another user could replace a file or directory of ours in this folder."""
     writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
     return writable or folder.st_uid not in {0, os.geteuid()}
 
 
 def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
-    """Refuse a folder in which others could exchange what is ours.
+    """Refuses a folder in which others could replace our files.
 
     Args:
         what: what they could do, for the error.
@@ -102,7 +102,7 @@ def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
 
     Raises:
         PermissionRefused: they could, there or by the link that `folder` is.
-        OSError: it cannot be looked at.
+        OSError: it cannot be examined.
     """
     info = folder.lstat()
     if stat.S_ISLNK(info.st_mode) and info.st_uid in {0, os.geteuid()}:
@@ -118,12 +118,12 @@ def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
 
 
 def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
-    """The first directory, from the root to `path`, in which others could replace what leads to our files.
+    """Finds the first directory, from the root to `path`, in which others could replace the way to our files.
 
-    What is not there yet is left out. Both the path as it is written and the one behind its links are looked at.
+    Names that do not exist yet are left out. Both the path as written and the path after resolving links are checked.
 
     Returns:
-        That directory, and its mode and owner; None: there is none.
+        That directory with its mode and owner; None: there is none.
     """
     written = Path(os.path.abspath(path))
     for way in dict.fromkeys((written, Path(os.path.realpath(path)))):
@@ -142,10 +142,10 @@ def _mode_and_owner(info: os.stat_result) -> str:
 
 
 def require_safe_way(path: Path, key: str) -> None:
-    """Refuse a place for our files that others could exchange for theirs.
+    """Refuses a place for our files that others could replace by theirs.
 
     Raises:
-        PermissionRefused: a directory on the way to `path` is another user's, or may be written by others.
+        PermissionRefused: a directory on the way to `path` belongs to another user, or others may write it.
     """
     if (found := unsafe_on_the_way(path)) is not None:
         raise PermissionRefused(
@@ -163,14 +163,14 @@ def require_own(
     what: str = "programs are not started from what others could have written",
     remedy: str = "see who put it there",
 ) -> None:
-    """Refuse a file or directory of another user, or one that others can write to.
+    """Refuses a file or directory of another user, or one that others can write to.
 
     Args:
         what: what is not done because of it, for the error.
         remedy: what helps, besides `chmod go-w`.
 
     Raises:
-        PermissionRefused: it is one.
+        PermissionRefused: it is such a file or directory.
     """
     if info.st_uid != os.geteuid() or info.st_mode & 0o022:
         kind = "directory" if stat.S_ISDIR(info.st_mode) else "file"
@@ -184,7 +184,7 @@ def require_own(
 
 
 def fsync_path(path: Path) -> None:
-    """Make a file's or directory's present content durable."""
+    """Makes the present content of a file or directory durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -193,7 +193,7 @@ def fsync_path(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replace `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder).
+    """Replaces `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder).
 
     Args:
         durable: False: after a power cut there may be the old content, the new one, or an empty file.
@@ -210,7 +210,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 
 
 def rename(source: Path, target: Path, *, durable: bool = True) -> None:
-    """Give a file or directory another name, in the place of a file or an empty directory that has it.
+    """Renames a file or directory. The target may be a file or an empty directory, which is replaced.
 
     Args:
         durable: False: a power cut may undo it.
@@ -222,7 +222,7 @@ def rename(source: Path, target: Path, *, durable: bool = True) -> None:
 
 
 def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
-    """A descriptor, for reading and writing, of a file that this call makes, 0600; a link of that name is not followed.
+    """Makes a file, 0600, and returns a descriptor for reading and writing. A link of that name is not followed.
 
     Args:
         dir_fd: the folder that `path` is relative to.
@@ -235,11 +235,11 @@ def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
 
 
 def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> None:
-    """Make a file, 0600, of these blocks. Its bytes are durable when this returns; its name is once its folder is.
+    """Makes a file, 0600, from these blocks. Its bytes are durable on return; its name is once its folder is.
 
     Raises:
         FileExistsError: the name is taken.
-        OSError: it was not written whole, and is removed.
+        OSError: it was not written whole; the rest is removed.
     """
     fd = open_new(path)
     try:
@@ -251,17 +251,17 @@ def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> N
             if durable:
                 os.fsync(fd)
         finally:
-            os.close(fd)  # NFS may tell of a failed write here
+            os.close(fd)  # NFS may report a failed write here
     except BaseException:
         path.unlink(missing_ok=True)
         raise
 
 
 def create_file(path: Path, data: bytes) -> bool:
-    """Make `path`, 0600, with this content, at once and durably; False: the name is taken.
+    """Makes `path`, 0600, with this content, atomically and durably; returns False if the name is taken.
 
-    One of many gets it, on POSIX and on NFS, and nobody ever sees it half written: it is linked to its name (link(2)).
-    On a file system without links it is made and then written, so that a reader may find it empty.
+    One of several callers wins, on POSIX and on NFS, and no reader sees a half-written file: it is linked to its name
+    (link(2)). A file system without links gets the name first and the content then, so a reader may find it empty.
     """
     temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:
@@ -269,7 +269,7 @@ def create_file(path: Path, data: bytes) -> bool:
         os.link(temp, path, follow_symlinks=False)
     except FileExistsError:
         return False
-    except FileNotFoundError:  # whoever has the name swept our temporary file away
+    except FileNotFoundError:  # the name's owner removed our temporary file
         if path.exists():
             return False
         raise
@@ -287,12 +287,12 @@ def create_file(path: Path, data: bytes) -> bool:
 
 
 def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
-    """Append one whole line in one write, durably (O_APPEND: two writers never mix on a local disk).
+    """Appends one whole line in one write, durably (O_APPEND: two writers never mix on a local disk).
 
-    Where a power cut left half a line before, a newline goes first, so that only that half is lost.
+    If a power cut left half a line, a newline goes first, so that only that half is lost.
 
     Args:
-        durable: False: whether and when it reaches the disk is the system's business.
+        durable: False: the system decides when the line reaches the disk.
 
     Raises:
         OSError: it was not written whole.
@@ -311,8 +311,8 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """Read a secret: a regular 0600 file of ours with one link, or refuse."""
-    # O_NONBLOCK: a FIFO in its place is refused, not waited for.
+    """Reads a secret: a regular 0600 file of ours with one link. Refuses anything else."""
+    # O_NONBLOCK: a FIFO in its place is refused without waiting.
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(file.fileno())

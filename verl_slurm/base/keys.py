@@ -1,13 +1,13 @@
-"""The keys of a run: where they come from, what is derived from them, and that they never show.
+"""Loads the keys of a run, derives further keys from them, and keeps them out of every output.
 
-A key is 32 random bytes. It comes from a file (`verl-slurm key new FILE`: 64 hex digits and a newline; 32 raw
-bytes are read too) or from an environment variable (64 hex digits); the configuration holds the path or the
-variable's name, never the key. A key is used for nothing itself: every use takes one of its own by HKDF-SHA256
-(RFC 5869), told apart by `info`. Its id, which may be seen by anybody, is the first 8 bytes (hex) of
-HMAC-SHA256(key, "verl-slurm key id v1").
+A key is 32 random bytes. It comes from a file (`verl-slurm key new FILE`: 64 hex digits and a newline; 32 raw bytes are
+read too) or from an environment variable (64 hex digits). The configuration holds the path or the variable's name,
+never the key. The key itself encrypts and signs nothing: every use derives a key of its own by HKDF-SHA256 (RFC 5869),
+told apart by `info`. Its id, which is public, is the first 8 bytes (hex) of HMAC-SHA256(key, "verl-slurm key id v1").
 
-What would show a key is closed: `repr` gives the id, pickling and copying are refused (a process loads the key
-from where it is), no error quotes what was read, and core dumps are off from the moment a key is in memory.
+Ways to leak a key are closed. `repr` gives the id, and pickling and copying are refused (each process loads the key
+from its source). Errors quote none of the bytes that were read, and core dumps are off from the moment a key is in
+memory.
 """
 
 import hashlib
@@ -30,7 +30,7 @@ _NEW = "make one with `verl-slurm key new FILE`"
 
 
 class Secret:
-    """Bytes that do not show themselves."""
+    """Holds bytes that are never shown."""
 
     __slots__ = ("_value",)
 
@@ -38,11 +38,11 @@ class Secret:
         self._value = value
 
     def reveal(self) -> bytes:
-        """The bytes. For the argument of a cipher, never for a name that lives on."""
+        """Returns the bytes, to be passed straight to a cipher and not bound to a lasting name."""
         return self._value
 
     def hmac(self, data: bytes) -> str:
-        """HMAC-SHA256 of `data` under these bytes, hex."""
+        """Returns HMAC-SHA256 of `data` under these bytes, hex."""
         return hmac.new(self._value, data, hashlib.sha256).hexdigest()
 
     def __repr__(self) -> str:
@@ -53,7 +53,7 @@ class Secret:
 
 
 class MasterKey:
-    """A key of the user's.
+    """Holds one of the user's keys.
 
     Attributes:
         id: 16 hex digits, public.
@@ -68,7 +68,7 @@ class MasterKey:
         self.id = self._secret.hmac(_ID_TEXT)[: 2 * _ID_BYTES]
 
     def derive(self, info: bytes, salt: bytes = b"") -> Secret:
-        """32 bytes for the one purpose that `info` names.
+        """Derives 32 bytes for the purpose that `info` names.
 
         Raises:
             KeyRefused: the package `cryptography` is not installed.
@@ -90,11 +90,11 @@ class MasterKey:
 
 
 class Keyring:
-    """The key that is written with, and those that are still read with.
+    """Holds the key for writing and the keys for reading.
 
     Attributes:
-        current: seals and signs all that is new.
-        accept_unsigned: digest of the one manifest without an HMAC that is taken all the same, or None.
+        current: seals and signs all new data.
+        accept_unsigned: digest of the one manifest without an HMAC that is still accepted, or None.
     """
 
     def __init__(
@@ -105,10 +105,10 @@ class Keyring:
         self._keys = {key.id: key for key in (*old, current)}
 
     def find(self, key_id: str, *, where: object) -> MasterKey:
-        """The key of that id.
+        """Returns the key of that id.
 
         Raises:
-            KeyRefused: it is none of ours.
+            KeyRefused: no key of ours has it.
         """
         key = self._keys.get(key_id)
         if key is None:
@@ -126,7 +126,7 @@ class Keyring:
 
 
 class KeyPlaces(Protocol):
-    """Where a configuration says that the keys are (`config.schema.EncryptionConfig`)."""
+    """Names where a configuration keeps its keys (`config.schema.EncryptionConfig`)."""
 
     @property
     def key_file(self) -> str | None: ...
@@ -139,11 +139,11 @@ class KeyPlaces(Protocol):
 
 
 def load_keys(config: KeyPlaces | None) -> Keyring | None:
-    """The keys that the configuration names; None where none is configured.
+    """Loads the keys that the configuration names; returns None if it names none.
 
     Raises:
-        KeyRefused: a key is missing or no key.
-        PermissionRefused: a key file, or the folder it lies in, is open to others.
+        KeyRefused: a key is missing or invalid.
+        PermissionRefused: a key file, or its folder, is open to others.
     """
     if config is None:
         return None
@@ -157,7 +157,7 @@ def load_keys(config: KeyPlaces | None) -> Keyring | None:
 
 
 def read_key_file(path: Path) -> MasterKey:
-    """The key in a regular 0600 file of ours, in a folder where nobody else can put another in its place.
+    """Reads the key from a regular 0600 file of ours, in a folder where no other user can replace it.
 
     Raises:
         KeyRefused: there is no such file, or it holds no key.
@@ -183,12 +183,12 @@ def read_key_file(path: Path) -> MasterKey:
 
 
 def new_key_file(path: Path) -> MasterKey:
-    """Make a key and write it, 0600, durably.
+    """Makes a key and writes it, 0600, durably.
 
     Raises:
-        KeyRefused: something of that name is there already.
+        KeyRefused: the name exists already.
         PermissionRefused: others can write the folder.
-        OSError: it could not be written.
+        OSError: the key could not be written.
     """
     _require_safe_folder(path.parent)
     key = secrets.token_bytes(KEY_BYTES)
@@ -241,7 +241,7 @@ def _no_key(where: object, found: str) -> KeyRefused:
 
 
 def _require_safe_folder(folder: Path) -> None:
-    """Refuse a folder in which others can rename: they could put another file of ours in the key's place."""
+    """Refuses a folder in which others can rename: they could put another file of ours in the key's place."""
     try:
         require_safe_folder(
             folder, "others can replace the key file", "put the key into a folder of your own with mode 0700"

@@ -1,8 +1,9 @@
-"""Text of strangers on one line: nothing in it ends a line, colours a terminal or hides what stands beside it.
+"""Puts text from outside on one line: it cannot end a line, colour a terminal or hide the text beside it.
 
-Strangers are file and host names, an exception's words, a server's answer, the journal of a run that somebody handed
-over. What is escaped is all that Unicode does not call printable: C0 and C1 controls (ESC, and U+009B, which is
-ESC [ as one character), line and paragraph separators, marks that turn the direction of writing, lone surrogates.
+Such text includes file and host names, an exception's message, a server's answer, and the journal of a run from
+elsewhere. Every character that Unicode does not call printable is escaped: C0 and C1 controls (ESC, and U+009B, which
+is ESC [ as one character), line and paragraph separators, marks that turn the direction of writing, and lone
+surrogates.
 """
 
 import re
@@ -14,24 +15,24 @@ _PLAIN = re.compile(r"[ -~]*")
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 file`, `2 files`, `3 processes`."""
+    """Returns `1 file`, `2 files`, `3 processes`."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{number} {noun}{ending}"
 
 
 def printable(text: str) -> str:
-    """`text` with Python's escapes in the place of what cannot be printed."""
+    """Returns `text` with Python's escapes for each character that cannot be printed."""
     if _PLAIN.fullmatch(text):
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def json_line(value: object) -> bytes:
-    """One JSON value, on one line by anybody's rule; what it is read back as is the same as ever.
+    """Returns one JSON value on one line by every reader's definition of a line; decoding gives the same value.
 
-    JSON has no lone surrogates, and a file name that is no UTF-8 has them: they become `\\udc80`, as text.
+    JSON has no lone surrogates, and a file name that is not UTF-8 has them: they become `\\udc80`, as text.
     """
-    import msgspec  # errors import this module, and `--help` does without
+    import msgspec  # errors import this module, and `--help` avoids msgspec
 
     try:
         data = msgspec.json.encode(value)
@@ -53,7 +54,7 @@ def _without_surrogates(value: Any) -> Any:
 
 
 def _u(character: str) -> str:
-    """As `\\uXXXX`: outside of strings JSON has nothing that would need it."""
+    """Returns `\\uXXXX`. Outside strings JSON needs none of these characters."""
     code = ord(character)
     if code < 0x10000:
         return f"\\u{code:04x}"

@@ -1,6 +1,6 @@
-"""Which extra of verl-slurm brings a package that is missing: the core installs without torch.
+"""Tells which extra of verl-slurm installs a missing package: the core installs without torch.
 
-Pure, apart from looking for a package without importing it.
+Pure, except that it looks for a package without importing it.
 """
 
 import sys
@@ -35,16 +35,17 @@ class PackageMissing(VerlSlurmError):
 
     @classmethod
     def for_module(cls, name: str) -> "PackageMissing | None":
-        """The error for a module that could not be imported; None where no extra brings it: a bug of ours."""
+        """Returns the error for a module that could not be imported; None if no extra installs it, which is a bug of
+        ours."""
         package = name.partition(".")[0]
         return cls(package) if package in _EXTRA_OF else None
 
 
 def require_packages(*names: str, wanted_by: str) -> None:
-    """Refuse what cannot work in this environment. Imports nothing.
+    """Refuses work that this environment cannot do. Imports nothing.
 
     Args:
-        wanted_by: who needs them, the subject of the error's sentence.
+        wanted_by: what needs them, the subject of the error's sentence.
 
     Raises:
         PackageMissing: the first that is missing.

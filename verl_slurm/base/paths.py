@@ -1,4 +1,4 @@
-"""The paths of a run, each a property.
+"""Names the paths of a run, each by a property.
 
 ```
 RUN/                        0700
@@ -9,23 +9,23 @@ RUN/                        0700
   samples.jsonl             a few responses of each step as text; samples.old.jsonl: older ones
   status.json               snapshot for `verl-slurm status`, replaced atomically
   .dataset_fingerprint      the data set's tree hash and file list at the first start
-  .dataset_hashes           what its files hashed to, so that a start need not read them all; may be removed
+  .dataset_hashes           hashes of its files, so that a start need not read them all; may be removed
   orchestration.json        orchestration state: written at the first start, read-only after
-  rewards.json              which reward is in force from which step on, where it was ever replaced
+  rewards.json              the reward in force from each step on, if it was ever replaced
   rewards/<digest>.py       source of each function that was ever the reward
   rewards/switch_0001/      of each replacement: the former reward's head and tokenizer config, and its last scores
-  control/                  lead.json (address and token of the living lead), claims of epochs and of successors,
+  control/                  lead.json (address and token of the live lead), claims of epochs and of successors,
                             resume_once, parts_since, trained_with.yaml (the configuration of the newest ranks),
                             tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
                             metrics/ (where Prometheus finds the lead and the agents)
-  ledger/                   every finished rollout: epoch_000003.rank_0000.ledger
+  ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   checkpoints/              step_003000/, latest, quarantine/
-  partial/checkpoints/      the same for partial saves, of which nothing is ever resumed
-  frozen/<digest>/          models that do not train, stored once by content; <digest>.json: what belongs in it
-  run_id                    16 hex digits that tell this run from others of its name, in tiers that they share
-  work/epoch_000003/        where a guest (config/guest.py) of that attempt writes what is not committed yet
-  logs/                     the lead's, the agents' and the ranks' output
+  partial/checkpoints/      the same for partial saves, which are never resumed
+  frozen/<digest>/          models that do not train, stored once by content; <digest>.json: their expected content
+  run_id                    16 hex digits that tell this run from others of its name, in shared tiers
+  work/epoch_000003/        where a guest (config/guest.py) of that attempt writes uncommitted files
+  logs/                     the output of lead, agents and ranks
   tensorboard/
 ```
 """
@@ -35,16 +35,16 @@ from pathlib import Path
 
 __all__ = ["CHECKPOINT_NAME", "RunPaths"]
 
-# step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those.
-# Full match only, so `step_000012.tmp` and `.step_000012.x.tmp` are never a checkpoint.
+# step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those. A full match excludes
+# `step_000012.tmp` and `.step_000012.x.tmp`.
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)
 
 
 class RunPaths:
-    """The files of one run. Holds no state but the root; touches no disk.
+    """Names the files of one run. Holds no state but the root; touches no disk.
 
     Args:
-        run: the run's own directory, where `root` is one below it.
+        run: the run's own directory, if `root` is one level below it.
     """
 
     def __init__(self, root: Path | str, run: Path | None = None) -> None:
@@ -101,7 +101,7 @@ class RunPaths:
 
     @property
     def resume_once(self) -> Path:
-        """Made by a submission that names what to resume from; removed by the start that did."""
+        """Marks a submission that names a checkpoint to resume from. The start that resumed removes it."""
         return self.control / "resume_once"
 
     @property
@@ -123,16 +123,16 @@ class RunPaths:
         return self.control / "reward_request.json"
 
     def reward_source(self, digest: str) -> Path:
-        """A copy of a function's source that was ever a reward."""
+        """A copy of the source of a function that was ever a reward."""
         return self.root / "rewards" / f"{digest}.py"
 
     def reward_snapshot(self, number: int) -> Path:
-        """What is kept of the reward that the `number`-th replacement let go."""
+        """Kept data of the reward that the `number`-th replacement replaced."""
         return self.root / "rewards" / f"switch_{number:04d}"
 
     @property
     def metrics(self) -> Path:
-        """Where Prometheus looks for what it may scrape (`file_sd_configs`)."""
+        """The directory where Prometheus finds its targets (`file_sd_configs`)."""
         return self.control / "metrics"
 
     @property
@@ -156,12 +156,12 @@ class RunPaths:
         return self.checkpoints / f"step_{step:06d}{suffix}"
 
     def staging(self, final: Path, nonce: str) -> Path:
-        """Where `final` is written before the rename makes it real."""
+        """The directory in which `final` is written before the rename publishes it."""
         return final.parent / f".{final.name}.{nonce}.tmp"
 
     @property
     def partial(self) -> "RunPaths":
-        """Where partial saves lie: apart, so that nothing that looks for a state to go on from can find one."""
+        """The root of partial saves. It is separate, so that no search for a state to resume from finds one."""
         return RunPaths(self.root / "partial", self.run)
 
     @property
@@ -173,7 +173,8 @@ class RunPaths:
         return self.checkpoints / "quarantine"
 
     def work(self, epoch: int) -> Path:
-        """Where a guest's loop of one attempt writes; what is whole is moved into a checkpoint from there."""
+        """The directory in which a guest's loop of one attempt writes; whole files are moved into a checkpoint from
+        there."""
         return self.root / "work" / f"epoch_{epoch:06d}"
 
     @property
@@ -182,7 +183,7 @@ class RunPaths:
 
     @property
     def from_nothing(self) -> Path:
-        """There from a start with `resume_from: null` to the first checkpoint: no tier is asked for an older one."""
+        """Exists from a start with `resume_from: null` to the first checkpoint: no tier is asked for an older one."""
         return self.control / "from_nothing"
 
     @property
@@ -198,11 +199,11 @@ class RunPaths:
         return self.root / "logs"
 
     def rank_log(self, epoch: int, generation: int, node_id: int) -> Path:
-        """What the ranks of one node print, in one restart."""
+        """Output of the ranks of one node, in one generation."""
         return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
 
     def agent_log(self, epoch: int, node_id: int) -> Path:
-        """What the agents of one node saw and did, in all restarts of one attempt."""
+        """Log of the agents of one node, over all generations of one attempt."""
         return self.logs / f"epoch_{epoch:06d}.node_{node_id:04d}.agent.log"
 
     @property

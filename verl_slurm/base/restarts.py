@@ -1,7 +1,6 @@
 """Decides whether another start of the ranks may help after an error. Every training loop asks here.
 
-The answer counts: a `Refused` ends the run for good, while a crash costs a start, of which the daemon allows a bounded
-number in a row.
+The answer has a cost: a `Refused` ends the run, while a crash uses up one of a bounded number of starts in a row.
 """
 
 import errno
@@ -22,15 +21,15 @@ until somebody acts, and a run that ends at once is noticed sooner than one that
 
 
 def restart_may_help(error: VerlSlurmError) -> bool:
-    """Whether the ranks should end as if they had crashed; otherwise they say `Refused`.
+    """Returns whether the ranks should end as after a crash; otherwise they send `Refused`.
 
-    A defect (INTERNAL) may depend on timing. A lost connection (WIRE) is of an agent that the next start replaces.
+    A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start replaces.
     """
     return error.exit_code in (ExitCode.INTERNAL, ExitCode.WIRE) or is_transient_storage_error(error)
 
 
 def underlying(error: VerlSlurmError) -> VerlSlurmError:
-    """The error of this rank, where `error` (RanksFailed) tells all ranks that one of them failed; else `error`."""
+    """Returns this rank's own error if `error` (RanksFailed) tells all ranks that one of them failed; else `error`."""
     cause = error.__cause__
     if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
         return cause
@@ -38,11 +37,11 @@ def underlying(error: VerlSlurmError) -> VerlSlurmError:
 
 
 def is_transient_storage_error(error: BaseException | None) -> bool:
-    """Whether `error`, or an error that it was raised for or while handling, is such an OSError."""
+    """Returns whether `error`, its cause or its context is such an OSError."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         if isinstance(error, OSError) and error.errno in _TRANSIENT:
             return True
-        seen.add(id(error))  # `raise error from error` makes a circle
+        seen.add(id(error))  # `raise error from error` makes a cycle
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

@@ -1,4 +1,4 @@
-"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in tiers that they share and in alerts."""
+"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in shared tiers and in alerts."""
 
 import re
 import secrets
@@ -14,7 +14,7 @@ RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
 def run_id(paths: RunPaths) -> str:
-    """The 16 hex digits that tell this run from others of its name; made at the first call.
+    """Returns the 16 hex digits that tell this run from others of its name; the first call makes them.
 
     To bring a lost run directory back from its tiers, write the id (a part of every key) into a new `RUN/run_id`.
 

@@ -1,7 +1,7 @@
-"""Private directories of one process on its node, and the removal of those that killed processes have left.
+"""Makes private directories for one process on its node, and removes those that killed processes left.
 
-A process holds a lock on its directory while it lives. The pid in the name does not suffice: a process in a PID
-namespace of its own, as containers have, sees none of the others with which it shares /tmp.
+A process holds a lock on its directory while it lives. The pid in the name does not suffice: in a PID namespace, as
+containers have, a process sees none of the others with which it shares /tmp.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Scratch:
-    """A new directory, 0700, under a name that cannot be guessed. It is ours until `close`, or the end of this process.
+    """Makes a new directory, 0700, under an unguessable name. It is ours until `close`, or until this process ends.
 
     Args:
-        prefix: begins its name; what dead processes of ours have left under it is removed first.
+        prefix: begins its name; leftovers of our dead processes under this prefix are removed first.
         root: where it is made; None: tempfile's choice.
 
     Raises:
@@ -31,18 +31,18 @@ class Scratch:
         _sweep(Path(root or tempfile.gettempdir()), prefix)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root))
-            with contextlib.suppress(FileNotFoundError):  # swept away before it was locked
+            with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
                 self._lock = os.open(self.path, _OPEN)
                 with contextlib.suppress(
                     OSError
-                ):  # a file system without locks: a sweep removes nothing there, either
+                ):  # no locks on this file system: a sweep removes nothing there, either
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if self.path.exists():
                     return
                 os.close(self._lock)
 
     def close(self) -> None:
-        """Remove it with all that it holds. To be called once."""
+        """Removes the directory with its content. Call it once."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -56,7 +56,7 @@ def _sweep(root: Path, prefix: str) -> None:
             lock = os.open(left, _OPEN)
         except OSError:  # no directory, another user's, or gone
             continue
-        with contextlib.suppress(OSError):  # locked: it lives in another PID namespace
+        with contextlib.suppress(OSError):  # locked: its process lives in another PID namespace
             if os.fstat(lock).st_uid == os.geteuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)

@@ -1,7 +1,8 @@
 """Keeps the working directory out of Python's module search path.
 
-An empty element of PYTHONPATH means the working directory, and `PYTHONPATH=$MINE:$PYTHONPATH` with the second one unset
-has one. Neither `-P` nor PYTHONSAFEPATH looks at it. A module of that name in a directory of somebody else is then run.
+An empty element of PYTHONPATH means the working directory, and `PYTHONPATH=$MINE:$PYTHONPATH` with an unset second part
+has one. `-P` and PYTHONSAFEPATH do not cover it. Python would then run a module of that name from another user's
+directory.
 
 This module imports only what the interpreter has loaded before it: any other import could be the planted one.
 """
@@ -15,14 +16,15 @@ PYTHONPATH = "PYTHONPATH"
 
 
 def absolute_only(path: str) -> tuple[str, list[str]]:
-    """PYTHONPATH without its empty and relative elements, and those. Python expands no `~`: it is relative, too."""
+    """Returns PYTHONPATH without its empty and relative elements, and those elements. Python expands no `~`: it is
+    relative, too."""
     places = path.split(os.pathsep) if path else []
     kept = [place for place in places if os.path.isabs(place)]
     return os.pathsep.join(kept), [place for place in places if not os.path.isabs(place)]
 
 
 def clean_environment(environ: dict[str, str]) -> dict[str, str]:
-    """`environ` for a process that we start. PYTHONPATH is absent where nothing of it is left."""
+    """Returns `environ` for a process that we start. PYTHONPATH is absent if nothing of it is left."""
     kept, dropped = absolute_only(environ.get(PYTHONPATH, ""))
     if not dropped:
         return environ
@@ -31,9 +33,9 @@ def clean_environment(environ: dict[str, str]) -> dict[str, str]:
 
 
 def leave_working_directory(program: str, module_name: str) -> None:
-    """The first statement of a program: start it anew without those elements, with one line about them.
+    """Restarts the program without those elements and prints one line about them; must be its first statement.
 
-    Removing them from `sys.path` is not enough: what an editable install has added is in there once, from any source.
+    Removing them from `sys.path` is not enough: entries of an editable install are in there once, from any source.
 
     Args:
         program: the name of the console script. A process that only imports the program's module is left alone.
@@ -43,7 +45,8 @@ def leave_working_directory(program: str, module_name: str) -> None:
     if not as_module and os.path.basename(sys.argv[0]) != program:
         return
     here = os.getcwd() if as_module and not sys.flags.safe_path else ""
-    ours = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    ours = os.path.dirname(package)
     if here and sys.path[:1] == [here] != [ours]:
         del sys.path[0]  # `python -m` put it there
     _, dropped = absolute_only(os.environ.get(PYTHONPATH, ""))
@@ -56,7 +59,7 @@ def leave_working_directory(program: str, module_name: str) -> None:
     )
     sys.stderr.flush()
     environ = clean_environment(dict(os.environ))
-    if sys.flags.ignore_environment:  # this process has not looked at it, its children would
+    if sys.flags.ignore_environment:  # this process ignored it, its children would not
         os.environ.pop(PYTHONPATH, None)
         os.environ.update(environ)
         return

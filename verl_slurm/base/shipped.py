@@ -1,4 +1,5 @@
-"""Files that ship beside the code: examples, batch scripts, documentation, tested versions. Pure standard library.
+"""Finds files that ship beside the code: examples, batch scripts, documentation, tested versions. Pure standard
+library.
 
 In a checkout they lie in its root. pip installs them below `share/verl-slurm/` of the environment.
 """
@@ -14,7 +15,7 @@ _MENTION = re.compile(r"(?<![\w./-])(?:docs|configs|sbatch|constraints)/[\w/-]+\
 
 def shipped(name: str) -> str:
     """The absolute path of a file of the checkout, or of what pip installed of it; where there is neither, `name`."""
-    above, installed = Path(__file__).resolve().parents[1], f"share/verl-slurm/{name}"
+    above, installed = Path(__file__).resolve().parents[2], f"share/verl-slurm/{name}"
     # The checkout; then `pip install --target`, which records other places than it installs to.
     places = [above / name, above / installed]
     if not any(place.is_file() for place in places):
@@ -29,15 +30,15 @@ def shipped(name: str) -> str:
 
 
 def examples() -> list[str]:
-    """The names that `submit` takes for a shipped configuration, e.g. `quickstart`."""
+    """Lists the names of shipped configurations that `submit` takes, e.g. `quickstart`."""
     place = Path(shipped("configs/quickstart.yaml")).parent
     return sorted(path.stem for path in place.glob("*.yaml"))
 
 
 def example(word: str) -> Path | None:
-    """The shipped configuration of that name; None where `word` is none.
+    """Returns the shipped configuration of that name; None if there is none.
 
-    What lies under that name in the working directory, which may be another user's, has no say: it is `./quickstart`.
+    A file of that name in the working directory, which may be another user's, is ignored: write it `./quickstart`.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", word):
         return None
@@ -46,5 +47,5 @@ def example(word: str) -> Path | None:
 
 
 def with_places(text: str) -> str:
-    """`text` with every shipped file that it names, as `docs/doctor.md`, by the path that opens it from here."""
+    """Returns `text` with the path from here of every shipped file that it names, such as `docs/doctor.md`."""
     return _MENTION.sub(lambda found: found[0] if Path(found[0]).exists() else shipped(found[0]), text)

@@ -1,19 +1,19 @@
-"""SHA-256 of many chunks: sixteen at once where the processor is faster that way, and hashlib as the judge.
+"""Computes SHA-256 of many chunks: sixteen at once where the processor is faster that way, checked against hashlib.
 
 The SHA-256 of one chunk is a chain that no core can shorten. Chunks do not depend on each other, so
 `stringzilla.Sha256s` keeps one word of each of sixteen chunks in a wide register and advances all of them with each
-instruction (Gueron and Krasnov, 2012, https://eprint.iacr.org/2012/371). When that pays: docs/decisions/0005.
+instruction (Gueron and Krasnov, 2012, https://eprint.iacr.org/2012/371). docs/decisions/0005 tells when that pays.
 
-hashlib has the last word:
+hashlib decides:
 
 * At the first use both hash the same messages, with every length of the padding on every lane.
 * Of every fourth batch of a save or a reading, the first included, hashlib hashes one chunk as well, each time on
   another lane.
 * A reader asks hashlib before it calls a chunk damaged (`Hasher.again`).
 
-If the two ever differ, the process says so on stderr and uses hashlib from then on, and each save or reading that is
-under way hashes all of its chunks again (`Hasher.settled`). A save or a reading that had ended before stands: its own
-samples were right.
+If the two ever differ, the process reports it on stderr and uses hashlib from then on. Each save or reading under way
+hashes all of its chunks again (`Hasher.settled`). A save or a reading that had ended before stands: its own samples
+were right.
 """
 
 import functools
@@ -34,7 +34,7 @@ _Result = TypeVar("_Result")
 
 
 class Hasher:
-    """How a process hashes chunks; used by any number of its threads.
+    """Hashes the chunks of a process; any number of its threads may use it.
 
     Args:
         lanes: `stringzilla.Sha256s`; None: hashlib.
@@ -45,11 +45,11 @@ class Hasher:
 
     @property
     def at_once(self) -> int:
-        """Chunks that make a batch."""
+        """Returns the number of chunks in a batch."""
         return 1 if self._lanes is None else LANES
 
     def batches(self, jobs: Sequence[_Job]) -> list[Sequence[_Job]]:
-        """`jobs` cut into batches. Those that are too few for one come one by one, so that threads share them."""
+        """Cuts `jobs` into batches. Jobs that are too few for a batch come one by one, so that threads share them."""
         step = self.at_once
         whole = len(jobs) - len(jobs) % step
         if len(jobs) - whole >= FEWEST:
@@ -60,7 +60,7 @@ class Hasher:
         ]
 
     def digests(self, pieces: Sequence[memoryview], number: int) -> list[bytes]:
-        """The SHA-256 of each piece. Releases the interpreter lock while it hashes.
+        """Returns the SHA-256 of each piece. Releases the interpreter lock while it hashes.
 
         Args:
             number: of this batch within the save or the reading, from 0. It selects what hashlib checks.
@@ -76,7 +76,7 @@ class Hasher:
         return found
 
     def again(self, piece: memoryview, found: bytes) -> bytes:
-        """hashlib's digest of a piece that `digests` says has the digest `found`."""
+        """Returns hashlib's digest of a piece that `digests` gave the digest `found`."""
         digest = sha256(piece).digest()
         if digest != found and self._lanes is not None:
             self._lanes = None
@@ -84,7 +84,8 @@ class Hasher:
         return digest
 
     def settled(self, work: Callable[[], _Result]) -> _Result:
-        """What `work()` returns; if it counted on digests that are no longer believed, what it returns the second time.
+        """Returns the result of `work()`. If it used digests that are no longer believed, runs it again and returns
+        that result.
 
         Args:
             work: a whole save or reading. May be called twice.
@@ -96,7 +97,7 @@ class Hasher:
 
 @functools.cache
 def process_hasher() -> Hasher:
-    """The faster one on this processor. The first call loads stringzilla, where it is installed."""
+    """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed."""
     try:
         import stringzilla
     except ImportError:
@@ -116,7 +117,8 @@ def process_hasher() -> Hasher:
 
 
 def _agrees(lanes: Callable[[int], Any]) -> bool:
-    """Whether it finds hashlib's digests on every lane: every length of the padding, whole blocks, uneven lengths."""
+    """Returns whether it matches hashlib's digests on every lane: every padding length, whole blocks, uneven
+    lengths."""
     memory = memoryview(bytes(range(251)) * 40)
     lengths = [[size] * LANES for size in (0, 1, 55, 56, 63, 64, 119, 120, 128, 4096, 8191)]
     lengths += [[lane * 61 for lane in range(count)] for count in range(1, LANES + 1)]

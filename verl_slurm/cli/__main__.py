@@ -1,4 +1,4 @@
-"""`verl-slurm`: turns an error into a line and an exit code."""
+"""`verl-slurm`: runs the command line and turns an error into a line and an exit code."""
 
 # ruff: noqa: E402 - nothing is imported before the search path is known to be safe
 from verl_slurm.base.search_path import leave_working_directory
@@ -26,7 +26,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line and return its exit code. Bugs of ours keep their traceback.
+    """Runs the command line and returns its exit code. Unexpected exceptions keep their traceback.
 
     Args:
         args: without the program's name; default: `sys.argv`.
@@ -60,7 +60,8 @@ def _run_and_flush(words: list[str]) -> int:
 
 @contextmanager
 def _signals_unwind() -> Iterator[list[signal.Signals]]:
-    """SIGTERM and SIGHUP do what Ctrl-C does, so that every `finally` runs: Python would die of them at once.
+    """Makes SIGTERM and SIGHUP act like Ctrl-C, so that every `finally` runs: by default Python would die of them at
+    once.
 
     Yields:
         the first of them, once it has come. The later ones are ignored: `timeout` sends two.
@@ -68,7 +69,7 @@ def _signals_unwind() -> Iterator[list[signal.Signals]]:
     received: list[signal.Signals] = []
     former = {}
     if threading.current_thread() is threading.main_thread():
-        # nohup has SIGHUP ignored, and it stays so
+        # nohup ignores SIGHUP, and that must stay so
         former = {number: signal.SIG_DFL for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL}
 
     def unwind(number: int, frame: FrameType | None) -> None:

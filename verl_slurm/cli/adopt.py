@@ -88,7 +88,8 @@ def adopt(
 
     directory = _require_directory(directory)
     if run is not None:
-        # Others would choose the steps, even if each is judged. `copying` sees to it that what was judged is copied.
+        # Other users could choose the steps, even though each is judged. `copying` ensures that the judged bytes are
+        # the copied ones.
         require_safe_folder(
             directory,
             "others can put steps of theirs in the place of these",
@@ -98,7 +99,7 @@ def adopt(
     bar = render.Bar(enabled=not as_json)
     with ExitStack() as held:
         held.callback(bar.close)
-        # Before the hours of reading: a run that cannot be is refused at once.
+        # An impossible run is refused now, before the hours of reading.
         plan = None if run is None else _planned(run, overrides)
         counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
         judged = judge_all(directory, on_bytes=counter)
@@ -112,7 +113,7 @@ def adopt(
             try:
                 write_tracker(directory, tracker.wanted)
                 repaired = True
-            except OSError as error:  # an archive, or somebody else's: a run can take it over all the same
+            except OSError as error:  # an archive, or another user's: a run can take it over all the same
                 failed = error.strerror or str(error)
     _say(directory, judged, rows, done, tracker, plan, repaired=repaired, dry_run=dry_run, as_json=as_json)
     if failed:
@@ -197,7 +198,7 @@ def _into_run(
 
 
 class _Counter:
-    """Adds up what was read, for the bar."""
+    """Adds up the bytes that were read, for the bar."""
 
     def __init__(self, bar: render.Bar, text: str, total: int) -> None:
         self._bar, self._text, self._total, self._done = bar, text, total, 0
@@ -279,7 +280,7 @@ def _say_tracker(tracker: "Tracker", *, repaired: bool, dry_run: bool) -> None:
 def _listed(
     judged: "list[Judged]", rows: "list[Row]", done: "list[Adoption]", *, dry_run: bool
 ) -> list[dict[str, Any]]:
-    """One entry a step, newest first, as JSON shows it."""
+    """Returns one entry per step, newest first, as JSON shows it."""
     adopted = {one.judged.step: one for one in done}
     by_step = {row.judged.step: row for row in rows}
     listed = []

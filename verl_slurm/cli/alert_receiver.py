@@ -89,7 +89,7 @@ class _Receiver:
             server, port = await serve_http(_HOST, port, self._answer, caps, token)
         except OSError as error:
             raise self._taken(port, error, leaked) from error
-        if leaked.exists():  # only now: Alertmanager reads the file for each alert, and sends what is in it
+        if leaked.exists():  # not before we listen: Alertmanager sends the file's content with each alert
             replace_token(self._token_file, token)
             leaked.unlink(missing_ok=True)
             self._note("token", f"{self._token_file}: replaced, another user may have seen the old one")
@@ -153,7 +153,7 @@ class _Receiver:
         failed = False
         for run, verdict in verdicts.items():
             if verdict == "save":
-                self._asked_at[run] = now  # before the wait: a second alert must not ask beside it
+                self._asked_at[run] = now  # before the wait: a second alert must not ask at the same time
                 told[run] = await self._save(run)
                 failed |= told[run].startswith("failed")
                 if not told[run].startswith("asked"):
@@ -175,7 +175,7 @@ class _Receiver:
             if not job_id:
                 return "no job of it is running"
             append_event(run, AlertSaveAsked(job_id=job_id))
-        except VerlSlurmError as error:  # Alertmanager comes again
+        except VerlSlurmError as error:  # Alertmanager repeats the alert
             return f"failed: {error.one_line()}"
         except OSError as error:
             return f"asked, and not journaled: {error}"

@@ -31,7 +31,7 @@ __all__ = [
 
 
 _FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
-"""Columns that give way where the terminal is narrow."""
+"""Columns that are dropped if the terminal is narrow, in this order."""
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -53,7 +53,7 @@ def checkpoints(run: RunPaths, as_json: bool) -> int:
 
 
 def print_checkpoints(run: RunPaths, as_json: bool) -> int:
-    """The table behind `checkpoints RUN` and `list RUN`."""
+    """Prints the table of `checkpoints RUN` and `list RUN`."""
     from verl_slurm.checkpoint.decide.best import Best, rank_best
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
     from verl_slurm.config.load import load_resolved
@@ -82,11 +82,11 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
 def checkpoints_table(
     found: "Sequence[CheckpointInfo]", places: "Mapping[str, Rank]", metric: str | None, width: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; columns that have no room are left out.
+    """Returns headings and cells; columns that have no room are left out.
 
     Args:
-        places: of those that are among the best, by name.
-        metric: by which they are.
+        places: the ranks of the best checkpoints, by name.
+        metric: the metric that ranks them.
         width: characters of a line.
     """
     columns: dict[str, list[str]] = {
@@ -303,10 +303,10 @@ def _checkpoints_of(place: Path) -> list[Path]:
 
 
 def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
-    """The checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
+    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
 
     Raises:
-        NotFound: there is no such one.
+        NotFound: there is no such checkpoint.
     """
     from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 

@@ -20,7 +20,9 @@ _SHAPE = ("distributed.", "slurm.gpus_per_node=")
 
 
 def _on_a_gpu() -> list[str]:
-    """One rank on one GPU, where this machine has one and torch was built for it; else nothing: two ranks on CPUs."""
+    """Returns the overrides for one rank on one GPU if this machine has one and torch was built for it; otherwise
+    none, which means two ranks on CPUs.
+    """
     from importlib.metadata import version
 
     from verl_slurm.devcluster.machine import real_gpus

@@ -25,7 +25,7 @@ class _Group(click.Group):
         return list(self.commands)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The whole first sentence of each: click cuts it off at 45 characters."""
+        """Writes the whole first sentence of each: click cuts it off at 45 characters."""
         with formatter.section("Commands"):
             formatter.write_dl(
                 [(name, each.get_short_help_str(limit=1000)) for name, each in self.commands.items()]
@@ -266,7 +266,7 @@ def _env(directory: Path | None, as_json: bool) -> None:
 
 
 def _gpus(status: "ClusterStatus") -> str:
-    """A line, or nothing without GPUs."""
+    """Returns a line about the GPUs, or nothing without any."""
     if not status.gpus:
         return ""
     each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())

@@ -1,4 +1,4 @@
-"""`verl-slurm doctor`: what of this cluster would cost a run, before it does."""
+"""`verl-slurm doctor`: finds what in this cluster would cost a run, before it does."""
 
 import asyncio
 from pathlib import Path
@@ -93,7 +93,7 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> "R
 
 
 def _look(config: "RunConfig") -> "list[Finding]":
-    """What needs no Slurm: storage and keys."""
+    """Runs the checks that need no Slurm: storage and keys."""
     from verl_slurm.base.errors import VerlSlurmError
     from verl_slurm.base.keys import load_keys
     from verl_slurm.doctor.findings import bad, good
@@ -161,7 +161,7 @@ def _existing(place: Path) -> Path:
 
 
 def _print(findings: "list[Finding]") -> None:
-    """One line a finding, its remedy below it."""
+    """Prints one line per finding, with its remedy below it."""
     marks = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
     for finding in findings:
         mark, colour = marks[finding.verdict]

@@ -119,7 +119,7 @@ def export(
 
 
 def _roles(to: "Layout", asked: "Role | None", there: set[str], where: Path) -> "tuple[Role, ...]":
-    """Which models: what is asked for; else the actor (hf), or all that the checkpoint holds."""
+    """Returns the models to export: the requested one; else the actor (hf), or all that the checkpoint holds."""
     both: tuple[Role, ...] = ("actor", "critic")
     wanted = (asked,) if asked else both[:1] if to == "hf" else tuple(role for role in both if role in there)
     if not wanted or not there.issuperset(wanted):
@@ -145,7 +145,9 @@ def _show(bar: render.Bar, progress: "Progress") -> None:
 
 
 def _base_model(directory: Path, path: object) -> Path:
-    """Where config and tokenizer come from: what config.yaml names; a built-in model is built where missing."""
+    """Returns the directory of config and tokenizer: the one that config.yaml names. A missing built-in model is
+    built.
+    """
     from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
     from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
@@ -156,7 +158,7 @@ def _base_model(directory: Path, path: object) -> Path:
             expected="model.path",
             remedy="name its directory with --model DIR",
         )
-    # Only the model is wanted: with a plain data root, no data is built.
+    # The model alone is needed: with a plain data root, no data is built.
     config = RunConfig(model=ModelConfig(path=path), data=DataConfig(root="."))
     check_names(config)
     found = Path(build_builtins(config).model.path)

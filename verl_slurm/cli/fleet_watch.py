@@ -1,4 +1,4 @@
-"""`verl-slurm watch` of many runs: each event as a line with its run, and how many are in which state."""
+"""`verl-slurm watch` of many runs: prints each event as a line with its run, and how many runs are in which state."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,7 +21,8 @@ _LONGEST = 24
 
 
 def watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
-    """Tell what happens to the runs in and below `places` until none lives; 0, or the highest code one ended with.
+    """Prints the events of the runs in and below `places` until none lives; returns 0, or the highest exit code of a
+    run.
 
     Raises:
         NotFound: there are no runs.

@@ -15,7 +15,7 @@ from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 
 __all__ = ["diff", "inspect"]
 
-# What people look for first; the other metrics follow in their own order.
+# The metrics that people look for first; the others follow in their own order.
 _FIRST = ("reward", "kl", "policy_loss", "value_loss", "entropy")
 _MAX_CURVES = 12
 _GUESTS = {"verl": "verl's", "loop": "the user's own (verl_slurm.run)"}
@@ -148,7 +148,7 @@ def _reward(facts: object) -> str:
 
 
 def _consumed(responses: object, per_prompt: object) -> str:
-    """What the offset means: it counts responses, and a prompt has `rollout.samples_per_prompt` of them."""
+    """Explains the offset: it counts responses, and a prompt has `rollout.samples_per_prompt` of them."""
     if not (isinstance(responses, int) and isinstance(per_prompt, int) and per_prompt > 1):
         return f"{responses} consumed"
     return f"{responses // per_prompt} consumed, {per_prompt} responses to each"

@@ -1,4 +1,4 @@
-"""What each interruption of a run cost, for people: the sum as a sentence, each as a line of a table."""
+"""Formats what each interruption of a run cost: the sum as a sentence, each as a line of a table."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,9 @@ _FIRST_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
 
 
 def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
-    """For `--json`: the sum, and each with its parts (`outages.Outage`); one that lasts has its time so far."""
+    """Returns the sum, and each interruption with its parts (`outages.Outage`), for `--json`. One that lasts has its
+    time so far.
+    """
     each = []
     for one in outages.each:
         lasts = one.seconds is None
@@ -39,7 +41,7 @@ def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
 
 
 def interruption_words(facts: Mapping[str, Any]) -> str:
-    """`3 times (2 preemption, 1 crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was lost`."""
+    """Formats `3 times (2 preemption, 1 crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was lost`."""
     if not facts["count"]:
         return "never"
     counts = Counter(row["cause"] for row in facts["each"])
@@ -57,7 +59,7 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
 def interruptions_table(
     outages: Sequence[Outage], now: datetime, width: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells, one line each; what has no room is left out.
+    """Returns headings and cells, one line each; columns that have no room are left out.
 
     Args:
         width: characters of a line.

@@ -1,4 +1,4 @@
-"""`verl-slurm cancel` and `requeue`: what a user asks of a run's job."""
+"""`verl-slurm cancel` and `requeue`: a user's requests for a run's job."""
 
 import asyncio
 import signal
@@ -123,7 +123,7 @@ def _not_requeued(run: RunPaths, facts: "JobFacts", found: str) -> SlurmRefused:
 
 
 def way_on(facts: "JobFacts") -> str:
-    """What has a job go on that stands still; empty: nothing of that kind holds it. Pure."""
+    """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
     if facts.state == "SUSPENDED":
         return f"scontrol resume {facts.target}"
     if "held" in (facts.reason or "").lower():
@@ -132,7 +132,7 @@ def way_on(facts: "JobFacts") -> str:
 
 
 def _require_living(run: RunPaths) -> str:
-    """The state of the run's job.
+    """Returns the state of the run's job.
 
     Raises:
         NotFound: it is over.
@@ -159,7 +159,8 @@ def _require_living(run: RunPaths) -> str:
 
 
 def _require_own(run: RunPaths, job: "Submission", by_hand: str) -> None:
-    """Refuse a job of Slurm's that nothing but the run's journal ties to the run. (A local one is told by its words.)
+    """Refuses a Slurm job that nothing but the run's journal ties to the run. (A local one is recognised by its
+    command line.)
 
     Args:
         by_hand: the command that does the same to the job `{}`.
@@ -185,13 +186,13 @@ def _require_own(run: RunPaths, job: "Submission", by_hand: str) -> None:
 
 
 def ask_for_save(run: RunPaths) -> str:
-    """Have the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`).
+    """Has the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`).
 
     Returns:
         The job's id; empty: no job of the run is running, so nothing was asked.
 
     Raises:
-        SlurmMissing, SlurmRefused: it could not be asked.
+        SlurmMissing, SlurmRefused: the request failed.
     """
     from verl_slurm.runs.liveness import job_state
     from verl_slurm.runs.record import last_job
@@ -216,7 +217,7 @@ def ask_for_save(run: RunPaths) -> str:
 
 
 def _signal_local(run: RunPaths, number: signal.Signals) -> None:
-    """Signal the lead of a run without Slurm."""
+    """Signals the lead of a run without Slurm."""
     from verl_slurm.runs.liveness import leads
     from verl_slurm.runs.record import last_job
 

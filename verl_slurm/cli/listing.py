@@ -1,4 +1,4 @@
-"""`verl-slurm list`: the runs below a directory, a line each."""
+"""`verl-slurm list`: the runs below a directory, one line each."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["STATE_COLOURS", "list_runs", "runs_table"]
 
 _FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
-"""Columns that give way where the terminal is narrow."""
+"""Columns that are dropped if the terminal is narrow, in this order."""
 STATE_COLOURS = {
     **dict.fromkeys(("done", "running", "RUNNING"), "green"),
     **dict.fromkeys(("queued", "PENDING", "suspended"), "yellow"),
@@ -81,7 +81,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
 def runs_table(
     told: "Sequence[tuple[Glance, str]]", place: Path, width: int
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells; columns that have no room are left out, and the last resort is to cut the run's name.
+    """Returns headings and cells. Columns that have no room are left out; as a last resort the run's name is cut.
 
     Args:
         told: each run with its state.
@@ -104,7 +104,7 @@ def runs_table(
 
 
 def _step(run: "Glance") -> int:
-    """Whole steps done. A start whose ranks have said nothing yet has what it resumes from."""
+    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
     step: int = run.status.get("step", 0)
     if run.checkpoint is not None and not run.status.get("phase"):
         return max(step, run.checkpoint.step)

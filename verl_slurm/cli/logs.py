@@ -1,4 +1,4 @@
-"""`verl-slurm logs`: what the daemon, its agents and the ranks of a run print."""
+"""`verl-slurm logs`: the output of a run's daemon, agents and ranks."""
 
 import errno
 import os
@@ -21,8 +21,8 @@ from verl_slurm.cli.options import RUN, Whole, exits, json_option
 __all__ = ["logs"]
 
 _LINE = 1 << 20
-"""Bytes."""
-# What others than the run print. In a healthy requeue srun and slurmstepd say "error", too.
+"""Maximum bytes of a line that are read at once."""
+# Lines of other programs than the run's. In a healthy requeue srun and slurmstepd say "error", too.
 _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [A-Z]+ ")
 
 
@@ -76,7 +76,7 @@ def logs(
             except NotFound:
                 return None
 
-        _lead_log(run)  # says so where there is no job yet
+        _lead_log(run)  # raises if there is no job yet
         for path, line in follow_newest(run.logs, newest, num_lines):
             show(path, line)
         return ExitCode.OK
@@ -100,8 +100,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _last_lines(file: BinaryIO, number: int) -> int:
-    """Where the last lines begin. Their places are kept and not they: they may have a MiB each."""
-    start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for so many of them
+    """Returns the offset of the last lines. Keeps offsets and not lines, because each line may have a MiB."""
+    start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for that many lines
     if start:
         file.seek(start)
         start += len(file.readline(_LINE))
@@ -173,5 +173,5 @@ def _rank_logs(run: RunPaths) -> list[Path]:
 def _lead_log(run: RunPaths) -> Path:
     from verl_slurm.runs.record import last_job
 
-    job_id = last_job(run).job_id  # the journal's word: in a run that was handed over it may name any path
+    job_id = last_job(run).job_id  # from the journal: in a run that was handed over it may name any path
     return run.logs / f"{job_id.replace('/', '_')}_0_log.out"

@@ -1,7 +1,7 @@
-"""The group of commands. Imports click and the exit codes, nothing else: `--help` must answer at once.
+"""The group of commands. Imports click and the exit codes and little else: `--help` must answer at once.
 
-A command's module is imported when the command is used, and only then. Each module offers one `click.Command`
-(or group) under the name given here.
+A command's module is imported when the command is used. Each module offers one `click.Command` (or group) under the
+name given here.
 """
 
 from importlib import import_module
@@ -18,7 +18,7 @@ __all__ = ["COMMANDS", "Entry", "cli"]
 
 
 class Entry(NamedTuple):
-    """Where a command lives and what its line in `--help` says."""
+    """The location of a command and its line in `--help`."""
 
     module: str
     attribute: str
@@ -69,7 +69,7 @@ COMMANDS: dict[str, Entry] = {
 
 
 class _LazyGroup(click.Group):
-    """Knows its commands by table and imports one when it is asked for."""
+    """Has a table of its commands and imports one when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -107,7 +107,7 @@ class _LazyGroup(click.Group):
 
 
 def _name_places(command: click.Command) -> None:
-    """Pages and examples that the help mentions, by paths that exist where it is read."""
+    """Replaces pages and examples in the help by paths that exist on this machine."""
     command.help = with_places(command.help or "")
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.help:

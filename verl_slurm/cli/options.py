@@ -1,4 +1,4 @@
-"""What several commands have in common."""
+"""Options and parameter types that several commands share."""
 
 import math
 import os
@@ -26,7 +26,7 @@ else:  # generic at run time in newer releases of click only
 
 
 class _RunType(_RunParam):
-    """A run directory: what `submit` printed. Turned into its absolute `RunPaths`."""
+    """A run directory: the path that `submit` printed. Converts it to its absolute `RunPaths`."""
 
     name = "run"
 
@@ -41,7 +41,9 @@ class _RunType(_RunParam):
 
 
 class _ConfigType(_ConfigParam):
-    """A YAML file, a run's directory, or the bare name of a shipped example (`quickstart`), which wins over a path."""
+    """A YAML file, a run's directory, or the bare name of a shipped example (`quickstart`), which takes precedence
+    over a path.
+    """
 
     name = "config"
 
@@ -52,7 +54,7 @@ class _ConfigType(_ConfigParam):
             self.fail("an empty word is no configuration.", param, ctx)
         shipped = example(value)
         if shipped is not None and os.path.lexists(value) and not (ctx and ctx.resilient_parsing):
-            # Unsaid, who stands above his own run of that name would wonder.
+            # Without this line, a user who has a run of that name would be surprised.
             click.echo(f"verl-slurm: {value} is the shipped example; what lies here is ./{value}", err=True)
         return shipped or Path(value)
 
@@ -65,7 +67,7 @@ class _ConfigType(_ConfigParam):
 
 CONFIG = _ConfigType()
 RUN = _RunType()
-# click's own look at permissions would end with a usage error; ours says whose fault it is, with its own code.
+# click's own check of permissions would end with a usage error; ours names the cause, with its own exit code.
 PLACE = click.Path(path_type=Path, readable=False)
 
 
@@ -92,19 +94,19 @@ class Number(click.FloatRange):
 
 
 def json_option(command: F) -> F:
-    """`--json`: one JSON value on standard output, for scripts."""
+    """Adds `--json`: one JSON value on standard output, for scripts."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
 
 
 def key_option(text: str) -> Callable[[F], F]:
-    """`--key-file`: a key by hand, e.g. for a checkpoint that was copied away from its run."""
+    """Adds `--key-file`: a key by hand, e.g. for a checkpoint that was copied away from its run."""
     return click.option("--key-file", type=PLACE, help=text)
 
 
 def exits(*codes: ExitCode) -> str:
-    """The epilog that lists a command's exit codes."""
+    """Returns the epilog that lists a command's exit codes."""
     listed = {ExitCode.OK, ExitCode.USAGE, *codes}
     if ExitCode.NOT_FOUND in listed:
-        listed.add(ExitCode.PERMISSION)  # what can be missing can be another user's, too
+        listed.add(ExitCode.PERMISSION)  # a file that can be missing can also be another user's
     lines = [f"{int(code):>4}  {code.description}" for code in sorted(listed)]
     return "\b\nExit codes:\n" + "\n".join(lines)

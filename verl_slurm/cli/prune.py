@@ -64,7 +64,8 @@ def prune(
     from verl_slurm.config.load import load_resolved
 
     config = load_resolved(run.run_yaml).checkpoint
-    keys = load_keys(config.encryption)  # what is not signed with them is no reason to remove anything
+    # A checkpoint that is not signed with them is no reason to remove anything.
+    keys = load_keys(config.encryption)
     best = Best.of(config)
     found = look(
         run,

@@ -1,7 +1,7 @@
-"""Prints plain lines, one JSON value, or a table; rich is imported when a table is. Elsewhere T20 forbids `print`.
+"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. Elsewhere T20 forbids `print`.
 
-What comes from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a
-log can recolour or rewrite the terminal.
+Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
+or rewrite the terminal.
 """
 
 import os
@@ -42,17 +42,17 @@ GAP = 2
 
 
 def safe(text: object) -> str:
-    """`text` without control characters, on one line."""
+    """Returns `text` without control characters, on one line."""
     return printable(str(text))
 
 
 def line(text: object = "") -> None:
-    """One line on standard output."""
+    """Prints one line on standard output."""
     print(safe(text), flush=True)
 
 
 def wrapped(text: object, *, indent: str = "") -> None:
-    """A paragraph, in lines as wide as the terminal, at most 100."""
+    """Prints a paragraph, in lines as wide as the terminal, at most 100."""
     import textwrap
 
     room = min(width(), 100)
@@ -63,35 +63,37 @@ def wrapped(text: object, *, indent: str = "") -> None:
 
 
 def marked(mark: str, colour: str, text: object) -> None:
-    """A line that begins with a word in colour, where there is a terminal (and no NO_COLOR)."""
+    """Prints a line that begins with a word, in colour on a terminal (unless NO_COLOR is set)."""
     print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
 
 
 def raw_line(text: bytes) -> None:
-    """One line of a log: tabs stay, everything else that is not text is escaped."""
+    """Prints one line of a log: tabs stay, everything else that is not text is escaped."""
     decoded = text.decode("utf-8", errors="replace").rstrip("\r")
     print("\t".join(safe(part) for part in decoded.split("\t")), flush=True)
 
 
 def warning(text: object) -> None:
-    """One line on standard error."""
+    """Prints one line on standard error."""
     print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
 
 
 def json_value(value: object) -> None:
-    """One JSON value on one line; what a script reads."""
+    """Prints one JSON value on one line, for a script to read."""
     print(json_line(value).decode(), flush=True)
 
 
 def error(problem: VerlSlurmError, *, as_json: bool) -> None:
-    """The error as one line on standard error, and as JSON on standard output where JSON was asked for."""
+    """Prints the error as one line on standard error, and as JSON on standard output if JSON was asked for."""
     if as_json:
         json_value({"error": with_places(problem.one_line()), "exit_code": int(problem.exit_code)})
     print(f"verl-slurm: {with_places(problem.one_line())}", file=sys.stderr, flush=True)
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
-    """Aligned `name  value` lines; a value that begins with one of `colours`' words has its colour on a terminal."""
+    """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
+    coloured.
+    """
     shown = [(name, safe(value)) for name, value in rows]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
@@ -100,15 +102,15 @@ def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None
 
 
 def width() -> int:
-    """Characters of a line of the terminal; where there is none, of a table."""
+    """Returns the characters of a line of the terminal; without one, those of a table."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _NO_TERMINAL
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_right: bool = False) -> None:
-    """A table with a header; numbers to the right. Without a terminal it is as wide as it needs to be.
+    """Prints a table with a header; numbers to the right. Without a terminal it is as wide as it needs to be.
 
     Args:
-        to_the_right: all columns are, for numbers that are text already.
+        to_the_right: align all columns so, for numbers that are text already.
     """
     from rich import box
     from rich.console import Console
@@ -137,11 +139,11 @@ def plain_table(
     right: Sequence[str] = (),
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """A table of text as `table` shows it, for many rows: rich takes half a second for a thousand.
+    """Prints a table of text as `table` shows it, for many rows: rich takes half a second for a thousand.
 
     Args:
-        right: columns that are set to the right.
-        colours: of cells that are, or begin with, one of these words, where there is a terminal.
+        right: columns that are aligned to the right.
+        colours: colours on a terminal of cells that are, or begin with, one of these words.
     """
     lines = [list(columns), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
@@ -164,13 +166,13 @@ def plain_table(
 def fitting(
     columns: dict[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
 ) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines for `plain_table`, with as many of the columns as have room. Pure.
+    """Returns headings and lines for `plain_table`, with as many of the columns as have room. Pure.
 
     Args:
         columns: cells by heading, all of the same number.
-        first_to_go: headings that give way, in this order.
+        first_to_go: headings that are dropped, in this order.
         width: characters of a line.
-        cut: a column whose cells lose their beginnings where that was not enough.
+        cut: a column whose cells lose their beginnings if that was not enough.
     """
     columns = dict(columns)
 
@@ -198,7 +200,7 @@ def _paints() -> bool:
 
 
 class Progress:
-    """The line at the bottom of a followed run: rewritten in place on a terminal, one line a step elsewhere."""
+    """The line at the bottom of a followed run: rewritten in place on a terminal, one line per step elsewhere."""
 
     def __init__(self) -> None:
         self._tty = sys.stdout.isatty()
@@ -207,14 +209,14 @@ class Progress:
 
     @property
     def is_live(self) -> bool:
-        """Whether it is rewritten in place."""
+        """Returns whether it is rewritten in place."""
         return self._tty
 
     def show(self, step: int, text: str) -> None:
-        """Show the present state; `step`: whole steps done."""
+        """Shows the present state; `step`: whole steps done."""
         text = safe(text)
         if self._tty:
-            # A line that wraps could not be rewritten: the terminal takes back only its last row.
+            # A line that wraps could not be rewritten: the terminal takes back its last row alone.
             text = text[: max(shutil.get_terminal_size().columns - 1, 1)]
         if self._tty and text != self._shown:
             print(f"\r\x1b[K{text}", end="", flush=True)
@@ -224,7 +226,7 @@ class Progress:
         self._step = step
 
     def line(self, text: str) -> None:
-        """A line above it."""
+        """Prints a line above it."""
         if self._tty and self._shown:
             print("\r\x1b[K", end="")
         line(text)
@@ -232,14 +234,14 @@ class Progress:
             print(self._shown, end="", flush=True)
 
     def close(self) -> None:
-        """Leave the last state standing."""
+        """Leaves the last state standing."""
         if self._tty and self._shown:
             print(flush=True)
         self._shown = ""
 
 
 class Bar:
-    """A bar for long work, on standard error and only where that is a terminal; gone when the work is done."""
+    """A bar for long work, on standard error if that is a terminal; removed when the work is done."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         self._enabled = enabled and sys.stderr.isatty()
@@ -248,7 +250,7 @@ class Bar:
         self._text = ""
 
     def show(self, text: str, done: int = 0, total: int = 0) -> None:
-        """What is being done, and how much of it; `total` 0: nobody knows."""
+        """Shows the present work, and how much of it is done; `total` 0: unknown."""
         if not self._enabled:
             return
         from rich.console import Console
@@ -267,6 +269,6 @@ class Bar:
         self._shown.update(self._task, completed=done, total=total or None)
 
     def close(self) -> None:
-        """Take it away."""
+        """Removes the bar."""
         if self._shown is not None:
             self._shown.stop()

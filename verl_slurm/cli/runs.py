@@ -1,4 +1,4 @@
-"""`verl-slurm status`: where one run stands, and what it has gone through."""
+"""`verl-slurm status`: the present state of one run and its history."""
 
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -110,7 +110,7 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 
 def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
-    """All that is known of a run, and what the scheduler says now."""
+    """Returns all facts about a run, and the scheduler's present answer."""
     from verl_slurm.checkpoint.store.newest import newest_checkpoint
     from verl_slurm.journal.events import Cause, Ended, Started, Submitted
     from verl_slurm.journal.folds.jobs import newest_job
@@ -156,7 +156,7 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
 
 
 def _step_of(facts: dict[str, Any]) -> int:
-    """Whole steps done. Of a start whose ranks have said nothing yet, what it resumes from has them."""
+    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
     snapshot, checkpoint = facts["status"], facts["checkpoint"]
     if checkpoint is not None and not snapshot.get("phase"):
         return max(int(checkpoint["step"]), int(snapshot.get("step", 0)))
@@ -164,8 +164,8 @@ def _step_of(facts: dict[str, Any]) -> int:
 
 
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
-    """What scores the step that runs, since when, and what is still open of a replacement; None: a guest's loop, which
-    has what it has.
+    """Returns the reward that scores the running step, since when, and the open part of a replacement. None: a
+    guest's loop, whose reward is its own.
 
     Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
     """

@@ -1,4 +1,4 @@
-"""`verl-slurm samples`: what the policy says."""
+"""`verl-slurm samples`: responses of the policy."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,7 +84,7 @@ def samples(
 
 
 def _chosen(samples: "list[Sample]", which: str | None, limit: int) -> "list[Sample]":
-    """The best first; without a wish half of each kind."""
+    """Returns the best first; without a choice, half of each kind."""
     ordered = sorted(samples, key=lambda sample: -sample.reward)
     if which == "best":
         return ordered[:limit]
@@ -103,7 +103,7 @@ def _facts(found: "StepSamples", sample: "Sample") -> dict[str, Any]:
 
 
 def _text(name: str, text: str) -> None:
-    """Line by line under its name; each is made harmless by `render`."""
+    """Prints the text line by line under its name; `render` makes each harmless."""
     lines = text.split("\n")
     for number, part in enumerate(lines[:_MOST_LINES]):
         render.line(f"  {name if number == 0 else '':<9} {part}")

@@ -112,7 +112,7 @@ def _shown(path: Path, one: "Scrubbed") -> dict[str, object]:
 
 
 def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
-    """`checked`, `none` (nobody signs here), or why nobody asked."""
+    """Returns `checked`, `none` (the run has no keys), or why it was not checked."""
     if has_keys:
         return "checked"
     if missing:
@@ -121,7 +121,7 @@ def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
 
 
 def _drift(run: RunPaths) -> list[str]:
-    """How the data set differs from that of the first start, every file read; empty: it does not."""
+    """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
     from verl_slurm.config.load import load_resolved
     from verl_slurm.dataset.fingerprint import record as prints
 

@@ -1,4 +1,4 @@
-"""Times as people say them."""
+"""Formats times for people."""
 
 from datetime import UTC, datetime
 
@@ -6,7 +6,7 @@ __all__ = ["ago", "span"]
 
 
 def span(seconds: float) -> str:
-    """`0.3 s`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    """Formats a duration: `0.3 s`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f} s"
     whole = round(seconds)
@@ -18,7 +18,7 @@ def span(seconds: float) -> str:
 
 
 def ago(time: object) -> str:
-    """How long it is since `time` (ISO 8601): `3 min ago`; `-` where that is no time."""
+    """Formats the time since `time` (ISO 8601): `3 min ago`; `-` if that is no time."""
     try:
         then = datetime.fromisoformat(str(time))
     except ValueError:

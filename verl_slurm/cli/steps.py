@@ -23,7 +23,7 @@ _COLUMNS: tuple[tuple[str, str, _Form], ...] = (
     ("step_s", "s", "{:.1f}".format),
     ("communication_share", "comm.", "{:.0%}".format),
 )
-"""Name in the row, heading, and how it is shown."""
+"""Name in the row, heading, and format."""
 
 _OF_GUESTS: tuple[tuple[str, str], ...] = (
     *(("critic/score/mean", "score"), ("critic/rewards/mean", "reward"), ("actor/pg_loss", "policy loss")),
@@ -31,24 +31,25 @@ _OF_GUESTS: tuple[tuple[str, str], ...] = (
     *(("eval_loss", "eval. loss"), ("actor/grad_norm", "grad norm"), ("grad_norm", "grad norm")),
     *(("lr", "lr"), ("response_length/mean", "length"), ("perf/throughput", "tok/s")),
 )
-"""What verl, Hugging Face and others call theirs, the most telling first."""
+"""The names that verl, Hugging Face and others use, the most telling first."""
 _MOST_OF_A_GUEST = 6
 
 _FIRST_TO_GO = (
     *("communication_share", "actor_grad_norm", "explained_variance", "response_tokens", "policy_clip"),
     *("learning_rate", "entropy", "value_loss", "policy_loss", "step_s", "tokens_per_second", "kl"),
 )
-"""Where there is no room for all."""
+"""Columns that are dropped if there is no room for all, in this order."""
 _GAP = 3
 """Columns between columns."""
 
 
 def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells, one line a step; a column that no row has is left out, and so is what has no room.
+    """Returns headings and cells, one line per step. A column that no row has is left out, and so are columns without
+    room.
 
-    Of a loop that is not ours, its own numbers: what is known of such loops first, then what it says first.
+    For a loop that is not ours, shows its own numbers: the known ones first, then the others in the loop's order.
 
-    The rows are of a file, so a value may be anything; what is no number is shown as `-`.
+    The rows come from a file, so a value may be anything; a value that is no number is shown as `-`.
 
     Args:
         width: characters of a line.

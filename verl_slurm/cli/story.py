@@ -1,4 +1,4 @@
-"""The events of a run as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
+"""Tells the events of a run as sentences: an event in, a line or nothing out. `Story` remembers what it has told."""
 
 import re
 from datetime import datetime
@@ -37,12 +37,12 @@ _PLAIN = {
     "operator": "an operator asked for a save",
     "operator_requeue": "an operator asked for a requeue",
 }
-# A hostile event has 8 MiB of mentions. So a match takes the rest of the text, and a mention that is none fails soon.
+# A hostile event may have 8 MiB of such mentions. So a match takes the rest of the text, and a false one fails soon.
 _RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S{1,64} .*", re.DOTALL)
 
 
 def for_people(event: ev.Event) -> ev.Event:
-    """`event` without the words of scontrol; those are evidence, and stay in the journal."""
+    """Returns `event` without the words of scontrol; those are evidence, and stay in the journal."""
     if isinstance(event, ev.Cause):
         plain = _without_facts(event.evidence)
         if plain != event.evidence:
@@ -62,7 +62,7 @@ class Story:
     """Tells the events of one run in their order, and no reason twice.
 
     Args:
-        verbose: with what Slurm said, word for word.
+        verbose: include Slurm's answers, word for word.
     """
 
     def __init__(self, *, verbose: bool = False) -> None:
@@ -70,7 +70,9 @@ class Story:
         self._verbose = verbose
 
     def tell(self, event: ev.Event) -> str | None:
-        """As `tell`. What one rank said in refusing to train, the others and the end say again."""
+        """Tells the event as `tell` does. Drops repetitions: other ranks, and the end, repeat one rank's refusal to
+        train.
+        """
         if not self._verbose:
             event = for_people(event)
         match event:
@@ -88,15 +90,14 @@ class Story:
 
 
 def tell(event: ev.Event) -> str:
-    """`14:03:07  asked the ranks to save and stop`; events that are not known are told as they are."""
+    """Formats `14:03:07  asked the ranks to save and stop`; unknown events are shown as they are."""
     return f"{_clock(event.time)}  {_words(event)}"
 
 
 def progress(status: dict[str, Any]) -> str:
-    """The snapshot of `status.json` as one line."""
-    of = (
-        f"/{status['steps']}" if status.get("steps") else ""
-    )  # a guest's loop may not know, or not have said yet
+    """Formats the snapshot of `status.json` as one line."""
+    # A guest's loop may not know its number of steps, or not have reported it yet.
+    of = f"/{status['steps']}" if status.get("steps") else ""
     words = [f"step {status.get('step', 0)}{of}"]
     phase = status.get("phase")
     if phase and phase != "step_end":
@@ -152,9 +153,7 @@ def _words(event: ev.Event) -> str:
         case ev.Restart(number=number, resume=resume):
             return f"ranks start, restart {number}, from {resume or 'the beginning'}"
         case ev.Training(step=step, phase=phase, index=index):
-            within = (
-                "" if phase == "step_end" else f", {phase} {index}"
-            )  # a guest's loop tells whole steps only
+            within = "" if phase == "step_end" else f", {phase} {index}"  # a guest's loop reports whole steps
             return f"training at step {step}{within}"
         case ev.FirstRollout(step=step):
             return f"first new rollout, at step {step}"

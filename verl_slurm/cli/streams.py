@@ -1,4 +1,4 @@
-"""Standard streams that are closed, full or no longer read: each has one defined end, and none a traceback.
+"""Replaces standard streams that are closed, full or no longer read: each has one defined end, and none a traceback.
 
 | standard output           | what happens                                                            |
 | ------------------------- | ----------------------------------------------------------------------- |
@@ -6,7 +6,7 @@
 | its reader left (`head`)  | the command ends in silence with 141, as a program that SIGPIPE ends     |
 | full (`> /dev/full`)      | one line on standard error, exit code 33                                |
 
-Standard error that cannot be written is given up in silence: there is nowhere to say so.
+Errors of writing to standard error are ignored: there is no other stream to report them on.
 """
 
 import errno
@@ -50,19 +50,19 @@ class _Complaints(io.FileIO):
 
 
 def use_checked_streams() -> None:
-    """Replace this process's standard streams by those described above. Once, before anything is opened."""
+    """Replaces this process's standard streams by those described above. Call it once, before anything is opened."""
     for fd in (0, 1, 2):
         try:
             os.fstat(fd)
         except OSError:
-            # Left closed, the number would go to the next file that is opened, and prints would end up in it.
+            # If it stayed closed, the next file that is opened would get the number, and prints would end up in it.
             os.open(os.devnull, os.O_RDWR)
     sys.stdout = _text(_Output(1, "w", closefd=False), sys.__stdout__)
     sys.stderr = _text(_Complaints(2, "w", closefd=False), sys.__stderr__)
 
 
 def discard_output() -> None:
-    """What is still buffered for standard output goes nowhere, instead of failing once more at exit."""
+    """Discards the output that is still buffered, instead of failing once more at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 1)
     os.close(null)

@@ -25,7 +25,7 @@ _VERL = "verl_slurm.verl_words"
 
 
 class _WithVerlWords(click.Command):
-    """Keeps what stands behind `--` apart, instead of taking it for more of the same arguments."""
+    """Keeps the words after `--` apart, instead of taking them for more of the same arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         at = args.index("--") if "--" in args else len(args)
@@ -202,7 +202,7 @@ def _beginning(plan: "SubmissionPlan") -> str:
 
 
 def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
-    """What queues a run that was prepared."""
+    """Returns the command that queues a prepared run."""
     from verl_slurm.base.shipped import shipped
     from verl_slurm.slurm.batch import batch_script, sbatch_options
 

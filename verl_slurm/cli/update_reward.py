@@ -1,4 +1,4 @@
-"""`verl-slurm update-reward`: another reward for a run that goes on."""
+"""`verl-slurm update-reward`: replaces the reward of a run that goes on."""
 
 from pathlib import Path
 
@@ -95,12 +95,12 @@ def update_reward(
 
 
 def _run_of(place: Path) -> Path:
-    """The run's directory of a checkpoint in RUN/checkpoints; any other place as it is."""
+    """Returns the run's directory for a checkpoint in RUN/checkpoints; any other place as it is."""
     return place.parents[1] if CHECKPOINT_NAME.fullmatch(place.name) and len(place.parents) > 1 else place
 
 
 def _wake(run: RunPaths) -> str:
-    """Have the run look at the request, by the signal with which an operator asks for a save; when it counts.
+    """Makes the run look at the request, by the signal with which an operator asks for a save; returns when it counts.
 
     Raises:
         SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.

@@ -1,4 +1,4 @@
-"""`verl-slurm watch`: what happens to a run, or to many, as it comes."""
+"""`verl-slurm watch`: prints the events of one run, or of many, as they come."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ __all__ = ["tell_until_end", "watch"]
 
 
 def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
-    """Tell a run's story from byte `offset` of its journal until it ends; its exit code."""
+    """Tells a run's story from byte `offset` of its journal until it ends; returns its exit code."""
     from verl_slurm.runs.follow import follow_run
 
     if as_json:

@@ -1,4 +1,4 @@
-"""What of a run's configuration may change while the run goes on. Pure; asked by `submit` and by the lead."""
+"""Decides which keys of a run's configuration may change while the run goes on. Pure. `submit` and the lead use it."""
 
 import re
 from pathlib import Path
@@ -10,37 +10,37 @@ from verl_slurm.config.schema import RunConfig
 
 __all__ = ["may_change", "refuse_changes"]
 
-# What may differ between the submissions of one run: it does not touch what is computed.
+# These may differ between the submissions of one run: they do not affect what is computed.
 _FREE_SECTIONS = ("slurm.", "daemon.", "observability.", "checkpoint.", "train.eval_")
 _FREE_KEYS = {"rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
-# How long verl trains, what it prints, and how often it saves and validates.
+# The length of verl's training, its output, and how often it saves and validates.
 _FREE_OF_VERL = re.compile(
     r"verl\.trainer\.(total_|save_freq|test_freq|logger|project_name|experiment_name|val_)"
 )
 
 
 def may_change(key: str) -> bool:
-    """Whether `key` may differ between two submissions of one run."""
+    """Returns whether `key` may differ between two submissions of one run."""
     return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS or _FREE_OF_VERL.match(key) is not None
 
 
 def refuse_changes(
     old: RunConfig, new: RunConfig, run_dir: Path, *, begun: bool = True, steps_done: int = 0
 ) -> list[str]:
-    """Compare the config of an existing run with the one submitted now.
+    """Refuses a submitted config that changes what an existing run computes.
 
     Args:
-        old: that of the run.
-        new: that submitted now.
+        old: the config of the run.
+        new: the config submitted now.
         run_dir: for the error.
         begun: the run has something to lose; otherwise every key may change.
-        steps_done: `train.steps` may change to this and more.
+        steps_done: `train.steps` may change to this number or more.
 
     Returns:
-        The keys that changed, all of them such that may.
+        The changed keys, all of which may change.
 
     Raises:
-        ConfigError: a key changed that decides what is computed; all of them are listed.
+        ConfigError: a key changed that decides what is computed; the error lists all of them.
     """
     changes = differences(old, new)
     if not begun:

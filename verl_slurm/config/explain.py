@@ -1,6 +1,7 @@
-"""Every key of a configuration with its type, default and meaning, read from the schema itself.
+"""Lists every key of a configuration with its type, default and meaning, read from the schema itself.
 
-The meaning is the string below a field. Python keeps no such strings at run time, so the schema's source is parsed.
+The meaning is the string below a field. Python drops such strings at run time, so this module parses the schema's
+source.
 """
 
 import ast
@@ -23,21 +24,21 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     key: str
     type: str
     default: str
-    """As YAML would have it; `required` for a part of a list's entry."""
+    """As in YAML; `required` for a key of a list's entry that has no default."""
     meaning: str
-    """Empty where the name says it all."""
+    """Empty if the name says it all."""
 
 
 def all_keys() -> list[Key]:
-    """All of them, in the order of the schema."""
+    """Returns all keys, in the order of the schema."""
     return list(_keys(RunConfig, ""))
 
 
 def explain(wanted: str) -> list[Key]:
-    """The key of that name, or all keys of the section.
+    """Returns the key of that name, or all keys of that section.
 
     Raises:
-        ConfigError: there is neither; with the nearest.
+        ConfigError: neither exists; the error names the nearest.
     """
     known = all_keys()
     found = [key for key in known if key.key == wanted or key.key.startswith(f"{wanted}.")]
@@ -80,7 +81,7 @@ def _struct(annotation: object) -> type[msgspec.Struct] | None:
 
 
 def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Field to the string that stands below it, on one line."""
+    """Maps each field to the string below it, on one line."""
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
     found = {}

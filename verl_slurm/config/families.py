@@ -1,7 +1,8 @@
-"""The model families that have been tried, by `model_type` of config.json, and which configurations do not fit them.
+"""Declares the tested model families, by `model_type` of config.json, and checks configurations against them.
 
-Declared, so that a login node can answer without torch. A test builds a small model of each family, trains it with PPO
-and with GRPO, and holds every field here to what transformers does; docs/models.md is generated from this table.
+The table is declared so that a login node can answer without torch. A test builds a small model of each family and
+trains it with PPO and with GRPO. It compares every field here with what transformers does; docs/models.md is generated
+from this table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +16,7 @@ __all__ = ["FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes"]
 
 
 class Family(NamedTuple):
-    """What is known of one `model_type`."""
+    """Describes one `model_type`."""
 
     name: str
     sdpa: bool = True
@@ -23,13 +24,13 @@ class Family(NamedTuple):
     flash: bool = True
     """transformers offers flash_attention_2."""
     tp: str = ""
-    """What of transformers' tensor-parallel plan `trainer/parallel/tensor.py` does not follow: a word, or a module that
-    is left out. Empty: tp_size may be above 1."""
+    """The part of transformers' tensor-parallel plan that `trainer/parallel/tensor.py` does not follow: a word, or a
+    module that is left out. Empty: tp_size may be above 1."""
     pp: bool = True
-    """pp_size may be above 1: embedding, layers, norm and head do all there is to do, one after the other."""
+    """pp_size may be above 1: the model is embedding, layers, norm and head, run one after the other."""
     positions: tuple[str, int] | None = None
-    """The key of config.json that limits the length of a sequence, and what it is where config.json lacks it. Past it
-    there is no position embedding. None: positions are computed, and any length runs."""
+    """The key of config.json that limits the length of a sequence, and its value if config.json lacks it. Beyond the
+    limit there is no position embedding. None: positions are computed, and any length runs."""
     remark: str = ""
 
 
@@ -99,17 +100,17 @@ REFUSED: dict[str, tuple[str, str]] = {
     "rwkv": ("RWKV", _STATES),
     "xlstm": ("xLSTM", _STATES),
 }
-"""`model_type` → name, and why it cannot be trained here."""
+"""`model_type` → name, and the reason why it cannot be trained here."""
 _EXPECTED = "a decoder that predicts the next token"
 _OTHER = "set model.path to a model of a family in docs/models.md"
 _NEXT_TOKEN = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
 def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
-    """What speaks against training this model as configured. Pure.
+    """Yields the reasons against training this model as configured. Pure.
 
     Args:
-        said: what the model's config.json holds.
+        said: the content of the model's config.json.
     """
     kind = str(said.get("model_type"))
     if kind in REFUSED:
@@ -176,7 +177,7 @@ def _attention(config: RunConfig, kind: str) -> Iterator[Complaint]:
 
 
 def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
-    """What a user should know of a model that is not refused. Pure."""
+    """Yields notes for the user about a model that is not refused. Pure."""
     kind = str(said.get("model_type"))
     family, notes = FAMILIES.get(kind), []
     if family is None:

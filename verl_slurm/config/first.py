@@ -1,4 +1,4 @@
-"""The configuration that `verl-slurm init` writes: the least that a run needs, each key with its reason."""
+"""Writes the configuration for `verl-slurm init`: the keys that a run needs, each with its reason."""
 
 import re
 
@@ -81,11 +81,11 @@ slurm:
 
 
 def first_config(kind: str, name: str) -> str:
-    """The YAML as text. Pure.
+    """Returns the YAML as text. Pure.
 
     Args:
         kind: `ppo`, `grpo`, `loop` or `verl`.
-        name: of the run; what no name may hold becomes a dash.
+        name: of the run; a character that no name may have becomes a dash.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:64] or "my-run"
     middle = {"loop": _LOOP, "verl": _VERL}.get(kind, _NATIVE)

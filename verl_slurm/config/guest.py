@@ -1,7 +1,7 @@
-"""The sections `trainer` and `verl` of a configuration: whose training loop runs. In the manner of `schema.py`.
+"""Declares the sections `trainer` and `verl`: the training loop that runs. Follows the manner of `schema.py`.
 
-A loop that is not ours is a *guest*: verl's own trainers, or a program of the user's. The daemon serves it as it serves
-ours; what it saves becomes an ordinary checkpoint of the run.
+A *guest* is a loop outside this project: one of verl's own trainers, or a program of the user's. The daemon serves it
+like ours; its saves become ordinary checkpoints of the run.
 """
 
 from typing import Annotated, Any, Literal
@@ -11,12 +11,12 @@ import msgspec
 __all__ = ["GuestConfig", "VerlSection", "flattened"]
 
 VerlSection = dict[str, Any]
-"""verl's own Hydra keys, handed on as they are. Nested or dotted (`trainer.total_epochs: 2`) in a file, dotted here. As
-in Hydra, `+` before a key adds one that verl's own configuration does not have."""
+"""verl's own Hydra keys, passed on unchanged. In a file they may be nested or dotted (`trainer.total_epochs: 2`); here
+they are dotted. As in Hydra, `+` before a key adds one that verl's own configuration lacks."""
 
 
 def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`section` with its nested maps as dotted keys, later ones winning. Lists and empty maps stay as they are."""
+    """Returns `section` with its nested maps as dotted keys; later ones win. Lists and empty maps stay as they are."""
     flat: dict[str, Any] = {}
     for key, value in section.items():
         whole = key
@@ -26,22 +26,24 @@ def flattened(section: dict[str, Any], prefix: str = "") -> dict[str, Any]:
             whole = f"{mark}{path}.{bare}"
         inner = flattened(value, whole) if isinstance(value, dict) and value else {whole: value}
         for name in inner:
-            flat.pop(name, None)  # what comes later is later in the words for verl, too
+            flat.pop(name, None)  # keep the order: a later key is also later in the words for verl
         flat |= inner
     return flat
 
 
 class GuestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Whose training loop runs."""
+    """Selects the training loop."""
 
     backend: Literal["native", "verl", "command"] = "native"
-    """`native`: ours, as `model`, `data`, `rollout` and `train` describe it. `verl`: the package `verl`, unpatched, as
-    the section `verl` describes it. `command`: any program that calls `verl_slurm.run()` (docs/guests.md)."""
+    """`native`: our trainer, as `model`, `data`, `rollout` and `train` describe it. `verl`: the package `verl`,
+    unpatched, as the section `verl` describes it. `command`: any program that calls `verl_slurm.run()`
+    (docs/guests.md)."""
     entry: Literal["ppo", "sft"] = "ppo"
     """verl: `ppo` is `verl.trainer.main_ppo` on Ray (PPO, GRPO and the like), `sft` its SFT trainer."""
     command: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
     """command: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. It runs under
-    torchrun, `distributed.dp_size` ranks over all nodes. A relative file goes by the directory of the YAML."""
+    torchrun on `distributed.dp_size` ranks over all nodes. A relative file is resolved from the directory of the YAML.
+    """
 
     @property
     def is_guest(self) -> bool:
@@ -49,5 +51,5 @@ class GuestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def on_ray(self) -> bool:
-        """One process on the first node leads; Ray, and not torchrun, makes the others."""
+        """Returns whether one process on the first node leads and Ray, instead of torchrun, starts the others."""
         return self.backend == "verl" and self.entry == "ppo"

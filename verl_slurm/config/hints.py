@@ -1,4 +1,4 @@
-"""Which key was meant: for a key that does not exist. Pure."""
+"""Suggests the key that a user meant by a key that does not exist. Pure."""
 
 import difflib
 from collections.abc import Iterable
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 __all__ = ["nearest_keys"]
 
 _FEWEST = 0.68
-# Names that other tools use, and that no distance between letters leads from: only the last part counts.
+# Other tools' names that no edit distance leads from. The last part of a key is compared.
 _ALIASES = {
     "adv_estimator": "train.algorithm",
     "batch_size": "train.batch_size_per_device",
@@ -53,9 +53,9 @@ _ALIASES = {
 
 
 def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> list[str]:
-    """At most two keys or sections, the likeliest first; empty: nothing is near.
+    """Returns at most two keys or sections, the likeliest first; empty if nothing is near.
 
-    A right name in the wrong section is the commonest slip, then another tool's name, then a slip of the pen. Only the
+    The commonest slip is a right name in the wrong section, then another tool's name, then a typing error. Only the
     last parts are compared: a section that two keys share says nothing about what was meant.
     """
     known = list(keys)
@@ -67,7 +67,7 @@ def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> l
         return sorted(same, key=lambda key: -_likeness(key.rpartition(".")[0], section))[:2]
     if last.lower() in _ALIASES:
         return _ALIASES[last.lower()].split()
-    # The section decides between equals, and never makes a bad name a good one.
+    # The section breaks ties and never improves a bad match.
     rated = [
         ((_near(last, key.rpartition(".")[2]), _likeness(section, key.rpartition(".")[0])), key)
         for key in known
@@ -77,7 +77,7 @@ def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> l
 
 
 def _near(wanted: str, name: str) -> float:
-    """How near a name is: by its letters, or, where one is a word of the other, by how much of it that is."""
+    """Rates how near a name is: by its letters, or, if one is a word of the other, by the share that it covers."""
     words, others = set(wanted.lower().split("_")), set(name.split("_"))
     shared = len(words & others) / max(len(words), 1) if words & others else 0.0
     return max(_likeness(wanted.lower(), name), 0.7 * shared)

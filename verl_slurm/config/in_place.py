@@ -1,4 +1,5 @@
-"""Whether a run lies where it was made. A copy has the original's run id and would act on the original's things."""
+"""Checks that a run lies where it was made. A copy has the original's run id and would act on the original's files and
+jobs."""
 
 from pathlib import Path
 
@@ -9,7 +10,7 @@ __all__ = ["require_in_place"]
 
 
 def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
-    """Refuse a run that lies elsewhere than its run.yaml says.
+    """Refuses a run that lies elsewhere than its run.yaml says.
 
     Args:
         directory: of the run.

@@ -1,7 +1,7 @@
-"""Another number of ranks for the same run: what must stay, and what follows from it. Pure.
+"""Adapts a run to another number of ranks: the values that must stay, and those that follow from it. Pure.
 
-A run may go on with more or fewer ranks as long as a step stays the same step: the same prompts, cut into the same
-updates. Sizes "per device" then have to change with the number of ranks.
+A run may continue with more or fewer ranks while a step stays the same: the same prompts, cut into the same updates.
+Sizes "per device" then change with the number of ranks.
 """
 
 import math
@@ -25,7 +25,7 @@ LAYOUT_KEYS = frozenset(
         "train.micro_batch_size_per_device",
     }
 )
-"""What may change together with the number of ranks."""
+"""Keys that may change together with the number of ranks."""
 
 _SCALED = ("batch_size_per_device", "mini_batch_size_per_device")
 _KEPT = (
@@ -36,9 +36,9 @@ _KEPT = (
 
 
 def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
-    """`new` with its sizes per device scaled to its number of ranks, where the user left them as they were.
+    """Returns `new` with its sizes per device scaled to its number of ranks, unless the user changed them.
 
-    What does not divide is left alone; `require_same_step` says so.
+    A size that does not divide stays as it is; `require_same_step` reports it.
     """
     former, now = old.distributed.dp_size, new.distributed.dp_size
     if former == now:
@@ -49,21 +49,21 @@ def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
         if getattr(train, key) == getattr(old.train, key) and total % now == 0:
             train = msgspec.structs.replace(train, **{key: total // now})
     if train.micro_batch_size_per_device == old.train.micro_batch_size_per_device:
-        # The largest that fits into a mini-batch without a rest; never larger than what fitted into memory.
+        # The largest that divides a mini-batch, and never larger than the one that fitted into memory.
         micro = math.gcd(train.micro_batch_size_per_device, train.mini_batch_size_per_device)
         train = msgspec.structs.replace(train, micro_batch_size_per_device=micro)
     return msgspec.structs.replace(new, train=train)
 
 
 def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
-    """Refuse a change of the number of ranks that also changes what a step is.
+    """Refuses a change of the number of ranks that also changes what a step is.
 
     Args:
         old: of the run so far, or of a checkpoint.
         new: of this start.
 
     Raises:
-        ConfigError: with the values that would do.
+        ConfigError: the step would change; the error gives values that fit.
     """
     former, now = old.distributed.dp_size, new.distributed.dp_size
     wrong = []

@@ -1,7 +1,7 @@
-"""From a YAML file and `key=value` words to a checked `RunConfig`, and back to YAML.
+"""Turns a YAML file and `key=value` words into a checked `RunConfig`, and back into YAML.
 
-Everything wrong is one `ConfigError` line that names file, line and key, and for an unknown key the nearest
-known one. Nothing here touches the disk except reading the one file.
+Every mistake becomes one `ConfigError` line with file, line and key, and for an unknown key the nearest known one. The
+one file is all that this module reads; it writes nothing.
 """
 
 import difflib
@@ -41,21 +41,21 @@ def load(
     *,
     complete: bool = False,
 ) -> RunConfig:
-    """Read, override, check.
+    """Reads the file, applies the overrides and checks the result.
 
     Args:
         path: a YAML file.
-        overrides: words like `train.steps=50`, `slurm.partition=null`, `slurm.extra={constraint: a100}`;
-            a later one wins over an earlier one, and all of them over the file.
+        overrides: words like `train.steps=50`, `slurm.partition=null`, `slurm.extra={constraint: a100}`; a later one
+            wins over an earlier one, and all of them over the file.
         verl: words of verl's own (Hydra's), `trainer.save_freq=5`; they win over the file's section `verl`.
         complete: model, data and reward must be named, as for a run that is to train.
 
     Returns:
-        The whole configuration, defaults filled in. Relative paths are left as they are written.
+        The whole configuration with defaults filled in. Relative paths stay as written.
 
     Raises:
-        ConfigError: not readable, not in the subset of `strict_yaml`, unknown key, wrong type, or values that
-            do not go together (`checks.check`).
+        ConfigError: the file is not readable or not in the subset of `strict_yaml`, a key is unknown, a type is wrong,
+            or values do not go together (`checks.check`).
     """
     path = Path(path)
     return parse_config(_read(path), str(path), overrides, verl, complete=complete)
@@ -69,7 +69,7 @@ def parse_config(
     *,
     complete: bool = False,
 ) -> RunConfig:
-    """`load` without the file: `raw` is its content, `source` its name in errors."""
+    """Does the work of `load` without the file: `raw` is its content, `source` its name in errors."""
     data, lines = strict_yaml.parse(raw, source)
     for section in _sections() & set(data):
         if data[section] is None:
@@ -89,10 +89,10 @@ def parse_config(
 
 
 def load_resolved(path: Path | str) -> RunConfig:
-    """Read `RUN/run.yaml`, as `submit` wrote it.
+    """Reads `RUN/run.yaml`, as `submit` wrote it.
 
     Raises:
-        NotFound: there is none, so this is not a run directory.
+        NotFound: there is no run.yaml, so this is not a run directory.
         ConfigError: as `load`.
     """
     path = Path(path)
@@ -102,19 +102,19 @@ def load_resolved(path: Path | str) -> RunConfig:
 
 
 def load_own(path: Path) -> RunConfig:
-    """`load_resolved` for whatever runs the programs that `run.yaml` names: lead, agents, ranks.
+    """Does the work of `load_resolved` for processes that run the programs named in `run.yaml`: lead, agents, ranks.
 
-    In a directory that others may write, one of them can put a run of their own in the place of ours.
+    In a directory that other users can write, one of them could replace our run by theirs.
 
     Raises:
         NotFound, ConfigError: as `load_resolved`.
-        PermissionRefused: the run's directory or its run.yaml is another user's, or others may write it.
-        OSError: the storage does not give it.
+        PermissionRefused: the run's directory or its run.yaml belongs to another user, or others may write it.
+        OSError: the storage does not deliver it.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            # Both by descriptor: what is asked is what is read, whatever has the name by then.
+            # Both checks use descriptors, so the file that is checked is the file that is read.
             require_own(os.fstat(folder), path.parent)
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(path.name, flags, dir_fd=folder)
@@ -142,19 +142,19 @@ def _no_run(path: Path) -> NotFound:
 
 
 def dump(config: RunConfig) -> bytes:
-    """YAML that `load` reads back to an equal config, every key written out."""
+    """Returns YAML that `load` reads back to an equal config, with every key written out."""
     return strict_yaml.dump(msgspec.to_builtins(config))
 
 
 @cache
 def known_keys() -> Mapping[str, object]:
-    """Every dotted key of a config with its type annotation, sections left out."""
-    # Made once: typing's words for it are slow to make, and each key of each config is looked up here.
+    """Maps every dotted key of a config to its type annotation, sections left out."""
+    # Cached: resolving type hints is slow, and each key of each config is looked up here.
     return MappingProxyType(dict(_leaves(RunConfig, "")))
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, object]]:
-    """Keys in which two configs differ, as (dotted key, old value, new value), in schema order."""
+    """Lists the keys in which two configs differ, as (dotted key, old value, new value), in schema order."""
     before, after = _flat(msgspec.to_builtins(old)), _flat(msgspec.to_builtins(new))
     keys = list(before) + [key for key in after if key not in before]
     return [(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
@@ -218,7 +218,7 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
 
 
 def _verl_word(word: str) -> tuple[str, Value]:
-    """By Hydra's own parser; where there is no Hydra, as in front of a container, by ours."""
+    """Parses with Hydra's own parser; without Hydra, as outside a container, with ours."""
     refused = ConfigError(
         "not a word for verl",
         where=word,
@@ -237,17 +237,17 @@ def _verl_word(word: str) -> tuple[str, Value]:
     except HydraException as error:
         raise refused from error
     if parsed.is_sweep_override():
-        raise refused  # one run for each setting
+        raise refused  # a sweep: one run per setting
     return match[1], typing.cast("Value", parsed.value())
 
 
 def _private(dotted: str) -> bool:
-    """Whether a wrong value there may be a key that somebody pasted: then it is not shown."""
+    """Returns whether a wrong value at this key may be a pasted secret, which errors must not show."""
     return dotted.startswith("checkpoint.encryption")
 
 
 def _override_value(dotted: str, text: str) -> Value:
-    """Text for a text key as it stands (`name=007`); YAML for all others."""
+    """Returns the text unchanged for a text key (`name=007`); parses YAML for all others."""
     annotation = known_keys().get(dotted)
     if annotation is str:
         return text
@@ -279,7 +279,7 @@ def _is_section(annotation: object) -> bool:
 
 def _refuse_unknown(data: dict[str, Value], places: dict[str, str], source: str) -> None:
     for key, value in data.items():
-        # Of a section that does not exist its first key says best what was meant: `optimizer: {lr: 1e-4}`.
+        # In a section that does not exist, the first key shows best what was meant: `optimizer: {lr: 1e-4}`.
         inside = isinstance(value, dict) and value and (key in _sections() or key not in known_keys())
         for dotted in [f"{key}.{name}" for name in value] if isinstance(value, dict) and inside else [key]:
             _require_known(dotted, places.get(dotted, source))
@@ -304,7 +304,7 @@ _NAMED = {
     "model.reward": "python:FILE.py:FUNCTION, classifier:DIR or rule:arithmetic",
     "data.root": "a directory with prompts, or builtin:arithmetic",
 }
-"""Keys that decide what is trained: their defaults, those of the quick start, are never taken in silence."""
+"""Keys that decide what is trained. Their defaults belong to the quick start and are never taken silently."""
 
 
 def _require_named(data: dict[str, Value], source: str) -> None:
@@ -341,7 +341,7 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
         elif in_list := _IN_LIST.fullmatch(message):
             expected = f"{'no ' if in_list[1] == 'contains unknown' else ''}`{in_list[2]}` in it"
         else:
-            # "Expected `int`, got `str`" → int; the value itself says more than its type.
+            # "Expected `int`, got `str`" → int; the value itself tells more than its type.
             expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
             expected = _KINDS.get(expected, expected)
         place = places.get(key, source)
@@ -357,7 +357,7 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
 
 
 def _choices(annotation: object) -> list[str]:
-    """The words of `Literal[...]`, also of a list of them; else none."""
+    """Returns the words of `Literal[...]`, also of a list of them; otherwise none."""
     if typing.get_origin(annotation) is typing.Literal:
         return [str(choice) for choice in typing.get_args(annotation)]
     if typing.get_origin(annotation) is tuple:
@@ -370,7 +370,7 @@ def _name(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-# What msgspec calls by a name of Python's or JSON's, in words.
+# Plain words for types that msgspec names as Python or JSON does.
 _KINDS = {"object": "a section", "str": "text", "array": "a list"}
 
 
@@ -390,14 +390,14 @@ def _example(expected: str, value: object) -> str:
         return kinds[expected]
     if expected.endswith("` in it"):
         return kinds["a section"]
-    # "int >= 1" and "int | null" have the kind in their first word.
+    # "int >= 1" and "int | null" have the type in their first word.
     return "a value of that kind" if "|" in expected else kinds.get(expected.split()[0], "one of these")
 
 
 def _value_at(data: Value, dotted: str) -> object:
     place: typing.Any = data
     for part in re.findall(r"[^.\[\]]+", dotted):
-        # msgspec names a place that is there, or one that is missing in a section.
+        # msgspec names an existing place, or a key that is missing in a section.
         place = place[int(part)] if isinstance(place, list) else place.get(part) if place else None
     return place
 

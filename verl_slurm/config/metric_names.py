@@ -1,6 +1,6 @@
-"""The numbers that a step's row has, by name, as far as a configuration decides them. Pure.
+"""Names the numbers of a step's row, as far as a configuration decides them. Pure.
 
-The trainer makes them and imports torch; so the names are repeated here, and a test holds them to real rows
+The trainer makes these numbers and imports torch, so the names are repeated here. Tests compare them with real rows
 (tests/trainer/test_evaluating.py, test_combinations.py).
 """
 
@@ -10,7 +10,7 @@ from verl_slurm.config.schema import RunConfig
 __all__ = ["EVAL_PREFIX", "eval_metrics", "step_metrics"]
 
 EVAL_PREFIX = "eval/"
-"""What the names of an evaluation's numbers begin with."""
+"""Prefix of the names of an evaluation's numbers."""
 
 _STEP = (
     *("reward", "reward_std", "kl", "kl_coef", "response_tokens", "sampler_gap"),
@@ -21,11 +21,12 @@ _EVAL = ("reward", "reward_std", "response_tokens", "finished", "prompts")
 
 
 def step_metrics(config: RunConfig) -> tuple[str, ...]:
-    """What every step of this run has, without `step` and `reward_number`. No times: no checkpoint has those."""
+    """Lists the numbers of every step of this run, without `step`, `reward_number` and times (checkpoints store no
+    times)."""
     critic = _CRITIC if "critic" in trained_roles(config.train) else ()
     return (*_STEP, *critic, *(("kl_loss",) if config.train.kl_in == "loss" else ()))
 
 
 def eval_metrics() -> tuple[str, ...]:
-    """What a step has that was evaluated, besides."""
+    """Lists the further numbers of a step that was evaluated."""
     return tuple(EVAL_PREFIX + name for name in _EVAL)

@@ -1,4 +1,4 @@
-"""What `model.reward` may say, and as much of its truth as can be found out without running anything. Torch-free.
+"""Specifies `model.reward`, and checks it as far as possible without running code. Torch-free.
 
 ```
 rule:NAME                    a rule of ours, e.g. rule:arithmetic
@@ -8,7 +8,7 @@ python:FILE.py:FUNCTION      a function of a file
 ```
 
 A function is called with three lists of texts (prompts, responses, answers) and returns one float a response. It must
-give the same floats for the same texts, whatever was scored before.
+return the same floats for the same texts, whatever it scored before.
 """
 
 import ast
@@ -32,7 +32,7 @@ _ARGUMENTS = ("prompts", "responses", "answers")
 
 
 class RewardSpec(NamedTuple):
-    """The parts of a reward's name."""
+    """Holds the parts of a reward's name."""
 
     kind: Literal["rule", "classifier", "python"]
     name: str
@@ -41,7 +41,7 @@ class RewardSpec(NamedTuple):
 
     @property
     def is_file(self) -> bool:
-        """Whether it is a file's function, and not a module's."""
+        """Returns whether the function is in a file instead of a module."""
         return self.kind == "python" and self.name.endswith(".py")
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class RewardSpec(NamedTuple):
 
 
 def parse_reward(text: str) -> RewardSpec | None:
-    """The parts of `text`, or None where it is none of the forms above."""
+    """Splits `text` into its parts; None if it has none of the forms above."""
     match = _KINDS.fullmatch(text)
     if match is None or not text.isprintable():
         return None
@@ -64,7 +64,7 @@ def parse_reward(text: str) -> RewardSpec | None:
 
 
 def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
-    """The source of a `python:` reward. Imports nothing, not even the packages that a module lies in.
+    """Returns the source file of a `python:` reward. Imports nothing, not even the packages that contain a module.
 
     Args:
         path: where modules are looked for; None: this process's sys.path.
@@ -80,7 +80,7 @@ def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
     entries: Sequence[str] | None = list(sys.path if path is None else path)
     origin = None
     for part in spec.name.split("."):
-        # One name after the other: `importlib.util.find_spec("a.b")` would import `a`, and that runs code.
+        # One name at a time: `importlib.util.find_spec("a.b")` would import `a`, and that runs code.
         found = PathFinder.find_spec(part, entries) if entries is not None else None
         if found is None:
             raise _refusal(spec, f"no module {spec.name!r}", "a module that the job can import, or a FILE.py")
@@ -91,13 +91,13 @@ def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
 
 
 def check_function(spec: RewardSpec, file: Path) -> None:
-    """The file can be parsed and binds the function's name, to something that may take three lists.
+    """Checks that the file parses and binds the function's name to something that may take three lists.
 
-    What a name is bound to by an assignment or an import is not followed.
+    A name that is bound by an assignment or an import is not followed.
 
     Raises:
-        DataError: it cannot be read or parsed.
-        ConfigError: no such function, or one that cannot be called as it will be.
+        DataError: the file cannot be read or parsed.
+        ConfigError: there is no such function, or it cannot be called with three lists.
     """
     try:
         tree = ast.parse(read_regular(file, SOURCE, follow=True), str(file))
@@ -119,7 +119,7 @@ def check_function(spec: RewardSpec, file: Path) -> None:
 
 
 def _bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements at the top level, inside of `if`, `try` and `with` too."""
+    """Yields the statements at the top level, including those inside `if`, `try` and `with`."""
     for node in body:
         yield node
         for inner in ("body", "orelse", "finalbody"):
@@ -147,7 +147,7 @@ def _names(node: ast.stmt) -> set[str]:
 
 
 def _complaint(args: ast.arguments) -> str:
-    """Why a function with these parameters cannot be called with three positional arguments; empty: it can."""
+    """Returns why a function with these parameters cannot take three positional arguments; empty if it can."""
     positional = len(args.posonlyargs) + len(args.args)
     needed = positional - len(args.defaults)
     if needed > len(_ARGUMENTS) or (positional < len(_ARGUMENTS) and args.vararg is None):

@@ -1,13 +1,13 @@
-"""The YAML 1.2 of a configuration, read without surprises.
+"""Reads the YAML 1.2 of a configuration without surprises.
 
-ruamel.yaml parses it; what a plain word means is decided here, more strictly than YAML 1.2's core schema. Only
-`true` and `false` are booleans, integers are decimal, floats are finite and have a point or an exponent, and
-everything else is text (`no`, `010`, `1:30`, `1_000`, `0x1f`, `.inf`, `2026-11-24`); the schema then says whether
-text was wanted. ruamel.yaml's own table reads 010 as ten, 1_000 as a thousand and a date as a date.
+ruamel.yaml parses it; this module decides what a plain word means, more strictly than YAML 1.2's core schema. `true`
+and `false` are the booleans, integers are decimal, and floats are finite with a point or an exponent. Everything else
+is text (`no`, `010`, `1:30`, `1_000`, `0x1f`, `.inf`, `2026-11-24`); the schema then says whether text was wanted.
+ruamel.yaml's own table reads 010 as ten, 1_000 as a thousand and a date as a date.
 
-Anchors, aliases and merge keys (`<<`) are expanded: each use is a copy of its own. Refused are tags, a second
-document, a doubled key or anchor, a key that is no word, more than 8 levels, files over 1 MiB, and what expands
-to more than 20,000 values or 1 MiB of text.
+Anchors, aliases and merge keys (`<<`) are expanded: each use is a copy of its own. Refused are tags, a second document,
+a doubled key or anchor, a key that is no word, more than 8 levels, files over 1 MiB, and content that expands to more
+than 20,000 values or 1 MiB of text.
 
 Core schema: https://yaml.org/spec/1.2.2/#103-core-schema. Merge keys: https://yaml.org/type/merge.html.
 """
@@ -32,7 +32,7 @@ __all__ = ["MAX_BYTES", "Document", "dump", "parse", "parse_value"]
 
 MAX_BYTES = bounded.CONFIG.num_bytes
 _MAX_VALUES = 20_000
-"""Lines, commas and brackets of the file, and values after expanding. A run has some 300; 20,000 take 2 s."""
+"""Limits lines, commas and brackets of the file, and values after expanding. A run has some 300; 20,000 take 2 s."""
 _MAX_DEPTH = 8
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _PLAIN_KEY = re.compile(r"\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*")
@@ -48,14 +48,14 @@ Value = Union[None, bool, int, float, str, list["Value"], dict[str, "Value"]]  #
 
 
 class Document(NamedTuple):
-    """A parsed file: its top mapping, and the line on which each dotted key stands (from 1)."""
+    """Holds a parsed file: its top mapping, and the line of each dotted key (from 1)."""
 
     data: dict[str, Value]
     lines: dict[str, int]
 
 
 def parse(raw: bytes, source: str) -> Document:
-    """Read one YAML mapping.
+    """Reads one YAML mapping.
 
     Args:
         raw: the file's bytes, UTF-8.
@@ -92,7 +92,7 @@ def parse(raw: bytes, source: str) -> Document:
 
 
 def parse_value(text: str, source: str) -> Value:
-    """Read the right side of `key=value`: a scalar, or a list or mapping in YAML's flow style.
+    """Reads the right side of `key=value`: a scalar, or a list or mapping in YAML's flow style.
 
     Raises:
         ConfigError: as `parse`.
@@ -101,7 +101,7 @@ def parse_value(text: str, source: str) -> Value:
 
 
 def dump(data: dict[str, Value]) -> bytes:
-    """Write a mapping so that this module, and any other YAML reader, reads the same values back."""
+    """Writes a mapping so that this module, and any other YAML reader, reads the same values back."""
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Representer = _Quoting
     yaml.default_flow_style = False
@@ -113,7 +113,8 @@ def dump(data: dict[str, Value]) -> bytes:
 
 
 class _Quoting(SafeRepresenter):
-    """Quotes text values, and gives each float a point: readers of YAML 1.1, 1.2 and we differ about the rest."""
+    """Quotes text values, and writes each float with a point: readers of YAML 1.1, YAML 1.2 and this one differ about
+    the rest."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -147,7 +148,7 @@ def _too_large(source: str, found: str, at_most: int) -> ConfigError:
 
 
 class _Composer(Composer):
-    """Refuses tags, an anchor that is given twice, and half a character."""
+    """Refuses tags, doubled anchors and lone surrogates."""
 
     def __init__(self, loader: Any, source: str) -> None:
         super().__init__(loader)
@@ -214,7 +215,7 @@ def _too_deep(where: str) -> ConfigError:
 
 
 class _Builder:
-    """Makes values of nodes. An alias is built again at each use, so values and text are counted on the way."""
+    """Makes values of nodes. It builds an alias again at each use, so it counts values and text on the way."""
 
     def __init__(self, source: str) -> None:
         self.lines: dict[str, int] = {}
@@ -235,7 +236,7 @@ class _Builder:
             raise _too_large(self._source, "aliases that expand to more text", MAX_BYTES)
         if isinstance(node, ScalarNode):
             return _scalar(node, path, self._source)
-        if depth == _MAX_DEPTH:  # by aliases: the composer has counted what is written out
+        if depth == _MAX_DEPTH:  # reached by aliases: the composer has counted what is written out
             raise _too_deep(_at(self._source, node.start_mark))
         if isinstance(node, SequenceNode):
             return [self._build(item, path, depth + 1) for item in node.value]
@@ -294,7 +295,7 @@ def _scalar(node: ScalarNode, path: str, source: str) -> Value:
         return text == "true"
     where = f"{source}:{node.start_mark.line + 1}: {path}"
     if _INT.fullmatch(text):
-        if not -_TOO_LARGE <= int(text) < _TOO_LARGE:  # other programs would wrap it around
+        if not -_TOO_LARGE <= int(text) < _TOO_LARGE:  # other programs would overflow
             raise ConfigError("a number too large", where=where, found=text, remedy="write one below 2^63")
         return int(text)
     if _FLOAT.fullmatch(text):

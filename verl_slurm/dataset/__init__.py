@@ -1,1 +1,1 @@
-"""The data of a run: its rows, and the fingerprint that tells whether it has changed."""
+"""Reads the data of a run: its rows, and the fingerprint that tells whether it has changed."""

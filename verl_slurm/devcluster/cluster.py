@@ -1,17 +1,16 @@
-"""A real Slurm of several nodes on this machine, in one private directory, as root or as anyone.
+"""A real Slurm of several nodes on this machine, in one private directory, as root or any other user.
 
-```
-DIR/                 0700, default ~/.cache/verl-slurm/devcluster
+``` DIR/                 0700, default ~/.cache/verl-slurm/devcluster
   slurm.conf         (and cgroup.conf, gres.conf)
   state.json lock    what was started; one command at a time
   munge/             key, socket: our own, never the machine's
   state/ spool/ run/ slurmctld's state, each slurmd's spool, pid files
-  gpus/              names of GPUs that are counted and not there
-  log/               what the daemons say
+  gpus/              placeholder files of counted GPUs that do not exist
+  log/               the daemons' logs
 ```
 
-It needs the programs of the packages slurm-wlm and munge, no root, no systemd, no accounting database, and
-never touches a cluster that is there already. Everything listens on loopback alone.
+It needs the programs of the packages slurm-wlm and munge, no root, no systemd, no accounting database, and never
+touches an existing cluster. Everything listens on loopback alone.
 """
 
 import os
@@ -68,7 +67,7 @@ _SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus")
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What `status` answers."""
+    """The answer of `status`."""
 
     running: bool
     """slurmctld and munged of ours are alive."""
@@ -76,19 +75,19 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     slurm_conf: str
     slurm_version: str | None = None
     nodes: dict[str, str] = {}
-    """Node name to Slurm's state (`idle`, `alloc`, `down*`, ...); `slurmd dead` where its process is gone."""
+    """Maps a node's name to Slurm's state (`idle`, `alloc`, `down*`, ...); `slurmd dead` if its process is gone."""
     gpus: dict[str, int] = {}
-    """Node name to the GPUs that Slurm grants there."""
+    """Maps a node's name to the number of GPUs that Slurm grants there."""
     gpus_are_real: bool = False
-    """False: Slurm counts them, and there are none."""
+    """False: Slurm counts them, but they do not exist."""
     seconds: float = 0.0
-    """How long the command took."""
+    """Duration of the command."""
     left: list[int] = []
-    """After a stop: pids that survived SIGKILL. Empty, or the kernel holds them in a system call."""
+    """After a stop: pids that survived SIGKILL, because the kernel holds them in a system call. Usually empty."""
 
 
 def default_directory() -> Path:
-    """`$XDG_CACHE_HOME/verl-slurm/devcluster`, mostly below ~/.cache."""
+    """Returns `$XDG_CACHE_HOME/verl-slurm/devcluster`, mostly below ~/.cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "verl-slurm" / "devcluster"
 
@@ -105,21 +104,21 @@ class DevCluster:
         return self.directory / "slurm.conf"
 
     def env(self) -> dict[str, str]:
-        """What a shell must export to talk to this cluster and to no other."""
+        """Returns the variables that a shell must export to talk to this cluster and to no other."""
         return {"SLURM_CONF": str(self.slurm_conf)}
 
     def client_env(self) -> dict[str, str]:
-        """This process's environment, aimed at this cluster, for Slurm's commands."""
+        """Returns this process's environment, pointed at this cluster, for Slurm's commands."""
         return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}", **self.env()}
 
     def daemons(self) -> Daemons:
-        """Those that live now."""
+        """Returns the daemons that are alive now."""
         return find_daemons(self.directory, self.slurm_conf)
 
     # ---- start
 
     def start(self, options: ClusterOptions | None = None) -> ClusterStatus:
-        """Start it and wait until every node is idle. A cluster that runs already is left as it is.
+        """Starts the cluster and waits until every node is idle. A running cluster is left as it is.
 
         Raises:
             SlurmMissing: the programs are not installed.
@@ -163,7 +162,7 @@ class DevCluster:
     def _start_daemons(self, options: ClusterOptions, programs: dict[str, str]) -> None:
         version, version_text = slurm_version(programs["slurmctld"])
         for name in _SUBDIRECTORIES:
-            # state of an earlier start: its jobs are dead, their numbers may come again
+            # state of an earlier start: its jobs are dead, and their numbers may come again
             shutil.rmtree(self.directory / name, ignore_errors=True)
             (self.directory / name).mkdir(mode=0o700)
         for node in node_names(options.nodes):
@@ -200,7 +199,7 @@ class DevCluster:
         self._await_idle(options)
 
     def _daemon_env(self) -> dict[str, str]:
-        """A small environment of our own: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
+        """Builds a small environment: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
         return {
             "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}",
             "LC_ALL": "C.UTF-8",
@@ -208,7 +207,7 @@ class DevCluster:
         }
 
     def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> None:
-        """Run a program that puts itself into the background, and wait until it says that it is there."""
+        """Runs a program that puts itself into the background, and waits for its pid file."""
         pid_file.unlink(missing_ok=True)
         with open(self.directory / "log" / "start.log", "ab") as output:
             done = subprocess.run(
@@ -223,7 +222,7 @@ class DevCluster:
             )
         deadline = time.monotonic() + _START_S
         while done.returncode == 0 and time.monotonic() < deadline:
-            # the pid file is written by the background process, shortly after the foreground one has ended
+            # the background process writes the pid file shortly after the foreground one has ended
             try:
                 process = known(int(pid_file.read_text()))
             except (OSError, ValueError):
@@ -247,7 +246,7 @@ class DevCluster:
         )
 
     def start_munged(self) -> None:
-        """Start munged with the key that there is. The caller holds the lock."""
+        """Starts munged with the existing key. The caller holds the lock."""
         munge = self.directory / "munge"
         log = self.directory / "log" / "munged.log"
         argv = [
@@ -264,21 +263,21 @@ class DevCluster:
         self._spawn(argv, munge / "pid", log)
 
     def start_slurmctld(self) -> None:
-        """Start slurmctld on the state that there is. The caller holds the lock."""
+        """Starts slurmctld on the existing state. The caller holds the lock."""
         log = self.directory / "log" / "slurmctld.log"
         pid_file = self.directory / "run" / "slurmctld.pid"
         argv = [find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
         self._spawn(argv, pid_file, log)
 
     def start_slurmd(self, node: str) -> None:
-        """Start one node's slurmd. The caller holds the lock."""
+        """Starts one node's slurmd. The caller holds the lock."""
         log = self.directory / "log" / node_log_name(node)
         pid_file = self.directory / "run" / f"slurmd.{node}.pid"
         argv = [find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
         self._spawn(argv, pid_file, log)
 
     def _await_idle(self, options: ClusterOptions) -> None:
-        """Slurm has no event for "a node has registered"; ask until all have, a bounded number of times."""
+        """Polls a bounded number of times until all nodes have registered: Slurm has no event for that."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
             nodes = self.node_states()
@@ -302,7 +301,7 @@ class DevCluster:
     # ---- status
 
     def node_states(self) -> dict[str, str]:
-        """Node name to what `sinfo` calls its state; empty where slurmctld does not answer."""
+        """Maps a node's name to its state in `sinfo`; empty if slurmctld does not answer."""
         try:
             done = subprocess.run(
                 [find_programs()["sinfo"], "-h", "-N", "-p", "preemptible", "-o", "%N %t"],
@@ -318,7 +317,7 @@ class DevCluster:
         return dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
 
     def status(self) -> ClusterStatus:
-        """What is running and how Slurm sees its nodes. Changes nothing."""
+        """Returns what is running and how Slurm sees its nodes. Changes nothing."""
         began = time.monotonic()
         state = read_state(self.directory) if self.directory.is_dir() else None
         daemons = self.daemons()
@@ -347,7 +346,7 @@ class DevCluster:
     # ---- stop
 
     def stop(self) -> ClusterStatus:
-        """End every process of the cluster, jobs included. Logs stay. Nothing running: nothing to do."""
+        """Ends every process of the cluster, jobs included. Logs stay. Does nothing if nothing is running."""
         began = time.monotonic()
         left: list[KnownProcess] = []
         if self.directory.is_dir():
@@ -362,9 +361,9 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[KnownProcess]:
-        """The ladder: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
+        """Ends in order: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
 
-        All by SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
+        Uses SIGKILL throughout: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
         """
         with _uninterrupted():
             return self._end_members()
@@ -388,7 +387,7 @@ class DevCluster:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C waits until the body is done: it would leave half a cluster."""
+    """Delays a second Ctrl-C until the body is done: it would leave half a cluster."""
     former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
     try:
         yield

@@ -1,15 +1,15 @@
 """The embedded cluster's configuration, as text. Pure: options in, slurm.conf out.
 
-What differs between Slurm versions (run on 22.05.8 and 24.11.5):
+Differences between Slurm versions (run on 22.05.8 and 24.11.5):
 
 * up to 22.05 the early warning at a preemption is `SlurmctldParameters=preempt_send_user_signal`, from
   23.02 it is `PreemptParameters=send_user_signal`; the other spelling is a fatal parse error.
-* slurmd loads a cgroup plugin even where `proctrack/linuxproc` uses none of it, and the v2 plugin needs systemd or a
-  cgroup of its own: most containers have neither. From 24.05 `CgroupPlugin=disabled` loads none. Older versions refuse
-  that word; their v1 plugin touches nothing until something asks it to.
+* slurmd loads a cgroup plugin even if `proctrack/linuxproc` uses none of it. The v2 plugin needs systemd or a
+  cgroup of its own, and most containers have neither. From 24.05 `CgroupPlugin=disabled` loads none. Older versions
+  refuse that word; their v1 plugin touches nothing until something asks it to.
 
-Everything that is a default in all of them (auth/munge, no accounting, no task plugin) is left out: plugin
-names come and go between versions, defaults do not.
+Settings that are defaults in all of them (auth/munge, no accounting, no task plugin) are left out: plugin names come
+and go between versions, defaults do not.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ __all__ = [
 ]
 
 PREEMPTIBLE = "preemptible"
-"""The default partition: its jobs are preempted by `urgent`; requeued after the grace time, unless asked otherwise."""
+"""The default partition: `urgent` preempts its jobs. They are requeued after the grace time, unless asked otherwise.
+"""
 URGENT = "urgent"
 
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=16)]
@@ -40,7 +41,7 @@ _Seconds = Annotated[int, msgspec.Meta(ge=0, le=3600)]
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a user or a test may choose."""
+    """The options for a user or a test."""
 
     nodes: _NodeCount = 4
     cpus_per_node: _NodeCount = 2
@@ -48,22 +49,23 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grace_s: _Seconds = 30
     """From the warning of a preemption to the TERM of everything; 0: there is no warning."""
     preempt_mode: Literal["REQUEUE", "CANCEL", "SUSPEND"] = "REQUEUE"
-    """What becomes of a job of `preemptible` that `urgent` preempts. SUSPEND knows no grace time."""
+    """What happens to a job of `preemptible` that `urgent` preempts. SUSPEND has no grace time."""
     kill_wait_s: _Seconds = 15
     """From TERM to KILL."""
     slurmd_timeout_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] = 10
-    """A node that is silent this long is DOWN (Slurm looks every third of it, at least)."""
+    """A node that is silent this long is DOWN (Slurm looks at least every third of it)."""
     cred_expire_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] | None = None
-    """None: Slurm's own default (120 s), which is what delays a plain requeue. Tests take it short."""
+    """None: Slurm's own default (120 s), which is what delays a plain requeue. Tests set it short."""
     gpus: _GpuCount | Literal["auto"] = 0
-    """Of each node. `auto`: those of the machine, dealt out to the nodes in turn. A number: as many on every node,
-    real ones where the machine has that many in all, else counted (`deal_gpus`)."""
+    """GPUs of each node. `auto`: those of the machine, dealt out to the nodes in turn. A number: as many on every
+    node, real ones if the machine has that many in all, else counted (`deal_gpus`).
+    """
     send_user_signal: bool = True
-    """Warn the batch process (`--signal=B:..`) at a preemption; without it the steps get TERM at once."""
+    """Warns the batch process (`--signal=B:..`) at a preemption; without it the steps get TERM at once."""
 
 
 class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine dictates: where, as whom, on which ports, for which Slurm."""
+    """The machine's facts: directory, user, ports, Slurm version."""
 
     directory: Path
     user: str
@@ -72,9 +74,9 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     """E.g. (22, 5)."""
     memory_mb: int
     ports: tuple[int, ...]
-    """slurmctld's, then one a node."""
+    """slurmctld's, then one per node."""
     gpus: dict[str, tuple[str, ...]] = {}
-    """Node name to the files of its GPUs."""
+    """Maps a node's name to the files of its GPUs."""
 
     @property
     def munge_socket(self) -> Path:
@@ -86,17 +88,17 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_names(count: int) -> list[str]:
-    """node1, node2, ..."""
+    """Returns node1, node2, ..."""
     return [f"node{number}" for number in range(1, count + 1)]
 
 
 def deal_gpus(options: ClusterOptions, real: Sequence[str], counted: Path) -> dict[str, tuple[str, ...]]:
-    """Which node has which GPUs, by their files. No two nodes share one.
+    """Assigns GPUs to nodes, by their files. No two nodes share one.
 
     Args:
-        options: of these, the number of nodes and `gpus`.
+        options: the number of nodes and `gpus` are used.
         real: the device files of the machine's GPUs, e.g. /dev/nvidia0.
-        counted: a directory. Slurm wants a file for each GPU that it grants; those that are not there have one here,
+        counted: a directory. Slurm wants a file for each GPU that it grants. GPUs that do not exist have one here,
             which is nothing but a name: CUDA_VISIBLE_DEVICES is not set for them.
     """
     names = node_names(options.nodes)
@@ -112,7 +114,7 @@ def deal_gpus(options: ClusterOptions, real: Sequence[str], counted: Path) -> di
 
 
 def gres_conf(layout: ClusterLayout) -> str:
-    """The text of gres.conf; empty without GPUs."""
+    """Returns the text of gres.conf; empty without GPUs."""
     lines = [
         f"NodeName={name} Name=gpu File={file}\n" for name, files in layout.gpus.items() for file in files
     ]
@@ -120,7 +122,7 @@ def gres_conf(layout: ClusterLayout) -> str:
 
 
 def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
-    """The text of slurm.conf.
+    """Returns the text of slurm.conf.
 
     Args:
         options: the user's wishes.
@@ -151,7 +153,7 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         f"StateSaveLocation={base}/state",
         f"SlurmctldLogFile={base}/log/slurmctld.log",
         f"SlurmdLogFile={base}/log/slurmd.%n.log",
-        # loopback only: Slurm listens on every interface unless told
+        # loopback alone: by default Slurm listens on every interface
         "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
         "ProctrackType=proctrack/linuxproc",
         "SelectType=select/cons_tres",
@@ -161,7 +163,7 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         "ReturnToService=2",
         "JobRequeue=1",
         "PreemptType=preempt/partition_prio",
-        # whoever is suspended is continued by the gang scheduler: Slurm takes the one only with the other
+        # the gang scheduler resumes suspended jobs: Slurm accepts SUSPEND in combination with GANG
         f"PreemptMode={'SUSPEND,GANG' if options.preempt_mode == 'SUSPEND' else options.preempt_mode}",
         "SchedulerType=sched/backfill",
         "SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0",
@@ -195,5 +197,5 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
 
 
 def cgroup_conf(version: tuple[int, int]) -> str:
-    """The text of cgroup.conf."""
+    """Returns the text of cgroup.conf."""
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"

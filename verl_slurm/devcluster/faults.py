@@ -1,7 +1,7 @@
-"""What can happen to a job on the embedded cluster, made to happen: preemption, the loss of a node.
+"""Causes faults for jobs on the embedded cluster: preemption, the loss of a node.
 
-Nothing is simulated. The preemption is Slurm's own, by a job of higher priority that needs the same nodes;
-the node loss is a SIGKILL of everything on it at once, which is what a power cut looks like from outside.
+Nothing is simulated. The preemption is Slurm's own, by a job of higher priority that needs the same nodes. The node
+loss is a SIGKILL of everything on it at once, which looks like a power cut from outside.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
     job_id: int
     urgent_job_id: int
     seen: Literal["preempt_time", "requeued", "suspended"]
-    """What Slurm showed first. `requeued`: the job has left already (no grace time, or by itself)."""
+    """Slurm's first visible sign. `requeued`: the job has left already (no grace time, or by itself)."""
     deadline: str | None
-    """End of the grace time, UTC, ISO 8601; None where it is over, or there is none."""
+    """End of the grace time, UTC, ISO 8601; None: it is over, or there is none."""
     seconds: float
-    """From the submission of the urgent job to that sight."""
+    """From the submission of the urgent job to that sign."""
 
 
 class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +47,7 @@ class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
 
     node: str
     killed: list[int]
-    """The processes ended: slurmd, its slurmstepds, the job's."""
+    """The killed processes: slurmd, its slurmstepds, the job's."""
 
 
 def _state(cluster: DevCluster) -> ClusterState:
@@ -62,13 +62,13 @@ def _state(cluster: DevCluster) -> ClusterState:
 
 
 def preempt(cluster: DevCluster, job_id: int, *, hold_s: int = 3, timeout_s: float = 60.0) -> Preemption:
-    """Have Slurm preempt a running job, and return as soon as Slurm says so.
+    """Has Slurm preempt a running job, and returns as soon as Slurm shows it.
 
     Args:
         cluster: where it runs.
         job_id: a running job of the partition `preemptible`.
         hold_s: how long the urgent job keeps the nodes once it has them; it ends by itself.
-        timeout_s: to wait for the sight of it.
+        timeout_s: the longest wait for Slurm's sign.
 
     Raises:
         NotFound: no cluster, no such job.
@@ -140,7 +140,7 @@ def _check_preemptible(facts: JobFacts) -> None:
 
 
 async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> int:
-    """A job for exactly the nodes of the other, whole, that ends by itself."""
+    """Submits a job for exactly the nodes of the other, whole, that ends by itself."""
     assert facts.node_list is not None
     words = [
         f"--partition={URGENT}",
@@ -169,7 +169,7 @@ def _known_node(state: ClusterState, node: str) -> None:
 
 
 def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
-    """SIGKILL everything on a node at once. Slurm notices after `slurmd_timeout_s`.
+    """Sends SIGKILL to everything on a node at once. Slurm notices after `slurmd_timeout_s`.
 
     Raises:
         NotFound: no cluster, no such node.
@@ -181,7 +181,7 @@ def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
         slurmd = [process for name, process in cluster.daemons().slurmd.items() if name == node]
         end_all(slurmd, wait_s=1.0)
         killed.update((process.pid, None) for process in slurmd)
-        # what was just being forked shows in the next look
+        # a process that was just being forked shows in the next look
         for _ in range(20):
             members = list_members(cluster.directory, cluster.slurm_conf, node)
             if not members:
@@ -192,7 +192,7 @@ def fail_node(cluster: DevCluster, node: str) -> NodeFailure:
 
 
 def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> str:
-    """Start a failed node again and wait until Slurm counts it in.
+    """Starts a failed node again and waits until Slurm uses it.
 
     Returns:
         its state then, e.g. `idle`. A node that was never lost is left as it is.

@@ -1,4 +1,4 @@
-"""What this machine has: Slurm's programs and their version, GPUs, free ports; who we are."""
+"""Reads the facts of this machine: Slurm's programs and version, GPUs, free ports, the user."""
 
 import os
 import pwd
@@ -14,15 +14,15 @@ from verl_slurm.base.errors import SlurmMissing
 __all__ = ["EXTRA_PATH", "find_programs", "free_ports", "real_gpus", "slurm_version", "user_name"]
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "scontrol", "sbatch", "srun")
-# Debian puts the daemons where an ordinary user's PATH does not look
+# Debian puts the daemons into directories that are not in an ordinary user's PATH
 EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 
 def find_programs() -> dict[str, str]:
-    """Absolute paths of what is needed.
+    """Returns the absolute paths of the required programs.
 
     Raises:
-        SlurmMissing: naming every one that is not there.
+        SlurmMissing: names every one that is not there.
     """
     path = f"{os.environ.get('PATH', '')}:{EXTRA_PATH}"
     found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
@@ -37,7 +37,7 @@ def find_programs() -> dict[str, str]:
 
 
 def slurm_version(slurmctld: str) -> tuple[tuple[int, int], str]:
-    """`(22, 5)` and `22.05.8`."""
+    """Returns for example `(22, 5)` and `22.05.8`."""
     done = subprocess.run(
         [slurmctld, "-V"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=15, check=False
     )
@@ -53,7 +53,7 @@ def slurm_version(slurmctld: str) -> tuple[tuple[int, int], str]:
 
 
 def real_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """The device files of NVIDIA's GPUs, by number."""
+    """Lists the device files of NVIDIA's GPUs, by number."""
     found = {
         int(m[1]): path for path in devices.iterdir() if (m := re.fullmatch(r"nvidia([0-9]+)", path.name))
     }
@@ -61,7 +61,7 @@ def real_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def user_name() -> str:
-    """Whom slurm.conf names: the login name, or the number where there is none."""
+    """Returns the user for slurm.conf: the login name, or the number if there is none."""
     uid = os.geteuid()
     try:
         return pwd.getpwuid(uid).pw_name
@@ -70,7 +70,7 @@ def user_name() -> str:
 
 
 def free_ports(count: int) -> tuple[int, ...]:
-    """`count` TCP ports that nobody listens on now, below the range the kernel hands out by itself."""
+    """Returns `count` TCP ports that are free now, below the range from which the kernel assigns ports."""
     rng = random.SystemRandom()
     ports: list[int] = []
     for _ in range(1000):

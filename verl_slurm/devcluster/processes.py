@@ -1,12 +1,11 @@
-"""Which processes belong to a cluster, and how to end exactly those.
+"""Finds the processes that belong to a cluster, and ends exactly those.
 
-The daemons are known by name and command line, which has a path in our directory. Their pids are written down nowhere:
-from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. slurmstepd and slurmscriptd, whose
-titles overwrite command line and environment, are known by the log file in our directory that they hold open. Job
-processes are known by what slurmstepd puts into their environment, SLURMD_NODENAME together with our SLURM_CONF, and
-by their ancestry.
-A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is left alone, and so is a
-`tail -f` of a log.
+The daemons are recognised by name and command line, which has a path in our directory. Their pids are not recorded:
+from 23.11 `scontrol reconfigure` replaces slurmctld and slurmd by new processes. The titles of slurmstepd and
+slurmscriptd overwrite command line and environment, so these are recognised by the log file in our directory that
+they hold open. Job processes are recognised by the variables that slurmstepd sets, SLURMD_NODENAME together with our
+SLURM_CONF, and by their ancestry. A user's shell that merely sourced `devcluster env` has no SLURMD_NODENAME and is
+left alone, and so is a `tail -f` of a log.
 """
 
 import os
@@ -28,7 +27,7 @@ _POLL_S = 0.02
 
 
 class Daemons(msgspec.Struct, frozen=True, kw_only=True):
-    """The daemons of one cluster that live now."""
+    """The daemons of one cluster that are alive now."""
 
     munged: KnownProcess | None = None
     slurmctld: KnownProcess | None = None
@@ -37,7 +36,7 @@ class Daemons(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def can_answer(self) -> bool:
-        """Whether the cluster answers at all; single nodes may be down."""
+        """Returns whether the cluster answers at all; single nodes may be down."""
         return self.munged is not None and self.slurmctld is not None
 
 
@@ -51,7 +50,7 @@ def _environment(pid: int) -> dict[str, str]:
 
 
 def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
-    """Look at every process of the machine. While a daemon replaces itself, the old process or the new one."""
+    """Looks at every process of the machine. While a daemon replaces itself, finds the old process or the new one."""
     munged: KnownProcess | None = None
     slurmctld: KnownProcess | None = None
     slurmd: dict[str, KnownProcess] = {}
@@ -69,7 +68,7 @@ def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
 
 
 def _command(pid: int) -> tuple[str, list[str]]:
-    """Name and command line; empty for a process that is gone."""
+    """Returns name and command line; empty for a process that is gone."""
     try:
         name = Path(f"/proc/{pid}/comm").read_text().strip()
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -79,7 +78,7 @@ def _command(pid: int) -> tuple[str, list[str]]:
 
 
 def _logs_to(pid: int, logs: Path, node: str | None) -> bool:
-    """Whether it is one of Slurm's or munge's that writes one of our logs (of that node)."""
+    """Returns whether it is a process of Slurm or munge that writes one of our logs (of that node)."""
     try:
         if Path(f"/proc/{pid}/comm").read_text().strip() not in _LOGGERS:
             return False
@@ -93,14 +92,14 @@ def _logs_to(pid: int, logs: Path, node: str | None) -> bool:
 
 
 def node_log_name(node: str) -> str:
-    """The file name of a node's log, which slurmd and its slurmstepds hold open."""
+    """Returns the file name of a node's log, which slurmd and its slurmstepds hold open."""
     return f"slurmd.{node}.log"
 
 
 def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> list[KnownProcess]:
-    """Every process of the cluster in `directory`, or of one of its nodes: daemons, steps, jobs.
+    """Lists every process of the cluster in `directory`, or of one of its nodes: daemons, steps, jobs.
 
-    Never this process, nor one of its ancestors.
+    Leaves out this process and its ancestors.
     """
     spared = {os.getpid()} | {parent.pid for parent in psutil.Process().parents()}
     daemons = find_daemons(directory, slurm_conf)
@@ -134,7 +133,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def end_all(processes: Iterable[KnownProcess], *, wait_s: float = 5.0) -> list[KnownProcess]:
-    """SIGKILL each and wait until it is gone.
+    """Sends SIGKILL to each and waits until it is gone.
 
     Returns:
         those still there after `wait_s`: unkillable, in a system call.

@@ -1,7 +1,7 @@
-"""The cluster's state file: what was started. Written before the first daemon, read by every command.
+"""The cluster's state file: records what was started. Written before the first daemon, read by every command.
 
-`DIR/state.json`, 0600, replaced atomically. A file of another boot is read as "not running". Which processes are the
-cluster's is not in it: processes.py looks.
+`DIR/state.json`, 0600, replaced atomically. A file of another boot is read as "not running". It does not list the
+cluster's processes; processes.py finds them.
 """
 
 import fcntl
@@ -21,14 +21,14 @@ __all__ = ["ClusterState", "locked", "read_state", "write_state"]
 
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
-    """One started cluster. Fields of other versions (there were pids once) are passed over."""
+    """One started cluster. Fields of other versions (there were pids once) are ignored."""
 
     boot_id: str
     name: str
     slurm_version: str
     options: ClusterOptions
     gpus: dict[str, tuple[str, ...]] = {}
-    """Node name to the files of its GPUs."""
+    """Maps a node's name to the files of its GPUs."""
 
 
 def _path(directory: Path) -> Path:
@@ -36,7 +36,7 @@ def _path(directory: Path) -> Path:
 
 
 def read_state(directory: Path) -> ClusterState | None:
-    """The state, or None where nothing was started since the boot."""
+    """Returns the state, or None if nothing was started since the boot."""
     try:
         data = _path(directory).read_bytes()
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def read_state(directory: Path) -> ClusterState | None:
 
 
 def write_state(directory: Path, state: ClusterState | None) -> None:
-    """Replace the file; None removes it."""
+    """Replaces the file; None removes it."""
     if state is None:
         _path(directory).unlink(missing_ok=True)
     else:
@@ -63,7 +63,7 @@ def write_state(directory: Path, state: ClusterState | None) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """One start, stop, fail or restore at a time; the lock goes with the process that holds it."""
+    """Allows one start, stop, fail or restore at a time; the lock ends with the process that holds it."""
     fd = os.open(directory / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)

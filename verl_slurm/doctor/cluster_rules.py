@@ -1,13 +1,13 @@
-"""What Slurm's configuration means for a run of ours. Pure: from what scontrol prints to findings.
+"""Judges Slurm's configuration for a run: from scontrol's output to findings. Pure.
 
-What is behind the rules was measured on 22.05.8, and is in the manual pages of slurm.conf(5) and sbatch(1):
+The rules rest on measurements with 22.05.8 and on the manual pages slurm.conf(5) and sbatch(1):
 
 * a preemption leaves GraceTime, then KillWait between TERM and KILL; with GraceTime 0 it is KillWait alone;
-* PreemptMode=CANCEL ends the job, unless it asks for its requeue, which the daemon does in the grace time, and where
-  there is none in KillWait;
+* PreemptMode=CANCEL ends the job, unless it asks for its requeue; the daemon does that in the grace time, or in
+  KillWait if there is no grace time;
 * the end of a preemption or of a time limit comes up to 30 s late, never early: nothing here counts on that;
 * `--signal=B:USR1@N` may come up to 60 s early, never late;
-* a lost node is noticed by slurmctld after 2 to 3 times SlurmdTimeout.
+* slurmctld notices a lost node after 2 to 3 times SlurmdTimeout.
 """
 
 import re
@@ -23,19 +23,19 @@ __all__ = ["judge_cluster", "judge_deadlines", "kill_wait_s"]
 _OLDEST = (22, 5)
 _LEAST_JOB_AGE_S = 60
 _END_OF_STEP = "the end of a step and a save"
-"""A guest saves nowhere else (`loops.reach`)."""
+"""A guest saves at no other time (`loops.reach`)."""
 _SMALL_STEPS = "keep checkpoint.every_steps small (verl: verl.trainer.save_freq), and steps short"
 
 
 def judge_cluster(
     conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
 ) -> list[Finding]:
-    """All that can be said without a job.
+    """Returns all findings that need no job.
 
     Args:
         conf: `scontrol show config`.
         partition: the one that the job goes to.
-        save: what a save takes; None: nobody knows yet.
+        save: the duration of a save; None: not known yet.
     """
     findings = [_version(conf), _requeue(conf, partition)]
     findings += judge_deadlines(conf, partition, config, save)
@@ -46,7 +46,7 @@ def judge_cluster(
 def judge_deadlines(
     conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
 ) -> list[Finding]:
-    """Whether a save fits between a warning and the end, at a preemption and at the time limit."""
+    """Judges whether a save fits between a warning and the end, at a preemption and at the time limit."""
     return [_preemption(conf, partition, config, save), _time_limit(conf, config, save)]
 
 
@@ -164,7 +164,7 @@ def _memory_of_jobs(conf: Mapping[str, str]) -> Finding:
 
 
 def _neighbours(config: RunConfig) -> Finding:
-    """Whether other users may be on the job's nodes while its ranks talk: docs/security.md."""
+    """Judges whether other users may be on the job's nodes while its ranks talk: docs/security.md."""
     if config.slurm.extra.get("exclusive"):
         return good("neighbours", "slurm.extra.exclusive: no other job is on the job's nodes")
     if config.trainer.on_ray:
@@ -184,7 +184,7 @@ def _neighbours(config: RunConfig) -> Finding:
 
 
 def kill_wait_s(conf: Mapping[str, str]) -> int:
-    """Seconds between TERM and KILL."""
+    """Returns the seconds between TERM and KILL."""
     return _seconds(conf, "KillWait", 30)
 
 

@@ -1,16 +1,13 @@
-"""The job of a fire drill: `python -m verl_slurm.doctor.drill_job (batch|node) DIR`. It tells what happens to it.
+"""The job of a fire drill: `python -m verl_slurm.doctor.drill_job (batch|node) DIR`. It records what happens to it.
 
-The batch process starts one step with a process on each node and then does what each of those does, too: it blocks
-all signals that Slurm may send, takes them one by one, and writes them down, with a sign of life every 0.2 s, until it
-is killed, or until DIR/over is there. In its second life (SLURM_RESTART_COUNT) it says so and ends.
+The batch process starts one step with a process on each node. Then it and these processes all do the same. Each
+blocks all signals that Slurm may send, takes them one by one, and records them, with a sign of life every 0.2 s. It
+goes on until it is killed, or until DIR/over exists. After its requeue (SLURM_RESTART_COUNT) it says so and ends.
 
-```
-DIR/node-<id>.json     NodeReport of a node
-DIR/clock              where node 0 tells the time
-DIR/<who>.seen         one line a signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>`
-DIR/<who>.alive        its modification time is the last sign of life
-DIR/again              the second life's first word: seconds since 1970
-```
+``` DIR/node-<id>.json     NodeReport of a node DIR/clock              address at which node 0 tells the time
+DIR/<who>.seen         one line per signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>` DIR/<who>.alive
+its modification time is the last sign of life DIR/again              first message after the requeue: seconds since
+1970 ```
 """
 
 import os
@@ -36,7 +33,7 @@ _CLOCK_PATIENCE_S = 30.0
 
 
 def main(argv: list[str]) -> int:
-    """See the module."""
+    """Runs one process of the drill; see the module."""
     role, directory = argv[0], Path(argv[1])
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
@@ -80,8 +77,9 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
 
 
 def _own_address() -> str:
-    """What other nodes reach this one by: its name in Slurm where that resolves, else the host's, else what srun says,
-    which runs on this node, too. A name may mean 127.0.1.1 on the node itself: that only where there is nothing better.
+    """Returns the address by which other nodes reach this one: its name in Slurm if that resolves, else the host's,
+    else srun's, which runs on this node as well. A name may mean 127.0.1.1 on the node itself; a loopback address is
+    returned if there is no other.
     """
     environ = os.environ
     found = []
@@ -99,7 +97,7 @@ def _own_address() -> str:
 
 
 def _published(path: Path) -> str:
-    """Waits for node 0; shared file systems tell nobody when a file appears."""
+    """Waits for node 0. Polls, because shared file systems do not report a new file."""
     deadline = time.monotonic() + _CLOCK_PATIENCE_S
     while time.monotonic() < deadline:
         if path.exists() and (text := path.read_text()):

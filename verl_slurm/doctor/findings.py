@@ -1,4 +1,4 @@
-"""What `verl-slurm doctor` and `submit` say of a cluster: one finding, one line, one remedy. Pure."""
+"""The findings of `verl-slurm doctor` and `submit` about a cluster: one finding, one line, one remedy. Pure."""
 
 from collections.abc import Iterable
 from typing import Literal
@@ -8,19 +8,19 @@ import msgspec
 __all__ = ["Finding", "Verdict", "bad", "good", "warn", "worst"]
 
 Verdict = Literal["good", "warning", "bad"]
-"""`bad`: a run would lose work or never start. `warning`: it costs time, or is a choice that one should know of."""
+"""`bad`: a run would lose work or never start. `warning`: it costs time, or is a choice to know about."""
 
 _ORDER: tuple[Verdict, ...] = ("good", "warning", "bad")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     topic: str
     verdict: Verdict
     found: str
     remedy: str = ""
-    """What to do about it, or what verl-slurm does by itself; empty where nothing is to be done."""
+    """The user's next action, or what verl-slurm does by itself; empty: nothing needs to be done."""
 
 
 def good(topic: str, found: str, remedy: str = "") -> Finding:
@@ -36,5 +36,5 @@ def bad(topic: str, found: str, remedy: str) -> Finding:
 
 
 def worst(findings: Iterable[Finding]) -> Verdict:
-    """The worst verdict of all; `good` of none."""
+    """Returns the worst verdict of all; `good` of none."""
     return max((finding.verdict for finding in findings), key=_ORDER.index, default="good")

@@ -1,8 +1,8 @@
-"""A fire drill: a small job that is warned and ended for real, and tells who got which signal, when.
+"""A fire drill: a small job that is warned and ended for real, and records which process got which signal, when.
 
-```
-queue the job → every node has reported → scancel -b -s USR1 → requeue it (or preempt it by a job of another partition)
-  → Slurm ends its first life → its second life says so → what was seen is judged
+``` queue the job → every node has reported → scancel -b -s USR1 → requeue it (or preempt it by a job of another
+partition)
+  → Slurm ends it for the first time → the requeued job reports → the records are judged
 ```
 
 The job, its output and its directory are gone afterwards, whatever happened.
@@ -32,7 +32,7 @@ __all__ = ["fire_drill"]
 
 _LIMIT_MIN = 5
 _LOOK_S = 0.3
-"""Slurm and shared file systems tell nobody: they are asked."""
+"""Polling interval: Slurm and shared file systems report nothing by themselves."""
 _SIGNAL_S = 10.0
 _WARNING = "SIGUSR1"
 _OURS = ("job-name", "time", "signal", "requeue", "nodes")
@@ -47,22 +47,22 @@ async def fire_drill(
     wait_s: float,
     show: Callable[[str], None],
 ) -> list[Finding]:
-    """Run one.
+    """Runs one drill.
 
     Args:
-        config: whose job it imitates: partition, account, nodes, options.
+        config: of the run whose job it imitates: partition, account, nodes, options.
         parent: an existing directory that all nodes see.
         kill_wait_s: Slurm's KillWait.
         preempt_by: a partition whose jobs preempt; None: the job is requeued instead, which ends it the same way.
-        wait_s: at most so long for the job to start, each of two times.
-        show: told what is being waited for.
+        wait_s: the longest wait for the job to start, each of two times.
+        show: called with what is being waited for.
 
     Raises:
         SlurmRefused, SlurmMissing: the job was not accepted, or Slurm does not answer.
     """
     directory = parent / f".verl-slurm-drill-{secrets.token_hex(6)}"
     directory.mkdir(mode=0o700)
-    # A forgotten SBATCH_NO_REQUEUE would answer for the cluster; so would the job that we may be inside of.
+    # A forgotten SBATCH_NO_REQUEUE would falsify the cluster's answer; so would the job that we may be inside of.
     client = SlurmClient(submission_environment(os.environ, config))
     jobs: list[int] = []
     try:
@@ -98,7 +98,7 @@ async def fire_drill(
 
 
 def _argv(config: RunConfig, directory: Path) -> list[str]:
-    """As the run's own job is queued, but short. The script is Python itself: no shell reads any of it."""
+    """Builds a command like the run's own sbatch, but short. The script is Python itself: no shell reads any of it."""
     script = directory / "drill.py"
     script.write_text(
         f"#!{sys.executable} -P\nimport sys\nfrom verl_slurm.doctor.drill_job import main\n"
@@ -106,14 +106,14 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
     )
     options = [o for o in sbatch_options(config) if o[2:].split("=")[0] not in _OURS]
     mine = ["--job-name=verl-slurm-doctor", f"--time={_LIMIT_MIN}", f"--nodes={config.distributed.nodes}"]
-    logs = str(directory).replace("%", "%%")  # sbatch puts words of its own in place of %x
+    logs = str(directory).replace("%", "%%")  # sbatch replaces %x by words of its own
     mine += ["--requeue", "--signal=B:USR1@10", "--open-mode=append", f"--output={logs}/batch.log"]
     local = [config.checkpoint.local_dir] if config.checkpoint.local_dir else []
     return [*options, *mine, str(script), "batch", str(directory), *local]
 
 
 def _rival_argv(config: RunConfig, directory: Path, partition: str, where: str | None) -> list[str]:
-    """It wants the drill's own nodes: with any others it would end the jobs of other people."""
+    """Asks for the drill's own nodes: on any others it would end other users' jobs."""
     script = directory / "rival.py"
     script.write_text(f"#!{sys.executable} -P\nimport time\ntime.sleep(1)\n")
     asked = ["--job-name=verl-slurm-doctor", "--time=1", f"--nodes={config.distributed.nodes}", "--exclusive"]
@@ -141,7 +141,7 @@ async def _queue(client: SlurmClient, words: list[str]) -> int:
 async def _start(
     client: SlurmClient, job: int, directory: Path, nodes: int, wait_s: float, show: Callable[[str], None]
 ) -> str:
-    """Wait until every node has reported; why not, if not."""
+    """Waits until every node has reported; returns why not, or an empty text."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         if len(list(directory.glob("node-*.json"))) >= nodes and (directory / "batch.alive").exists():
@@ -200,7 +200,7 @@ def _record(
     again = directory / "again"
 
     def after(who: list[str]) -> tuple[str, ...]:
-        # By name: the kernel hands pending signals out by number, so when each was taken says little of their order.
+        # By name: the kernel delivers pending signals by number, so the times say little about their order.
         return tuple(sorted({name for one in who for name, at in told[one] if at >= ended}))
 
     return DrillRecord(

@@ -1,8 +1,8 @@
-"""What one node is like, as a process on it sees it; and whether the nodes reach one another.
+"""Describes one node as a process on it sees it, and tests whether the nodes reach one another.
 
-Node 0 listens on a free port and tells the time to whoever asks; the others ask it. So one exchange shows that ports
-are open between nodes, and how far the clocks are apart (offset = their clock - the middle of the question, as in
-NTP, RFC 5905, section 8; right to half the round trip).
+Node 0 listens on a free port and answers with the time; the others ask it. One exchange shows that ports are open
+between nodes, and how far the clocks are apart. The offset is their clock minus the middle of the question, as in NTP
+(RFC 5905, section 8); its error is at most half the round trip.
 """
 
 import os
@@ -30,13 +30,13 @@ _LOCAL_BYTES = 16 << 20
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One node."""
+    """The report of one node."""
 
     node: str
     python: str
     packages: dict[str, str]
     driver: str
-    """Of NVIDIA; empty: none."""
+    """NVIDIA's driver version; empty: none."""
     num_gpus: int
     open_files: int
     """The soft limit (`ulimit -n`)."""
@@ -44,14 +44,14 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
     """Why node 0 could not be reached; empty: it was, or this is node 0."""
     clock_offset_s: float | None = None
-    """Node 0's clock minus this one's. None: node 0, or not reached."""
+    """Node 0's clock minus this one's, in seconds. None: node 0, or not reached."""
     round_trip_s: float | None = None
     local: PlaceReport | None = None
-    """checkpoint.local_dir, where one is configured."""
+    """checkpoint.local_dir, if one is configured."""
 
 
 def look_at_node(node: str, local_dir: str) -> NodeReport:
-    """All but the exchange with node 0."""
+    """Collects everything except the exchange with node 0."""
     driver = Path("/proc/driver/nvidia/version")
     gpus = Path("/proc/driver/nvidia/gpus")
     return NodeReport(
@@ -74,7 +74,7 @@ def _version(name: str) -> str:
 
 
 class ClockServer:
-    """Node 0's: one answer of eight bytes, the time, to each connection. Publishes `HOST PORT` in a file."""
+    """Node 0's server: answers each connection with eight bytes, the time. Publishes `HOST PORT` in a file."""
 
     def __init__(self, address: Path, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -98,13 +98,13 @@ class ClockServer:
 
 
 def ask_clock(address: str) -> tuple[float, float]:
-    """(offset, round trip) in seconds.
+    """Returns (offset, round trip) in seconds.
 
     Args:
         address: `HOST PORT`, as node 0 published it.
 
     Raises:
-        OSError: it cannot be reached, or says something else.
+        OSError: it cannot be reached, or gives another answer.
     """
     host, _, port = address.rpartition(" ")
     began, asked = time.perf_counter(), time.time()

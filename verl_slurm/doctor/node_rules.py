@@ -1,4 +1,4 @@
-"""What the reports of a job's nodes mean, and what the fire drill has shown. Pure."""
+"""Judges the reports of a job's nodes, and the records of a fire drill. Pure."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ _OWN_REQUEUE = (
 
 
 def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
-    """Are all nodes alike, do they reach one another, do their clocks agree.
+    """Judges whether all nodes are alike, reach one another, and agree about the time.
 
     Args:
-        reports: one a node, node 0 first.
+        reports: one per node, node 0 first.
     """
     findings = [
         _alike("python", {r.node: r.python for r in reports}),
@@ -80,7 +80,7 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
 
 
 def _alike(topic: str, said: dict[str, str]) -> Finding:
-    """What most nodes have is taken for what is meant."""
+    """Compares the nodes; the value that most of them have is taken for the intended one."""
     most, count = Counter(said.values()).most_common(1)[0]
     if count == len(said):
         return good(topic, f"{most} on {'all ' if count > 1 else ''}{count} node{'s' if count > 1 else ''}")
@@ -93,26 +93,26 @@ def _alike(topic: str, said: dict[str, str]) -> Finding:
 
 
 class DrillRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen in a fire drill. Times are seconds after the event named; None: it never came."""
+    """The record of a fire drill. Times are seconds after the event named; None: it never came."""
 
     how: str
-    """`requeue` or `preemption by PARTITION`: what ended the job's first life."""
+    """`requeue` or `preemption by PARTITION`: the way in which the job was ended for the first time."""
     kill_wait_s: int
     warning_to_batch_s: float | None
     """From `scancel -b -s USR1` to the batch process."""
     warning_to_steps: bool
-    """A step got it, too: it would kill ranks."""
+    """A step got the warning, too: it would kill ranks."""
     signals_to_batch: tuple[str, ...]
     signals_to_steps: tuple[str, ...]
-    """What ended the first life: names in alphabetical order, each once."""
+    """The signals that ended the job for the first time: names in alphabetical order, each once."""
     kill_after_s: float | None
     """From the first TERM to the last sign of life of a process that ignored it."""
     again_after_s: float | None
-    """From asking for the end to the second life's first word."""
+    """From asking for the end to the first message of the requeued job."""
 
 
 def judge_drill(record: DrillRecord) -> list[Finding]:
-    """The findings of a fire drill."""
+    """Returns the findings of a fire drill."""
     findings = []
     if record.warning_to_batch_s is None:
         findings.append(

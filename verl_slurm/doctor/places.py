@@ -1,7 +1,7 @@
-"""Tries a place where checkpoints are to be written: is it there, what does it keep of our promises, how fast is it.
+"""Tests a place for checkpoints: whether it exists, which of our requirements it meets, and how fast it is.
 
-Only by doing: a directory of our own (0700, a random name) is made in it, files are written, synced, renamed, locked,
-read, and all of it is removed. Whatever cannot be done is a finding, never an exception.
+It tests by doing: it makes a directory of its own there (0700, a random name), writes, syncs, renames, locks and
+reads files, and removes all of it. An operation that fails is a finding, never an exception.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ _MEMORY = ("tmpfs", "ramfs")
 
 
 class PlaceReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of one place."""
+    """The observations about one place."""
 
     path: str
     problem: str = ""
@@ -39,14 +39,14 @@ class PlaceReport(msgspec.Struct, frozen=True, kw_only=True):
     write_bytes_per_s: float = 0.0
     """64 MiB in one file, fsync included."""
     sync_s: float = 0.0
-    """A small append made durable: the median."""
+    """Time to make a small append durable: the median."""
     keeps_modes: bool = True
     renames: bool = True
     locks: bool = True
 
 
 def probe_place(place: Path, num_bytes: int = _BYTES) -> PlaceReport:
-    """Try it. `place` need not exist: then its nearest parent that does is tried, and nothing is made for good."""
+    """Tests `place`. If it does not exist, its nearest existing parent is tested; nothing that is made stays."""
     parent = place
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
@@ -64,7 +64,7 @@ def probe_place(place: Path, num_bytes: int = _BYTES) -> PlaceReport:
 
 
 def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
-    block = memoryview(secrets.token_bytes(_PIECE))  # zeros would be compressed away by some
+    block = memoryview(secrets.token_bytes(_PIECE))  # some file systems would compress zeros away
     big, target = trial / "new", trial / "old"
     fd = open_new(big)
     try:
@@ -109,7 +109,7 @@ def _locks(fd: int) -> bool:
 
 
 def judge_place(topic: str, report: PlaceReport, *, must_outlive_node: bool) -> list[Finding]:
-    """What a report means. Pure.
+    """Returns the findings of a report. Pure.
 
     Args:
         topic: the key of the configuration that names the place.

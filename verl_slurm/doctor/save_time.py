@@ -1,4 +1,4 @@
-"""How long an emergency save of a run takes: as it was measured, or, before its first, as it can be expected. Pure."""
+"""Estimates how long an emergency save of a run takes: from measurements, or, before its first, from sizes. Pure."""
 
 from collections.abc import Iterable
 
@@ -10,19 +10,19 @@ from verl_slurm.journal.folds.saves import measured_saves
 __all__ = ["SaveTime", "expected_save", "measured_save"]
 
 _LAST = 8
-"""Saves looked at: storage is not today what it was a week ago."""
+"""Saves looked at: storage today differs from storage a week ago."""
 
 
 class SaveTime(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save needs, from the safe point until it is on shared storage."""
+    """The time of a save, from the safe point until it is on shared storage."""
 
     seconds: float
     basis: str
-    """Where the number comes from, as words."""
+    """The source of the number, in words."""
 
 
 def measured_save(events: Iterable[Event]) -> SaveTime | None:
-    """The slowest of a run's last saves; None: it has not saved yet.
+    """Returns the slowest of a run's last saves; None: it has not saved yet.
 
     Args:
         events: of the run's journal, oldest first.
@@ -34,7 +34,9 @@ def measured_save(events: Iterable[Event]) -> SaveTime | None:
 
 
 def expected_save(num_bytes: int, bytes_per_s: float) -> SaveTime:
-    """Args: num_bytes: of one checkpoint. bytes_per_s: as storage was measured to write, fsync included."""
+    """Returns the expected time. Args: num_bytes: of one checkpoint. bytes_per_s: measured write speed, fsync
+    included.
+    """
     size, speed = num_bytes / 1e9, bytes_per_s / 1e6
     return SaveTime(
         seconds=num_bytes / bytes_per_s, basis=f"{size:.3g} GB at {speed:.0f} MB/s, as measured just now"

@@ -1,10 +1,10 @@
 """The part of `verl-slurm export` that needs torch: fills a directory that somebody else makes and renames.
 
-`python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR --staging DIR ...`, started by
-`checkpoint.inspect.export`, which has verified the checkpoint; D is the digest of the manifest that it verified, so
-that no other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once,
-`{"done": n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or
-`{"error": {...}, "exit_code": n}`. When nobody reads them any more, the process dies of it.
+`checkpoint.inspect.export` starts `python -m verl_slurm.export --checkpoint DIR --digest D --to hf --model DIR
+--staging DIR ...` after it has verified the checkpoint. D is the digest of the manifest that it verified, so that no
+other directory is opened here by mistake. Standard output holds JSON lines: `{"total": n, "peak": n}` once, `{"done":
+n}` now and then (bytes of the checkpoint), and at the end `{"ok": true}` or `{"error": {...}, "exit_code": n}`. If
+their reader is gone, writing them ends the process.
 """
 
 import argparse
@@ -33,7 +33,7 @@ __all__ = ["answer", "main", "parser"]
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _MODEL = ".model"
-"""In the staging directory while this works: what was taken of the base model."""
+"""In the staging directory during the work: the files taken from the base model."""
 
 
 def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
@@ -74,7 +74,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the words that `checkpoint.inspect.export` starts this with."""
+    """Returns the parser of the words that `checkpoint.inspect.export` passes."""
     words = argparse.ArgumentParser(prog="verl_slurm.export", description=__doc__.splitlines()[0])
     for name in ("checkpoint", "model", "staging"):
         words.add_argument(f"--{name}", type=Path, required=True)
@@ -88,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
-    """Do it, and say how it ended; the exit code."""
+    """Does the export and reports how it ended; returns the exit code."""
     try:
         try:
             _run(options, say)
@@ -109,7 +109,7 @@ def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """What `answer` has to say goes to standard output as JSON lines."""
+    """Runs `answer` and writes its reports to standard output as JSON lines."""
     options = parser().parse_args(argv)
     # A library that prints must not write between our lines.
     lines = os.fdopen(os.dup(1), "wb", buffering=0)

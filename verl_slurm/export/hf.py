@@ -1,14 +1,14 @@
-"""A role's weights as a Hugging Face model directory: what `from_pretrained` and vLLM load.
+"""Writes a role's weights as a Hugging Face model directory, which `from_pretrained` and vLLM load.
 
 ```
 config.json  generation_config.json           of the base model; architectures and dtype as they are now
 tokenizer.json tokenizer_config.json ...      copied from the base model, byte for byte
 model.safetensors                             or, above 5 GB, model-00001-of-0000N.safetensors with
-model.safetensors.index.json                  which tensor lies in which shard
+model.safetensors.index.json                  the shard of each tensor
 ```
 
-Shards are made one after the other: no more than one shard and one group of tensors is in memory at a time.
-A tied weight is written once, under its first name; config.json says that it is tied.
+Shards are made one after the other: at most one shard and one group of tensors is in memory at a time. A tied weight is
+written once, under its first name; config.json says that it is tied.
 """
 
 import errno
@@ -34,14 +34,14 @@ SHARD_BYTES = 5_000_000_000
 """Of one safetensors file: Hugging Face's own old default, small enough for any loader and object store."""
 
 _TOKENIZER_BYTES = 3 << 29
-"""For a tokenizer.json of 35 MB and what is imported for it."""
+"""For a tokenizer.json of 35 MB and the imports that it needs."""
 _INDEX = "model.safetensors.index.json"
 
 
 def plan_shards(
     source: Source, role: Role, skeleton: Skeleton, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
 ) -> dict[str, list[str]]:
-    """File → its tensors, cut by Hugging Face's own rule; nothing is read for it."""
+    """Maps each file to its tensors, cut by Hugging Face's own rule, without reading any."""
     entries = source.entries(role)
     shapes = {
         name: torch.empty(shape, dtype=cast_dtype(entries[name], dtype), device="meta")
@@ -64,7 +64,7 @@ def write_hf(
     shard_bytes: int = SHARD_BYTES,
     where: Path | None = None,
 ) -> None:
-    """Fill the directory `out`.
+    """Fills the directory `out`.
 
     Args:
         model_dir: small files of the base model (`model_dir.take_small_files`).
@@ -73,10 +73,10 @@ def write_hf(
 
     Raises:
         DataError: the base model has no tokenizer that loads.
-        CheckpointCorrupt: what was written does not read back with the names and shapes of the model.
+        CheckpointCorrupt: the written files do not read back with the names and shapes of the model.
         OSError: the storage refused.
     """
-    # First what may be refused, then what takes long.
+    # First the part that may be refused, then the slow part.
     _copy_tokenizer(model_dir, out, where or model_dir)
     _write_configs(source, role, skeleton, model_dir, out, dtype)
     shards = plan_shards(source, role, skeleton, dtype, shard_bytes)
@@ -97,7 +97,7 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, str(path), metadata={"format": "pt"})
     except SafetensorError as error:
-        # Its names and types were checked before: what is left is the storage, which it says in words.
+        # Names and types were checked before, so this is a storage error, reported as text.
         raise OSError(errno.EIO, str(error), str(path)) from error
 
 
@@ -117,7 +117,7 @@ def _copy_tokenizer(model_dir: Path, out: Path, where: Path) -> None:
     vocabulary = {"tokenizer.json", *tokenizer.vocab_files_names.values()}
     there = [name for name in sorted({*TOKENIZER_FILES, *vocabulary}) if (model_dir / name).is_file()]
     if vocabulary.isdisjoint(there):
-        # transformers makes an empty tokenizer of the right class then, and says nothing.
+        # Otherwise transformers makes an empty tokenizer of the right class, silently.
         raise DataError(
             "the base model has no tokenizer",
             where=where,
@@ -149,7 +149,7 @@ def _write_configs(
 
 
 def _read_back(out: Path, shards: dict[str, list[str]], skeleton: Skeleton) -> None:
-    """Open every shard by its header: the names and shapes of the model, no more and no less."""
+    """Opens every shard by its header and compares: exactly the names and shapes of the model."""
     found: dict[str, tuple[int, ...]] = {}
     try:
         for file in shards:

@@ -1,19 +1,19 @@
-"""The two layouts of plain `.pt` files. Each file loads with `torch.load(path, weights_only=True)`.
+"""Writes the two layouts of plain `.pt` files. Each file loads with `torch.load(path, weights_only=True)`.
 
 ```
 single-file              split                            holds
-actor_model.pt           policy_model/pytorch_model.bin   what `model.load_state_dict` takes
+actor_model.pt           policy_model/pytorch_model.bin   the argument of `model.load_state_dict`
 critic_model.pt          value_model/pytorch_model.bin    the same
 optimizer.pt             optimizer/optim_states.pt        role → state dict of torch.optim.AdamW
 scheduler.pt             scheduler/sched_state.pt         role → state dict of torch's LambdaLR
 ```
 
-An optimizer's part is what `AdamW(model.parameters()).load_state_dict` takes: `state` by number, and one group
-whose `params` counts the parameters in the order of `model.parameters()` and whose `param_names` (torch's own
-key for it) gives their names. Its `lr` is that of the next update. Moments are always as they were saved;
-`--dtype` is for the models.
+An optimizer's part is the argument of `AdamW(model.parameters()).load_state_dict`: `state` by number, and one group.
+The group's `params` counts the parameters in the order of `model.parameters()`, and its `param_names` (torch's own key
+for it) gives their names. Its `lr` is that of the next update. Moments are always as they were saved; `--dtype` is for
+the models.
 
-A scheduler's part is what `LambdaLR.load_state_dict` takes, and under `record` the schedule in words and numbers.
+A scheduler's part is the argument of `LambdaLR.load_state_dict`, and under `record` the schedule in words and numbers.
 
 One file is made at a time, and torch.save needs the whole of it in memory: the largest is the optimizer's.
 """
@@ -56,7 +56,7 @@ FILES: dict[str, dict[str, str]] = {
         "scheduler": "scheduler/sched_state.pt",
     },
 }
-"""Layout → what → path below the export."""
+"""Layout → content → path below the export."""
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,14 +80,14 @@ def write_layout(
     dtype: torch.dtype | None,
     weight_decay: float,
 ) -> None:
-    """Fill the directory `out`.
+    """Fills the directory `out`.
 
     Args:
         skeletons: of the roles to write.
         dtype: of the models' floating-point weights; None: as saved.
         weight_decay: of both optimizers, from the run's configuration.
 
-    The optimizers' file is left out where the checkpoint holds no optimizer.
+    The optimizers' file is left out if the checkpoint holds no optimizer.
 
     Raises:
         SchemaMismatch: the optimizer's state or scheduler.json is not laid out as this code knows it.
@@ -120,7 +120,7 @@ def _save(value: object, path: Path) -> None:
         with path.open("xb") as file:
             torch.save(value, file)
     except RuntimeError as error:
-        # torch's writer stumbles over its own count once a write failed; what failed is behind it.
+        # After a failed write torch's writer fails on its own count; the context holds the cause.
         if isinstance(error.__context__, OSError):
             raise OSError(error.__context__.errno, error.__context__.strerror, str(path)) from error
         raise
@@ -129,10 +129,10 @@ def _save(value: object, path: Path) -> None:
 def adamw_state(
     source: Source, role: Role, skeleton: Skeleton, *, lr: float, weight_decay: float
 ) -> dict[str, Any]:
-    """What `torch.optim.AdamW.load_state_dict` takes (the module's docstring).
+    """Returns the argument of `torch.optim.AdamW.load_state_dict` (the module's docstring).
 
     Raises:
-        SchemaMismatch: there is state of something that is no parameter.
+        SchemaMismatch: there is state of something other than a parameter.
     """
     prefix = f"{role}."
     keys: dict[str, list[str]] = {}
@@ -143,14 +143,14 @@ def adamw_state(
     strange = sorted(keys.keys() - set(skeleton.parameters))
     if strange:
         raise _unknown(source.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}")
-    # A frozen parameter has no state, and was none of the optimizer's.
+    # A frozen parameter has no state, and did not belong to the optimizer.
     order = [name for name in skeleton.parameters if name in keys]
     places = {f"{prefix}{name}.{key}": (index, key) for index, name in enumerate(order) for key in keys[name]}
     state: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(order))}
     for name, tensor in source.tensors("optimizer", places):
         index, key = places[name]
         state[index][key] = tensor
-    # torch's own group, so that no default of AdamW is written down here a second time.
+    # torch's own group, so that AdamW's defaults are not repeated here.
     like = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=lr, weight_decay=weight_decay)
     group = like.state_dict()["param_groups"][0]
     group |= {"params": list(range(len(order))), "param_names": order}
@@ -158,7 +158,7 @@ def adamw_state(
 
 
 def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
-    """What `torch.optim.lr_scheduler.LambdaLR.load_state_dict` takes."""
+    """Returns the argument of `torch.optim.lr_scheduler.LambdaLR.load_state_dict`."""
     return {
         "last_epoch": schedule.step,
         "_step_count": schedule.step + 1,
@@ -170,13 +170,13 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
 
 
 def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
-    """Bytes of the tensors of the largest file: what is in memory at once."""
+    """Returns the bytes of the tensors of the largest file, which are in memory at once."""
     models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
     return max([*models, moments_bytes(source, roles)])
 
 
 def moments_bytes(source: Source, roles: list[Role]) -> int:
-    """Bytes of the optimizers' state of these roles; 0 where the checkpoint holds none."""
+    """Returns the bytes of the optimizers' state of these roles; 0 if the checkpoint holds none."""
     if not source.has("optimizer"):
         return 0
     prefixes = tuple(f"{role}." for role in roles)

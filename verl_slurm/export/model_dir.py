@@ -1,8 +1,8 @@
-"""What an export takes from a model directory: its small files, copied before any library looks at them.
+"""Copies the small files of a model directory for an export, before any library looks at them.
 
-The directory may be somebody else's. So no link is followed but those of Hugging Face's cache, from a snapshot into its
-own `blobs/`; only regular files within a limit are taken; and what config.json says of code to be fetched and run is
-left out. transformers then sees the copies alone.
+The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a snapshot into
+its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name code to fetch and run are
+dropped. transformers then sees the copies alone.
 """
 
 import os
@@ -20,7 +20,7 @@ from verl_slurm.checkpoint.store.tree import open_below, open_directory
 
 __all__ = ["TOKENIZER_FILES", "take_small_files"]
 
-# What a tokenizer of transformers may consist of.
+# The files of a transformers tokenizer.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 )
 _KNOWN = frozenset({*TOKENIZER_FILES, "config.json", "generation_config.json"})
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".spm", ".vocab", ".bpe", ".tiktoken")
-"""Of vocabularies under other names, too."""
+"""Includes vocabularies under other names."""
 _BLOB = re.compile(r"\.\./\.\./blobs/([0-9a-f]{40,64})", re.ASCII)
 _FETCHED = frozenset(
     {
@@ -41,11 +41,11 @@ _FETCHED = frozenset(
 
 
 def take_small_files(model_dir: Path, into: Path) -> None:
-    """Copy what config and tokenizer consist of into the directory `into`.
+    """Copies the files of config and tokenizer into the directory `into`.
 
     Raises:
         DataError: there is no config.json, or one of the files that are needed is a link that leads elsewhere, no
-            regular file, too large or not ours to read.
+            regular file, too large or unreadable for us.
     """
     directory = model_dir.resolve()
     if not os.path.lexists(directory / "config.json"):
@@ -64,7 +64,8 @@ def take_small_files(model_dir: Path, into: Path) -> None:
                 except (OSError, *UNREADABLE) as error:
                     if name in _KNOWN:
                         raise _refused(directory / name, error) from None
-                    continue  # a trainer's log, or anything else: a tokenizer that needs it will say so
+                    # a trainer's log, or anything else: loading a tokenizer that needs it fails and names it
+                    continue
                 (into / name).write_bytes(data)
     except OSError as error:
         raise _refused(error.filename or directory, error) from error

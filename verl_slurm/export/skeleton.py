@@ -1,8 +1,8 @@
-"""The model without its weights: from a Hugging Face config, on torch's meta device, to hold names and order to.
+"""Builds the model without its weights, from a Hugging Face config on torch's meta device, to check names and order.
 
-A checkpoint knows tensors by name. What a reader needs besides (the class, which weights are tied, the order of
-the parameters, which AdamW's own state dict counts by) is the model's to say. No memory is spent on it, no
-weight is read, and no code of the model directory is run.
+A checkpoint knows tensors by name. The model defines the rest that a reader needs: the class, the tied weights, and the
+order of the parameters, by which AdamW's own state dict counts. This takes no memory for weights, reads none, and runs
+no code of the model directory.
 """
 
 import re
@@ -31,16 +31,17 @@ _LAYERS = re.compile(r"^(num|n)_\w*layer|layers$|layer_types$|^depth")
 _PARTS = re.compile(r"^(num|n)_\w*(expert|block|head|stage)")
 """Numbers of a config that become modules, or lists of its own; a list counts by its length."""
 _SIZES, _MOST_SIZE = re.compile(r"(dim|size|position_embeddings|n_positions|n_ctx)$"), 1 << 24
-"""A dimension of a tensor, or a number of positions: the largest vocabularies have 260,000 words, the longest contexts
-10,485,760 tokens. Tables of positions are made on the CPU."""
+"""A dimension of a tensor, or a number of positions. The largest vocabularies have 260,000 words, the longest contexts
+10,485,760 tokens. Tables of positions are made on the CPU.
+"""
 _FRACTION = "partial_rotary_factor"
-"""Of a head, and so at most 1: multiplied with it, it is the length of a table."""
+"""Of a head, and so at most 1: a table's length is multiplied by it."""
 _MOST_ITEMS = 1 << 14
-"""Of a list: transformers checks the type of each at every assignment, which took minutes for 400,000."""
+"""Limit for a list: transformers checks the type of each item at every assignment, which took minutes for 400,000."""
 _FEW_LAYERS, _FEW_PARTS = 64, 1024
-"""So many may be in any config: of a model with shared layers, or with its experts fused in one tensor."""
+"""Any config may have this many: a model with shared layers, or with its experts fused in one tensor."""
 _SKELETON_BYTES, _TENSOR_BYTES = 256 << 20, 64 << 10
-"""For the modules of a model, which take some 10 KB a tensor, and for what is imported for them."""
+"""For the modules of a model, which take some 10 KB per tensor, and for the imports that they need."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,11 +62,11 @@ class Skeleton:
 
 
 def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path) -> Skeleton:
-    """What the model of `role` must hold, by the config in `model_dir`.
+    """Returns the tensors that the model of `role` must hold, by the config in `model_dir`.
 
     Args:
         num_tensors: that the checkpoint has of it: a model of more layers than that is another one.
-        where: what to name in an error.
+        where: the name for errors.
 
     Raises:
         DataError: no config there, or of no model that Hugging Face knows.
@@ -84,7 +85,7 @@ def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path
             if role == "critic":
                 model = ValueModel(model)
             architecture = type(model).__name__ if role == "actor" else _critic_class(model, config)
-    except Exception as error:  # of any class: transformers checks little of what it reads
+    except Exception as error:  # of any class: transformers checks little of its input
         found = f"{type(error).__name__}: {error}"
         raise DataError(
             "the model config cannot be used", where=where, found=found, expected=expected, remedy=remedy
@@ -102,7 +103,7 @@ def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path
 
 def _empty(auto_class: Any, config: Any) -> nn.Module:
     with torch.device("meta"):
-        # Eager: the only attention that needs neither a kernel nor a look for one.
+        # Eager is the one attention that needs neither a kernel nor a search for one.
         model: nn.Module = auto_class.from_config(
             config, trust_remote_code=False, attn_implementation="eager"
         )
@@ -110,7 +111,9 @@ def _empty(auto_class: Any, config: Any) -> nn.Module:
 
 
 def _critic_class(model: nn.Module, config: Any) -> str:
-    """Hugging Face's class with the critic's very tensors; where there is none, that of the transformer alone."""
+    """Returns Hugging Face's class with exactly the critic's tensors; without one, the class of the transformer
+    alone.
+    """
     if type(config) in AutoModelForTokenClassification._model_mapping:
         theirs = _empty(AutoModelForTokenClassification, config)
         if model_tensors(theirs).keys() == model_tensors(model).keys():
@@ -119,13 +122,13 @@ def _critic_class(model: nn.Module, config: Any) -> str:
 
 
 def _require_size_of(model_dir: Path, num_tensors: int) -> None:
-    """Refuse a config of more layers or experts than the checkpoint has tensors, before anything is made of it.
+    """Refuses a config of more layers or experts than the checkpoint has tensors, before building anything from it.
 
     Raises:
         ValueError: it is one.
     """
     for key, value in _numbers(read_model_config(model_dir)):
-        # A layer has two tensors at the very least.
+        # A layer has at least two tensors.
         layers, parts = _LAYERS.search(key), _PARTS.search(key)
         most = max(num_tensors // 2, _FEW_LAYERS) if layers else max(num_tensors, _FEW_PARTS)
         too_large = (_SIZES.search(key) and value > _MOST_SIZE) or (key == _FRACTION and value > 1)
@@ -146,7 +149,7 @@ def _numbers(said: dict[str, Any]) -> Iterator[tuple[str, int | float]]:
 
 
 def check_fit(skeleton: Skeleton, found: dict[str, TensorEntry], *, where: object) -> None:
-    """Hold the tensors of a checkpoint to the model: each there, none over, all of their shape.
+    """Compares the tensors of a checkpoint with the model: none missing, none extra, all of their shape.
 
     Raises:
         DataError: they are another model's.

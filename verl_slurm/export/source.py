@@ -1,4 +1,4 @@
-"""A verified checkpoint as a stream of whole tensors, with their new type and a count of what is done."""
+"""Reads a verified checkpoint as a stream of whole tensors, converts their type and counts the progress."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,23 +15,23 @@ from verl_slurm.save.ranks.loader import WholeReader
 
 __all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
 
-# Tensors are read in groups of about this many bytes: often enough for a progress bar, seldom enough for a disk.
+# Tensors are read in groups of about this many bytes: small enough for a progress bar, large enough for a disk.
 _GROUP_BYTES = 256 << 20
 
 
 def cast_dtype(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
-    """The type a model's tensor is written in; integers (and everything, with None) stay what they are."""
+    """Returns the type for writing a model's tensor; integers (and everything, with None) keep theirs."""
     saved: torch.dtype = getattr(torch, entry.dtype)
     return wanted if wanted is not None and saved.is_floating_point else saved
 
 
 def cast_bytes(entry: TensorEntry, wanted: torch.dtype | None) -> int:
-    """Bytes of the whole tensor in that type."""
+    """Returns the bytes of the whole tensor in that type."""
     return math.prod(entry.shape) * cast_dtype(entry, wanted).itemsize
 
 
 def groups_of(entries: Mapping[str, TensorEntry], limit_bytes: int) -> Iterator[list[str]]:
-    """The names in groups of at most `limit_bytes` (a larger tensor is a group of its own), in order."""
+    """Yields the names in groups of at most `limit_bytes` (a larger tensor is a group of its own), in order."""
     group: list[str] = []
     size = 0
     for name, entry in entries.items():
@@ -61,11 +61,11 @@ class Source:
     _readers: dict[str, WholeReader] = field(default_factory=dict)
 
     def has(self, domain: str) -> bool:
-        """Whether the checkpoint holds tensors of the domain: it may have been saved in part."""
+        """Returns whether the checkpoint holds tensors of the domain: it may have been saved in part."""
         return (self.directory / domain / INDEX).is_file()
 
     def read_file(self, path: str) -> bytes:
-        """A small file, as it was before encryption.
+        """Reads a small file, decrypted.
 
         Raises:
             CheckpointCorrupt: it is not what was committed.
@@ -73,7 +73,7 @@ class Source:
         return CheckpointReader(self.directory, self.keys).read(path)
 
     def entries(self, domain: str) -> dict[str, TensorEntry]:
-        """Name → type and shape of every tensor of a domain.
+        """Maps each name to type and shape of the tensor, for every tensor of a domain.
 
         Raises:
             CheckpointCorrupt: it is not what was committed.
@@ -83,7 +83,7 @@ class Source:
     def tensors(
         self, domain: str, names: Iterable[str], dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor, in the order of `names`, in type `dtype` (None: as saved)."""
+        """Yields name and whole tensor, in the order of `names`, in type `dtype` (None: as saved)."""
         entries = self.entries(domain)
         for group in groups_of({name: entries[name] for name in names}, _GROUP_BYTES):
             read = self._reader(domain).read(group)

@@ -1,1 +1,1 @@
-"""Training loops that are not ours: plain PyTorch, Hugging Face, Lightning, verl's SFT and PPO."""
+"""Other people's training loops: plain PyTorch, Hugging Face, Lightning, verl's SFT and PPO."""

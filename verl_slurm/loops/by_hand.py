@@ -1,7 +1,8 @@
-"""A guest's run without a daemon: under torchrun or alone, by hand, into a directory of the user's choice. No torch.
+"""Runs a guest without a daemon: under torchrun or alone, by hand, into a directory of the user's choice. No torch.
 
-There is nobody to ask for a save, to verify what was saved, or to start again; so what a lead does at a start is done
-here, by rank 0: it takes the run's epoch, sweeps what dead ones left, and finds the newest checkpoint that verifies.
+Without a daemon there are no save requests, no verification of saves and no restarts. So rank 0 does here what a lead
+does at a start: it takes the run's epoch, sweeps the remains of dead processes, and finds the newest checkpoint that
+verifies.
 """
 
 import os
@@ -23,7 +24,7 @@ __all__ = ["Start", "begin"]
 
 
 class Start(msgspec.Struct, frozen=True):
-    """Rank 0's word to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
+    """Rank 0's message to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
 
     root: str
     epoch: int
@@ -31,11 +32,11 @@ class Start(msgspec.Struct, frozen=True):
 
 
 def begin(run_dir: Path) -> Start:
-    """Take the run at `run_dir`, which need not be there yet, and find what to go on from. Rank 0.
+    """Takes the run at `run_dir`, which need not exist yet, and finds the checkpoint to resume from. Rank 0.
 
     Raises:
         ConfigError: a daemon's lead lives there.
-        Fenced: another process took it in the same moment.
+        Fenced: another process took it at the same moment.
         CheckpointCorrupt, SchemaMismatch: `recover.choose_resume`.
         PermissionRefused: it is another user's.
     """

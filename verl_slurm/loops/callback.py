@@ -1,7 +1,7 @@
-"""What the callbacks of Hugging Face and Lightning have in common: the session, the saver, and how a run ends.
+"""The common part of the callbacks of Hugging Face and Lightning: the session, the saver, and how a run ends.
 
-The framework owns the loop and its own checkpoint files; it calls us at the end of each step, on every rank. Where no
-daemon is (`Session.has_daemon`), a callback leaves the framework alone, and no saver is made.
+The framework owns the loop and its own checkpoint files, and calls us at the end of each step, on every rank. Without a
+daemon (`Session.has_daemon`) a callback leaves the framework alone, and no saver is made.
 """
 
 import sys
@@ -20,17 +20,17 @@ __all__ = ["Served"]
 
 
 class Served:
-    """A framework's callback, before the framework's own class in the order of methods.
+    """A framework's callback, placed before the framework's own class in the method resolution order.
 
-    Used as a context, the run counts as finished at the end of the `with` block, not of the training: what is done with
-    the trained model there is done again when it is interrupted.
+    Used as a context, the run counts as finished at the end of the `with` block, not of the training. An interruption
+    repeats any work on the trained model inside the block.
 
     Args:
         session: default: the one that this process's environment describes.
 
     Attributes:
         session: the line to the daemon.
-        resume: what the framework goes on from, as its own argument takes it; None: from the start.
+        resume: the framework's argument to resume from; None: from the start.
     """
 
     def __init__(self, session: Session | None = None) -> None:
@@ -56,15 +56,15 @@ class Served:
         self._close(broken=kind is not None)
 
     def _resume(self) -> str | None:
-        """`resume`; reads what is needed of the checkpoint."""
+        """Computes `resume`; reads the necessary parts of the checkpoint."""
         raise NotImplementedError
 
     def _own_files(self, needed: str, whose: str) -> Path | None:
-        """The framework's own directory in the verified checkpoint to go on from; None: from the start.
+        """Returns the framework's own directory in the verified checkpoint to resume from; None: from the start.
 
         Args:
-            needed: what must be in it, for it to be of this framework.
-            whose: its name, for people.
+            needed: a file that it must contain to be of this framework.
+            whose: the framework's name, for people.
 
         Raises:
             ConfigError: it is of another loop, or of another number of ranks.
@@ -85,7 +85,7 @@ class Served:
         return directory
 
     def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:
-        """At the start of the training, when the framework has its process group: make the saver. Collective."""
+        """Makes the saver at the start of the training, once the framework has its process group. Collective."""
         ranks = own_ranks(
             self.session, "have it find its ranks in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK)"
         )
@@ -94,7 +94,7 @@ class Served:
         return self._saver
 
     def _refuse(self, error: BaseException) -> None:
-        """Tell the daemon that another start would end in the same way, if so; otherwise this is a crash."""
+        """Tells the daemon if another start would end in the same way; otherwise this is a crash."""
         if isinstance(error, VerlSlurmError) and not restart_may_help(error):
             self.session.refused(error)
 
@@ -110,10 +110,10 @@ class Served:
         raise SystemExit(0)
 
     def _close(self, *, broken: bool = False) -> None:
-        """Nothing more is asked or said.
+        """Ends the session: no more requests or reports.
 
         Args:
-            broken: other ranks may be anywhere: nothing is done that they would have to join.
+            broken: other ranks may be anywhere: skips all collective work.
         """
         saver, self._saver = self._saver, None
         if saver is None:

@@ -1,10 +1,10 @@
-"""A `DataLoader` that can go on in the middle of an epoch, with the very batches that are left.
+"""A `DataLoader` that can resume in the middle of an epoch, with exactly the remaining batches.
 
-What a loader does is a function of the random generators at the start of its epoch (the order of the samples, the seeds
-of its workers), and of what its dataset and its collate function draw on the way. So an epoch is taken up again by
-putting the generators back to its start, loading the batches that were trained on once more, for nothing, and then
-putting the generators back to where they were when the checkpoint was saved. That costs the loading time of those
-batches, and holds with workers, random augmentation and any sampler that is reproducible itself.
+A loader's output is a function of two things. One is the random generators at the start of its epoch (the order of the
+samples, the seeds of its workers), the other the draws of its dataset and its collate function. So a resume restores
+the generators of the epoch's start, loads the batches that were trained on once more and drops them. Then it restores
+the generators of the save. That costs the loading time of those batches. It holds with workers, random augmentation and
+any sampler that is reproducible itself.
 """
 
 from collections.abc import Iterator
@@ -24,13 +24,13 @@ Generators = dict[str, bytes | np.ndarray]
 
 
 class ResumableDataLoader(DataLoader[Any]):
-    """`torch.utils.data.DataLoader`, word for word, and resumable. Iterate over one epoch at a time.
+    """`torch.utils.data.DataLoader`, unchanged but resumable. Iterate over one epoch at a time.
 
-    Also what Lightning takes for a stateful one (`state_dict`, `load_state_dict`): for a single process that is all
-    there is to do; of several ranks Lightning saves the first one's only, and `loops.lightning` sees to the others.
+    Lightning also accepts it as stateful (`state_dict`, `load_state_dict`). A single process needs no more. Of several
+    ranks Lightning saves the first one's only, and `loops.lightning` handles the others.
 
     Attributes:
-        epoch_began: the generators at the start of the epoch that runs, or ran last; None: none began.
+        epoch_began: the generators at the start of the running or last epoch; None: none began.
         served: batches of it that were handed out.
     """
 
@@ -39,17 +39,17 @@ class ResumableDataLoader(DataLoader[Any]):
     _to_resume: "tuple[int, Generators, Generators] | None" = None
 
     def resume(self, served: int, epoch_began: Generators, then: Generators) -> None:
-        """Have the next epoch be one that was begun before.
+        """Makes the next epoch continue one that was begun before.
 
         Args:
             served: batches of it that were trained on.
             epoch_began: the generators at its start.
-            then: the generators behind those batches, and behind what was done with them.
+            then: the generators after those batches, and after the work on them.
         """
         self._to_resume = (served, epoch_began, then)
 
     def forget(self) -> None:
-        """The next epoch begins from its start, after all."""
+        """Makes the next epoch begin from its start after all."""
         self._to_resume = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -69,7 +69,7 @@ class ResumableDataLoader(DataLoader[Any]):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """For Lightning: loadable with `torch.load(weights_only=True)`."""
+        """Returns the state for Lightning: loadable with `torch.load(weights_only=True)`."""
         if self.epoch_began is None:
             return {}
         return {
@@ -86,12 +86,12 @@ class ResumableDataLoader(DataLoader[Any]):
 
 
 def to_wire(state: Generators) -> dict[str, bytes]:
-    """For a file of ours."""
+    """Converts the state for one of our files."""
     return {name: value if isinstance(value, bytes) else value.tobytes() for name, value in state.items()}
 
 
 def from_wire(state: dict[str, bytes]) -> Generators:
-    """What `to_wire` was given: torch's states are arrays, the others are not."""
+    """Restores the argument of `to_wire`: torch's states are arrays, the others are not."""
     return {
         name: np.frombuffer(value, dtype=np.uint8) if name in ("torch", "cuda") else value
         for name, value in state.items()

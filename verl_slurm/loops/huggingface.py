@@ -1,4 +1,4 @@
-"""The service for a Hugging Face `Trainer`: saved when the daemon asks, committed, resumed, and done when it is done.
+"""Serves a Hugging Face `Trainer`: saves when the daemon asks, commits, resumes, and reports the end.
 
 ```
 from verl_slurm.loops.huggingface import VerlSlurmCallback
@@ -8,14 +8,14 @@ trainer = Trainer(model, args, train_dataset=data, callbacks=[service])
 service.train(trainer)          # in place of trainer.train(): resumes by itself; asked to stop, the process ends here
 ```
 
-Its checkpoints are the Trainer's own, `checkpoint-N` as it writes them: into the work directory of this attempt
-(`args.output_dir` points there while it trains), from where each is moved into a checkpoint of ours as soon as it is
-whole. So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` says how many stay. Saved is what the
-Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, the last step, and when the daemon asks.
+The checkpoints are the Trainer's own, `checkpoint-N` as it writes them. They go into the work directory of this attempt
+(`args.output_dir` points there while it trains). Each is moved into one of our checkpoints as soon as it is complete.
+So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` sets how many stay. A save happens when the
+Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, at the last step, and when the daemon asks.
 
 Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
 
-What a resumed run has in common with an undisturbed one, and what not: docs/guests-frameworks.md.
+docs/guests-frameworks.md says where a resumed run equals an undisturbed one, and where it differs.
 """
 
 import functools
@@ -42,11 +42,11 @@ _EVALUATION_MARGIN = 1.5
 
 
 class _NothingLeft(Exception):
-    """The checkpoint is of the last step: the Trainer itself would train one step more (transformers 5.10)."""
+    """The checkpoint is of the last step. The Trainer itself would train one step more (transformers 5.10)."""
 
 
 class VerlSlurmCallback(Served, TrainerCallback):
-    """See the module. Made by a user's script, on every rank; `Served` tells of its use as a context.
+    """See the module. A user's script makes one on every rank; `Served` describes its use as a context.
 
     Args:
         session: default: the one that this process's environment describes.
@@ -73,10 +73,10 @@ class VerlSlurmCallback(Served, TrainerCallback):
         return None if directory is None else str(directory)
 
     def train(self, trainer: Trainer, **options: Any) -> TrainOutput:
-        """`trainer.train(**options)`, resumed from where the run stands.
+        """Runs `trainer.train(**options)`, resumed from the run's newest state.
 
         Returns:
-            What `Trainer.train` does. After the last step was done in a former life: its step, and no metrics.
+            The result of `Trainer.train`. If an earlier attempt did the last step: its step, and no metrics.
 
         Raises:
             SystemExit: with 0, when the daemon asked to stop: the checkpoint is committed, or there will be none.
@@ -169,7 +169,9 @@ class VerlSlurmCallback(Served, TrainerCallback):
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
 
     def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
-        """Whether there is time for the evaluation that is due. Alike on all ranks: each knows its own clock only."""
+        """Returns whether there is time for the evaluation that is due. The same on all ranks: each knows its own clock
+        only.
+        """
         if request.seconds_left is None:
             return True
         measured = self._evaluation_s
@@ -251,7 +253,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
     # ---- what they have in common
 
     def _tell(self, state: TrainerState, logs: Mapping[str, float]) -> None:
-        """Once a step, with what it logged, if anything."""
+        """Reports once per step, with the step's logs, if any."""
         if self._saver is None or state.global_step == self._told:
             return
         self._told = state.global_step
@@ -270,8 +272,9 @@ class VerlSlurmCallback(Served, TrainerCallback):
 
 @functools.cache  # torch sorts what is registered, and two of one priority it cannot
 def _know_cpus_by_number() -> None:
-    """On CPUs accelerate 1.15 calls its device `cpu:0`, the Trainer has optimizers loaded to there, and torch 2.13
-    knows a `cpu` only: no training of several ranks on CPUs could be resumed."""
+    """Works around device names on CPUs: accelerate 1.15 calls its device `cpu:0`, and the Trainer has optimizers
+    loaded to it, but torch 2.13 knows `cpu` only. No training of several ranks on CPUs could be resumed.
+    """
 
     def restore(storage: Any, location: str) -> Any:
         return storage if location.startswith("cpu:") else None
@@ -280,10 +283,10 @@ def _know_cpus_by_number() -> None:
 
 
 def _check(args: TrainingArguments) -> None:
-    """Refuse what would break a promise.
+    """Refuses settings that would break a promise.
 
     Raises:
-        ConfigError: a setting that cannot be together with a daemon.
+        ConfigError: a setting that is incompatible with a daemon.
     """
     problem = remedy = ""
     if args.save_only_model:

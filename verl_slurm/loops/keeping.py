@@ -1,7 +1,7 @@
-"""What stays of a guest's checkpoints, and whether the next one will fit. No torch.
+"""Decides which of a guest's checkpoints stay, and whether the next one will fit. No torch.
 
-The daemon reads every checkpoint back after its commit; how many stay, and that the file system has room, is the
-trainer's business, so it is a guest's. Asked for by one rank, after a commit and before a save.
+The daemon reads every checkpoint back after its commit. The trainer itself decides how many stay and checks that the
+file system has room, so a guest must do so, too. One rank calls this, after a commit and before a save.
 """
 
 from contextlib import suppress
@@ -12,7 +12,7 @@ from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.loop_checkpoint import SavedTree
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.storage_watch import StorageWatch
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
@@ -34,12 +34,12 @@ class Keeper:
         self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=_first_need(session))
 
     def before_save(self) -> Room | None:
-        """Whether the file system has room for the next save; said when that changes."""
+        """Returns whether the file system has room for the next save; reports a change."""
         for notice in self._watch.before_save():
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
         return self._watch.room
 
-    def saved(self, done: SavedTree, *, tidy: bool = True) -> None:
+    def saved(self, done: SavedCheckpoint, *, tidy: bool = True) -> None:
         """A checkpoint is committed: let older ones go. Never raises for what cannot be removed.
 
         Args:
@@ -61,7 +61,7 @@ class Keeper:
             self._session.notice(f"older checkpoints cannot be removed: {error}", topic="storage", loud=True)
 
     def failed(self, reason: str) -> None:
-        """A save failed."""
+        """Records a failed save."""
         for notice in self._watch.failed(reason):
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
 
@@ -78,7 +78,7 @@ class Keeper:
 
 
 def _first_need(session: Session) -> Need:
-    """What was resumed from tells how large the first save will be."""
+    """Estimates the size of the first save from the resumed checkpoint."""
     if session.resume is not None:
         with suppress(OSError, VerlSlurmError):
             manifest = read_manifest(session.resume)

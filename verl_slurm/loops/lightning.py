@@ -1,4 +1,4 @@
-"""The service for a Lightning `Trainer`: saved when the daemon asks, committed, resumed, and done when it is done.
+"""Serves a Lightning `Trainer`: saves when the daemon asks, commits, resumes, and reports the end.
 
 ```
 from verl_slurm.loops.lightning import ResumableDataLoader, VerlSlurmCheckpoint
@@ -8,17 +8,17 @@ trainer = lightning.Trainer(max_steps=1000, callbacks=[service])
 service.fit(trainer, model, ResumableDataLoader(data, batch_size=8, shuffle=True))   # in place of trainer.fit(...)
 ```
 
-A checkpoint is what `Trainer.save_checkpoint` writes, as `lightning.ckpt`, and a small file a rank beside it: the
+A checkpoint is the output of `Trainer.save_checkpoint`, as `lightning.ckpt`, and a small file per rank beside it: the
 random generators, which Lightning does not save, and the place in the data. It is saved where all of a step is done:
-behind the batch; behind the validation that this batch calls for; between two epochs. Being a `Checkpoint`, the
-callback takes the place of the `ModelCheckpoint` that Lightning adds by itself; one of the user's own goes on as ever.
+after the batch; after the validation that this batch triggers; between two epochs. Being a `Checkpoint`, the callback
+replaces the `ModelCheckpoint` that Lightning adds by itself; one of the user's own keeps working.
 
-Under a daemon Lightning's handlers of signals are put out of action, its own requeueing with them: Slurm's TERM is a
-warning to the daemon, not an end, and two who requeue a job are one too many.
+Under a daemon Lightning's signal handlers are disabled, including its own requeueing. Slurm's TERM is a warning to the
+daemon, not an end, and only one program may requeue a job.
 
 Without a daemon the callback does nothing, and `service.fit(trainer, ...)` is `trainer.fit(...)`.
 
-What a resumed run has in common with an undisturbed one, and what not: docs/guests-frameworks.md.
+docs/guests-frameworks.md says where a resumed run equals an undisturbed one, and where it differs.
 """
 
 import math
@@ -50,7 +50,7 @@ _FILE = "lightning.ckpt"
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One rank's place, where Lightning's own file has none: `rank_0003.msgpack`."""
+    """One rank's place, which Lightning's own file lacks: `rank_0003.msgpack`."""
 
     generators: dict[str, bytes]
     in_epoch: bool
@@ -58,13 +58,13 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     served: int
     """Batches of the epoch that were trained on."""
     metrics: dict[str, float]
-    """What schedules, early stopping and the like go by (`Trainer.callback_metrics`)."""
+    """Inputs of schedules, early stopping and the like (`Trainer.callback_metrics`)."""
     loaders: list[dict[str, bytes] | None]
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
 
 
 class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
-    """See the module. Made by a user's script, on every rank; `Served` tells of its use as a context.
+    """See the module. A user's script makes one on every rank; `Served` describes its use as a context.
 
     Args:
         every_n_steps: optimizer steps between two checkpoints; default: `checkpoint.every_steps` of the run. The last
@@ -92,7 +92,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         return str(directory / _FILE)
 
     def fit(self, trainer: Trainer, *args: Any, **options: Any) -> None:
-        """`trainer.fit(*args, **options)`, resumed from where the run stands.
+        """Runs `trainer.fit(*args, **options)`, resumed from the run's newest state.
 
         Raises:
             SystemExit: with 0, when the daemon asked to stop: the checkpoint is committed, or there will be none.
@@ -114,8 +114,10 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._finish()
 
     def _check(self, trainer: Trainer) -> None:
-        """Raises:
-        ConfigError: something that cannot be together with a daemon.
+        """Refuses settings that are incompatible with a daemon.
+
+        Raises:
+            ConfigError: there is one.
         """
         problem = remedy = ""
         if not isinstance(trainer, Trainer):
@@ -137,7 +139,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             )
 
     def _require_done(self, trainer: Trainer) -> None:
-        """Lightning returned without a step: behind the last one, or for want of data."""
+        """Handles a Lightning that returned without a step: after the last one, or for lack of data."""
         step, limits = trainer.global_step, (trainer.max_steps, trainer.max_epochs)
         reached = self.session.resume is not None and (
             0 < limits[0] <= step or (limits[1] is not None and 0 < limits[1] <= trainer.current_epoch)
@@ -184,9 +186,9 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
 
     def _take_up(self, place: _Place, trainer: Trainer, loaders: list[object]) -> None:
         if not place.in_epoch:
-            # With max_steps, Lightning 2.6 would give the epoch that is over one batch more, and count it twice.
+            # With max_steps, Lightning 2.6 would give the finished epoch one batch more, and count it twice.
             trainer.fit_loop.epoch_loop.restarting = False
-        # Else the end of this epoch would pass over a ReduceLROnPlateau, for want of what it goes by: here it is.
+        # Otherwise the end of this epoch would skip a ReduceLROnPlateau for lack of its metric, which is here.
         trainer.fit_loop._restarting = False
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in place.metrics.items()})
         then = from_wire(place.generators)
@@ -220,11 +222,11 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._save(trainer, in_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Here all of the epoch before is done, what Lightning does behind `on_train_epoch_end`, too."""
+        """Runs where all of the previous epoch is done, including Lightning's work after `on_train_epoch_end`."""
         if self._saver is None or not self._began_epoch:
             self._began_epoch = True
             return
-        self._due = self._saver.asked() is not None or self._due  # in the time of the validation, too
+        self._due = self._saver.asked() is not None or self._due  # also during the validation
         self._save(trainer, in_epoch=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -237,7 +239,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     # ---- what they have in common
 
     def _save(self, trainer: Trainer, *, in_epoch: bool, last: bool = False) -> None:
-        """Where one is due; and where somebody waits for our end, this process ends, but for a training that is done.
+        """Saves where a save is due. If the job ends, this process exits, unless the training is done.
 
         Raises:
             SystemExit: with 0: the daemon asked to stop.
@@ -295,7 +297,7 @@ def _read_place(path: Path) -> _Place:
 
 
 def _flat(loaders: Any) -> Iterator[object]:
-    """What Lightning allows: one loader, or lists and maps of them."""
+    """Flattens what Lightning allows: one loader, or lists and maps of them."""
     if isinstance(loaders, Mapping):
         loaders = list(loaders.values())
     if isinstance(loaders, list | tuple):
@@ -306,7 +308,7 @@ def _flat(loaders: Any) -> Iterator[object]:
 
 
 def _validates_now(trainer: Trainer) -> bool:
-    """Whether a validation follows this batch: as Lightning decides it, and says to nobody."""
+    """Returns whether a validation follows this batch. Repeats Lightning's own decision, which it does not expose."""
     every, epochs = trainer.val_check_batch, trainer.check_val_every_n_epoch
     if not trainer.enable_validation or every is None or every == math.inf:
         return False
@@ -328,9 +330,9 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _ignore_warnings(trainer: Trainer) -> None:
-    """Put back what the daemon set when it started us: TERM, USR1 and CONT are its business.
+    """Restores the daemon's settings from our start: TERM, USR1 and CONT are its business.
 
-    Lightning takes TERM for itself, in every environment, and then ends with an error at the end of a batch.
+    Lightning handles TERM itself, in every environment, and then ends with an error at the end of a batch.
     """
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGUSR1):

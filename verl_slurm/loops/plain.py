@@ -1,4 +1,4 @@
-"""Any PyTorch loop, in three lines: `verl_slurm.run`. Needs torch.
+"""Serves any PyTorch loop, in three lines: `verl_slurm.run`. Needs torch.
 
 ```python
 with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as run:
@@ -7,10 +7,10 @@ with verl_slurm.run(model=model, optimizer=optimizer, scheduler=scheduler) as ru
         run.log(loss=loss)
 ```
 
-Behind every step the ranks agree whether somebody asked for a save: one all-reduce of four numbers on the CPU. All save
-at the same step then, the lead verifies the checkpoint, and where the job ends the loop is left by SystemExit(0): code
-behind it is for a run that is done. The next attempt begins with the state, the generators and the step that were
-saved, and its numbers are those of a run that nobody disturbed. What that takes is said in docs/guests.md.
+After every step the ranks agree whether a save was requested: one all-reduce of four numbers on the CPU. Then all save
+at the same step, and the lead verifies the checkpoint. If the job ends, SystemExit(0) leaves the loop: code after it
+runs for a finished run only. The next attempt begins with the saved state, generators and step, and its numbers are
+those of an undisturbed run. docs/guests.md states the requirements.
 """
 
 import sys
@@ -36,17 +36,18 @@ from verl_slurm.save.ranks.collective import Collective, RanksFailed
 __all__ = ["Run", "run"]
 
 _DIRECTORY = "guest"
-"""Below the work directory: where `state_files` write."""
+"""Below the work directory: `state_files` writes here."""
 
 
 def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **objects: object) -> "Run":
-    """The training loop of this process, to be entered by `with` on every rank, when its objects are made and wrapped.
+    """Returns the training loop of this process. Enter it by `with` on every rank, after its objects are made and
+    wrapped.
 
     Args:
-        run_dir: without a daemon (`python train.py`, torchrun): the directory to save into and to go on from. Under a
-            daemon the run has one, and this is not looked at. None, and no daemon: nothing is saved.
+        run_dir: without a daemon (`python train.py`, torchrun): the directory to save into and to resume from. Ignored
+            under a daemon, where the run has one. None, and no daemon: nothing is saved.
         save_every: steps from one save to the next; default: `checkpoint.every_steps` of the run's configuration.
-        objects: whatever is state, by names that stay the same: what has `state_dict` and `load_state_dict`, and
+        objects: all state, by names that stay the same: objects with `state_dict` and `load_state_dict`, and
             `torch.Generator`. None is left out.
     """
     return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every)
@@ -57,8 +58,8 @@ class Run:
 
     Attributes:
         step: whole steps done.
-        resume: the checkpoint that it goes on from; None: from the start.
-        stopping: the state is saved and this process is to leave; the same on all ranks.
+        resume: the checkpoint that it resumes from; None: from the start.
+        stopping: the state is saved and this process must leave; the same on all ranks.
     """
 
     _saver: StepEndSaver
@@ -99,7 +100,7 @@ class Run:
             self._session, "call torch.distributed.init_process_group before `with verl_slurm.run(...)`"
         )
         self._objects = Objects(self._named)
-        split(self._objects.take())  # what cannot be saved is said now, and not at the first save
+        split(self._objects.take())  # refuses now, not at the first save, what cannot be saved
         if not self._session.has_daemon and self._run_dir is not None:
             self._session = self._by_hand(Path(self._run_dir))
         if self._session.resume is not None:
@@ -130,14 +131,14 @@ class Run:
         restore_rng(self._generators)
 
     def steps(self, total: int) -> Iterator[int]:
-        """Numbers of the steps that are left of `total`, from 0; behind each the state is saved where that is due.
+        """Yields the numbers of the remaining steps of `total`, from 0; saves after each where that is due.
 
-        Leaves by SystemExit(0) where the job is to end. Behind the last step the state is saved, and the run counts as
-        done when the `with` block is left without an error.
+        Leaves by SystemExit(0) where the job is to end. After the last step the state is saved. The run counts as done
+        when the `with` block is left without an error.
         """
         self._start(total)
         if self._generators is not None and self.step < total:
-            restore_rng(self._generators)  # whatever was drawn since, to shuffle or to start workers
+            restore_rng(self._generators)  # undoes all draws since, to shuffle or to start workers
         while self.step < total:
             yield self.step
             self.step_done(self.step + 1)
@@ -150,14 +151,15 @@ class Run:
         self._saver.begin(self.step, total)
 
     def log(self, **metrics: object) -> None:
-        """Numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
+        """Logs numbers of the running step, for `verl-slurm status`, steps.jsonl and the checkpoint's manifest."""
         self._metrics |= metrics
 
     def step_done(self, step: int, total: int = 0, **metrics: object) -> None:
-        """`step` whole steps are done; saves where that is due, and sets `stopping`. Collective. `steps` calls it.
+        """Records that `step` whole steps are done; saves where that is due, and sets `stopping`. Collective. `steps`
+        calls it.
 
         Args:
-            total: steps that there are; 0: as said before.
+            total: number of steps in all; 0: as given before.
         """
         if not self._started:
             self._start(total)
@@ -173,11 +175,11 @@ class Run:
             self._saver.leave()
 
     def save(self, reason: str = "the loop asked for it") -> None:
-        """Save the state now, behind `step` whole steps. Collective."""
+        """Saves the state now, after `step` whole steps. Collective."""
         self._save(reason)
 
     def finish(self) -> None:
-        """All is done that there is to do: for a loop that ends early. Saves, unless this step is saved. Collective.
+        """Ends the run, for a loop that stops early. Saves, unless this step is saved. Collective.
 
         Raises:
             RanksFailed: the end cannot be saved: a run that lost its end is not done.

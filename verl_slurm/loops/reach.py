@@ -1,9 +1,9 @@
-"""Can the end of the running step, and a save behind it, be reached before the deadline? Pure.
+"""Decides whether the running step can end, and be saved, before the deadline. Pure.
 
-A guest saves at the end of a step only: in the middle of one nobody but its own code knows its state. A step of RL
-takes minutes and a grace period seconds, so often the answer is no; and then each second of waiting is lost, because
-the last checkpoint is what counts anyhow. The answer is given by what was measured, and where nothing was, it is yes:
-to wait costs the rest of a grace period, to leave costs the step.
+A guest saves at the end of a step only: in the middle of one, only its own code knows its state. A step of RL takes
+minutes and a grace period seconds, so often the answer is no. Then each second of waiting is lost, because the last
+checkpoint counts anyway. Measurements decide. Without any, the answer is yes: waiting costs the rest of a grace period,
+leaving costs the step.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 __all__ = ["STEPS_LOOKED_AT", "Reach", "reach"]
 
 STEPS_LOOKED_AT = 5
-"""The longest of so many counts: steps of RL grow with the length of what is generated."""
+"""The longest of this many steps counts: steps of RL grow with the length of the responses."""
 _STEP_MARGIN = 1.1
 _SAVE_MARGIN = 1.5
 """A save before the end meets the storage at its worst: all jobs of the partition save at once."""
@@ -38,13 +38,13 @@ def reach(
     steps_s: Sequence[float],
     save_s: float | None,
 ) -> Reach:
-    """Decide.
+    """Decides.
 
     Args:
         seconds_left: until the ranks must be gone; None: no deadline.
         running_s: seconds since the running step began.
-        steps_s: that the last steps took, oldest first; the last `STEPS_LOOKED_AT` count.
-        save_s: that the last save took; None: there was none.
+        steps_s: durations of the last steps, oldest first; the last `STEPS_LOOKED_AT` count.
+        save_s: duration of the last save; None: there was none.
     """
     if seconds_left is None:
         return Reach(ok=True, reason="there is no deadline")
@@ -58,7 +58,7 @@ def reach(
             return Reach(ok=False, reason=reason, needed_s=save)
         return Reach(ok=True, reason="no step was measured yet: the end of this one is waited for")
     longest = max(last)
-    # One that runs longer than all before it may end at any moment.
+    # A step that is longer than all earlier ones may end at any moment.
     rest = max(0.0, longest * _STEP_MARGIN - running_s)
     needed = rest + save
     story = (

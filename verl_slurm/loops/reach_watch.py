@@ -1,8 +1,8 @@
-"""Hears a request in the middle of a step, and says at once when the step's end will come too late.
+"""Notices a request in the middle of a step, and answers at once if the step's end will come too late.
 
-The loop looks at its control page at the ends of steps alone. Where a step takes longer than there is time, each second
-of waiting is lost: so a thread looks, four times a second, and answers in the loop's place. The page is memory: nothing
-tells that it was written.
+The loop looks at its control page at the ends of steps alone. If a step takes longer than the time left, each second of
+waiting is lost. So a thread looks, four times a second, and answers for the loop. It polls because the page is memory,
+and a write to it notifies no reader.
 """
 
 import threading
@@ -19,9 +19,9 @@ class ReachWatch:
     """A thread of rank 0.
 
     Args:
-        session: asked for its request and what it has measured; told when the answer is no.
-        busy: whether a save is under way. A no ends the ranks at once, and that save with them: so it is waited for, as
-            long as the daemon lets us, and the request is judged then.
+        session: asked for its request and its measurements; told when the answer is no.
+        busy: whether a save is in progress. A no ends the ranks at once, and that save with them. So the watcher waits
+            for it, as long as the daemon allows, and judges the request then.
     """
 
     def __init__(
@@ -42,19 +42,19 @@ class ReachWatch:
             self._thread.join()
 
     def taken(self, request_id: int) -> None:
-        """The loop has heard it, at a step's end: nothing is to be said of it any more."""
+        """Records that the loop has heard the request at a step's end: the watcher no longer answers it."""
         with self._lock:
             self._judged = max(self._judged, request_id)
 
     def look(self) -> None:
-        """Judge a request that is new; once, when it is first seen."""
+        """Judges a new request, once, when it is first seen."""
         with self._lock:
             request = self._session.request()
             if request is None or request.request_id <= self._judged or self._busy():
                 return
             self._judged = request.request_id
             if not request.stop:
-                return  # nobody waits for it
+                return  # no request is waiting
             found = self._session.reach(request)
             if not found.ok:
                 why = f"the end of the step cannot be reached: {found.reason}"

@@ -1,14 +1,14 @@
-"""What a training loop says to the daemon, hears from it, and is told of its run. No torch.
+"""A training loop's line to the daemon: its reports, the requests to it, and the facts of its run. No torch.
 
-Each speaking process of a loop has one `Session`, our own trainer's ranks included (`trainer.report` adds what they
-alone say). There it says that it lives, each step's end, each save, that it stops as asked, that it is done
-(`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`: the first word goes out
-then, so open it before anything heavy is imported.
+Each speaking process of a loop has one `Session`, including our own trainer's ranks (`trainer.report` adds their own
+reports). It reports that it lives, each step's end, each save, that it stops as asked, that it is done
+(`wire.messages`). A guest, a loop that is not ours, opens its session by `Session.open`. That sends the first message,
+so open it before any heavy import.
 
-Who this process is stands in the environment that the agent set (`wire.environment`): VERL_SLURM_CONTROL (the
-agent's directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by
-name; empty: from the start), and RANK and WORLD_SIZE of whoever started the ranks. Without VERL_SLURM_CONTROL nobody
-listens and nobody asks: everything here may be called, and does nothing.
+The environment set by the agent describes this process (`wire.environment`): VERL_SLURM_CONTROL (the agent's
+directory), VERL_SLURM_RUN, VERL_SLURM_EPOCH, VERL_SLURM_RESUME (the checkpoint that the lead has verified, by name;
+empty: from the start). The launcher of the ranks sets RANK and WORLD_SIZE. Without VERL_SLURM_CONTROL there is no
+daemon: every call is allowed and does nothing.
 """
 
 import faulthandler
@@ -65,11 +65,11 @@ class Session:
 
     Attributes:
         rank, world_size: among those that speak.
-        epoch: the attempt that this process is of; 0 without a run.
-        resume: the verified checkpoint to go on from; None: from the start.
-        has_daemon: somebody listens.
-        step: whole steps done, as far as it was said here.
-        save_s: seconds that the last save took, until it was committed; None: there was none.
+        epoch: the attempt of this process; 0 without a run.
+        resume: the verified checkpoint to resume from; None: from the start.
+        has_daemon: a daemon listens.
+        step: whole steps done, as reported here.
+        save_s: seconds of the last save, until it was committed; None: there was none.
     """
 
     def __init__(
@@ -103,10 +103,11 @@ class Session:
         world_size: int | None = None,
         lifeline: bool = True,
     ) -> Self:
-        """Connect to the agent of this node and say that this rank lives; without a daemon, a session of no effect.
+        """Connects to the agent of this node and reports that this rank lives; without a daemon, a session of no
+        effect.
 
-        Under a daemon this process ends with its launcher from here on, answers the daemon's question where its threads
-        are (`faulthandler`), and makes its files for its own user alone (umask 077).
+        Under a daemon this process from here on ends with its launcher. It answers the daemon's question where its
+        threads are (`faulthandler`), and makes its files for its own user alone (umask 077).
 
         Args:
             environ: default: this process's.
@@ -114,7 +115,7 @@ class Session:
             lifeline: False: the parent of this process is not its launcher (Ray's workers).
 
         Raises:
-            ConfigError: the environment of a daemon is there, and not whole.
+            ConfigError: the environment of a daemon is set, but incomplete.
         """
         here = os.environ if environ is None else environ
         rank = _number(here, "RANK", 0) if rank is None else rank
@@ -133,15 +134,15 @@ class Session:
 
     @property
     def has_run(self) -> bool:
-        """There is a run's directory to save into."""
+        """Returns whether there is a run's directory to save into."""
         return self._paths is not None
 
     @property
     def paths(self) -> RunPaths:
-        """The run's.
+        """The run's paths.
 
         Raises:
-            ConfigError: there is none: nobody set VERL_SLURM_RUN.
+            ConfigError: there is none: VERL_SLURM_RUN is not set.
         """
         if self._paths is None:
             raise ConfigError(
@@ -152,36 +153,39 @@ class Session:
         return self._paths
 
     def started(self, step: int = 0, total: int = 0) -> None:
-        """The loop begins behind `step` steps, of `total` (0: nobody knows); from here on it can be asked to save.
+        """Reports that the loop begins after `step` steps, of `total` (0: unknown). From here on it can be asked to
+        save.
 
-        Where Slurm ends the job before that, the restart is ended at once: there is nobody who could save.
+        If Slurm ends the job before that, the ranks are ended at once: none of them could save.
         """
         self.step, self._step_began = step, self._clock()
         self._tell_progress({}, total)
 
     def step_done(self, step: int, metrics: Mapping[str, object] | None = None, total: int = 0) -> None:
-        """Step `step` (from 1) is done: a sign of life, and a row of `RUN/steps.jsonl` by rank 0. Never raises.
+        """Reports that step `step` (from 1) is done: a sign of life, and a row of `RUN/steps.jsonl` by rank 0. Never
+        raises.
 
         Args:
-            metrics: of the step; what is no finite number is left out.
-            total: steps that there are to do; 0: nobody knows.
+            metrics: of the step; values that are not finite numbers are left out.
+            total: number of steps in all; 0: unknown.
         """
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
         self.step = step
         self._safe_points += 1
-        if self._safe_points > 1:  # in the first one of a start all warms up: it tells little of the next
+        if self._safe_points > 1:  # the first step of a start includes warm-up: it predicts little
             self._steps_s.append(seconds)
-        kept = self.numbers(metrics or {}) if self.rank == 0 else {}  # a tensor of a GPU would be waited for
+        # other ranks skip this: a tensor on a GPU would be waited for
+        kept = self.numbers(metrics or {}) if self.rank == 0 else {}
         self._tell_progress(kept, total)
         if problem := self.log_step({"step": step, **kept, "step_s": round(seconds, 6)}):
             self.notice(problem, loud=True)
 
     def log_step(self, row: Mapping[str, float]) -> str:
-        """Write a row of `RUN/steps.jsonl`, by rank 0. Never raises: it informs, and nothing depends on it.
+        """Writes a row of `RUN/steps.jsonl`, by rank 0. Never raises: it informs, and nothing depends on it.
 
         Returns:
-            Why there are no rows from here on, for people; once. Empty: all is well.
+            Once, the reason why there are no rows from here on, for people. Empty: all is well.
         """
         if not self._logs_steps:
             return ""
@@ -194,17 +198,20 @@ class Session:
 
     @staticmethod
     def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-        """What of `metrics` can be said: finite numbers, a tensor of one element too."""
+        """Selects the finite numbers of `metrics`, including tensors of one element."""
         return metrics_of(_numbers(metrics))
 
     def request(self) -> SaveRequest | None:
-        """The newest request that was not answered here. Costs one memory read; the same on all ranks of a node, but
-        not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`, over `line`)."""
+        """Returns the newest request that was not answered here. Costs one memory read.
+
+        The same on all ranks of a node, but not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`,
+        over `line`).
+        """
         asked = self.line.request()
         return asked if asked is not None and asked.request_id > self._answered else None
 
     def reach(self, request: SaveRequest) -> Reach:
-        """Whether the end of the running step, and a save behind it, can be reached before the request's deadline."""
+        """Decides whether the running step can end, and be saved, before the request's deadline."""
         running_s = self._clock() - self._step_began
         return reach(
             seconds_left=request.seconds_left,
@@ -214,17 +221,17 @@ class Session:
         )
 
     def save_started(self, request_id: int, step: int, safe_point: int = 0) -> None:
-        """This rank begins to save the state behind `step`. Every rank says so.
+        """Reports that this rank begins to save the state after `step`. Every rank calls it.
 
         Args:
-            request_id: 0: nobody asked.
+            request_id: 0: there was no request.
             safe_point: of the running step; 0: at its beginning.
         """
         said = SaveStarted(rank=self.rank, request_id=request_id, step=step, safe_point=safe_point)
         self.line.send(said)
 
     def part_saved(self, request_id: int) -> None:
-        """This rank's own files are durable. From any thread."""
+        """Reports that this rank's own files are durable. From any thread."""
         self.line.send(PartSaved(rank=self.rank, request_id=request_id))
 
     def saved(
@@ -238,7 +245,7 @@ class Session:
         on_shared: bool = True,
         problem: str = "",
     ) -> None:
-        """The checkpoint `name` is committed. Every rank says so; the daemon is told by rank 0.
+        """Reports that the checkpoint `name` is committed. Every rank calls it; rank 0 tells the daemon.
 
         Args:
             request_id: 0: a periodic save.
@@ -246,7 +253,8 @@ class Session:
             on_shared, problem: as in `wire.messages.Saved`.
         """
         self._answered = max(self._answered, request_id)
-        self.save_s = seconds or self.save_s  # 0: an answer that names what was there, and no measure
+        # 0: the answer names an existing checkpoint, and measures nothing
+        self.save_s = seconds or self.save_s
         if self.rank == 0:
             said = Saved(
                 rank=0,
@@ -261,21 +269,23 @@ class Session:
             self.line.send(said)
 
     def save_failed(self, request_id: int, reason: str) -> None:
-        """There will be no answer to the request but this: the checkpoint before it counts."""
+        """Reports that the save failed, the final answer to the request: the previous checkpoint counts."""
         self._answered = max(self._answered, request_id)
         if self.rank == 0:
             self.line.send(SaveFailed(rank=0, request_id=request_id, reason=reason[:MAX_STORY]))
 
     def stopped(self, request_id: int) -> None:
-        """This rank leaves as asked. Every rank says so."""
+        """Reports that this rank leaves as asked. Every rank calls it."""
         self.line.send(Stopped(rank=self.rank, request_id=request_id))
 
     def finished(self, step: int) -> None:
-        """This rank has done all steps. Every rank says so, once: all ranks done is the end of the run."""
+        """Reports that this rank has done all steps. Every rank calls it, once: all ranks done is the end of the
+        run.
+        """
         self.line.send(Finished(rank=self.rank, step=step))
 
     def refused(self, error: VerlSlurmError, *, place: str = "", worked: bool = False) -> None:
-        """This rank ends because of something that another start would not change.
+        """Reports that this rank ends because of an error that another start would not change.
 
         Args:
             place, worked: where code of the user's raised, as in `wire.messages.Refused`.
@@ -284,12 +294,12 @@ class Session:
         self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
 
     def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
-        """Something that people should hear and that stops nothing, for the journal; from rank 0."""
+        """Reports something for people that stops nothing, for the journal; from rank 0."""
         if self.rank == 0:
             self.line.send(Notice(rank=0, topic=topic, text=text[:MAX_NOTICE], loud=loud))
 
     def close(self) -> None:
-        """Nothing more will be said; may be called twice."""
+        """Ends all reports; may be called twice."""
         line, self.line = self.line, NoDaemon()
         if isinstance(line, RankClient):
             line.close()
@@ -310,11 +320,11 @@ class Session:
 
 
 def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
-    """What can be said as a number, a tensor of one element too."""
+    """Selects the values that are numbers, including tensors of one element."""
     found = {}
     for name, value in metrics.items():
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
-            detach = getattr(value, "detach", None)  # a tensor that needs a gradient warns
+            detach = getattr(value, "detach", None)  # converting a tensor that needs a gradient warns
             found[str(name)] = float(value if detach is None else detach())  # type: ignore[arg-type]
     return found
 
@@ -329,7 +339,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
-    """The run, the attempt and the checkpoint that the environment names."""
+    """Returns the run, the attempt and the checkpoint that the environment names."""
     root = environ.get(RUN_VARIABLE, "")
     if not root.startswith("/"):
         raise ConfigError(

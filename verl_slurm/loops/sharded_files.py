@@ -1,7 +1,7 @@
-"""Reads what torch.distributed.checkpoint wrote, from a directory that another user may have prepared. Needs torch.
+"""Reads files of torch.distributed.checkpoint from a directory that another user may have prepared. Needs torch.
 
-DCP's own reader unpickles `.metadata` with every class that the file names, which runs any code. Here the classes are
-those of DCP's metadata alone, and a piece of a tensor lies in a file of this directory.
+DCP's own reader unpickles `.metadata` with every class that the file names, which runs any code. This reader allows the
+classes of DCP's metadata alone, and a piece of a tensor must lie in a file of this directory.
 """
 
 import dataclasses
@@ -44,11 +44,11 @@ _ALLOWED = {
     ("pathlib", "PosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
 }
-"""None of them does anything but hold values. `torch.float32` and its kin come besides."""
+"""All of them hold values and do nothing else. `torch.float32` and its kin are allowed besides."""
 
 
 class ShardedFiles(FileSystemReader):
-    """A `storage_reader` for DCP's `load` that trusts the directory with numbers alone.
+    """A `storage_reader` for DCP's `load` that accepts nothing but numbers from the directory.
 
     Raises:
         CheckpointCorrupt: `.metadata` names code, or a file that is not one of the directory's own.
@@ -57,7 +57,7 @@ class ShardedFiles(FileSystemReader):
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
-        # Read here and not in `read_metadata`: DCP would tell of the error with the traceback of every rank.
+        # Read here and not in `read_metadata`: DCP would report the error with the traceback of every rank.
         self._metadata = _checked(_unpickled(directory / _METADATA), directory / _METADATA)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -73,7 +73,7 @@ class TensorsOnly(DefaultLoadPlanner):
 
 
 _PythonUnpickler: Any = pickle._Unpickler
-"""The one in Python: its opcodes can be refused."""
+"""The pickler in Python: it allows refusing opcodes."""
 
 
 class _Unpickler(_PythonUnpickler):  # type: ignore[misc]

@@ -1,15 +1,15 @@
 """A loop's state on disk: the directory `guest/` of a checkpoint (`checkpoint.format.specification`). Needs torch.
 
 ```
-guest/rank_0003.pt      one a rank: {"tree", "own", "rng", "step"}; the tree has marks for what is elsewhere (`states`)
-guest/common.pt         rank 0: path → tensor, of what is the same on every rank
+guest/rank_0003.pt      one per rank: {"tree", "own", "rng", "step"}; its marks stand for tensors elsewhere (`states`)
+guest/common.pt         rank 0: path → tensor, of those that are the same on every rank
 guest/sharded/          torch.distributed.checkpoint: `.metadata` and `__3_0.distcp`, where there are DTensors
 ```
 
-All is read from a checkpoint that was verified before (by the lead, or by `by_hand`); without a key that finds
-accidents alone. So the `.pt` files are read with `weights_only=True`, and DCP's `.metadata`, a pickle, by
-`sharded_files`, and only where this loop has DTensors. dcp_to_torch_save of torch turns `guest/sharded` into one file
-for other tools; it unpickles.
+All is read from a checkpoint that was verified before (by the lead, or by `by_hand`). Without a key, verification finds
+accidents alone. So the `.pt` files are read with `weights_only=True`. DCP's `.metadata`, a pickle, is read by
+`sharded_files`, and only if this loop has DTensors. torch's dcp_to_torch_save turns `guest/sharded` into one file for
+other tools; it unpickles.
 """
 
 from collections.abc import Mapping
@@ -41,14 +41,14 @@ Generators = dict[str, bytes | np.ndarray]
 
 
 def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> tuple[FileEntry, ...]:
-    """Write this rank's part of the state into `work/guest`; the entries of all ranks' files. Collective.
+    """Writes this rank's part of the state into `work/guest`; returns the entries of all ranks' files. Collective.
 
     Args:
         work: an empty directory of the run, seen by all ranks.
         step: whole steps done.
 
     Raises:
-        RanksFailed: some rank could not; on all ranks alike. So what talks to the others is never in `together`.
+        RanksFailed: some rank could not; on all ranks alike. So no collective call may be inside `together`.
     """
     directory = work / _DIRECTORY
     marked, leaves, found = ranks.together("taking the state", lambda: _taken(objects))
@@ -81,7 +81,7 @@ def _write(
 
 
 def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[str]:
-    """Collective; DCP tells all ranks of one's error."""
+    """Writes the sharded tensors. Collective; DCP reports one rank's error to all ranks."""
     place = directory / _SHARDED
     try:
         writer = FileSystemWriter(place, sync_files=False)  # `seal` does that
@@ -95,7 +95,8 @@ def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[s
 
 
 def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generators:
-    """Put the state of a verified checkpoint into `objects`; returns the generators', for `restore_rng`. Collective.
+    """Restores the state of a verified checkpoint into `objects`; returns the generators', for `restore_rng`.
+    Collective.
 
     Raises:
         RanksFailed: it does not fit the objects of some rank.
@@ -118,7 +119,7 @@ def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generat
 
 
 def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """This rank's file, what is common, and the live sharded tensors, into which DCP reads."""
+    """Reads this rank's file, the common tensors, and the live sharded tensors, into which DCP reads."""
     mine = _read(directory / _rank_file(rank))
     saved = set(mine["tree"])
     if saved != set(objects.names):
@@ -138,7 +139,9 @@ def _failed(what: str, error: BaseException) -> RanksFailed:
 
 
 def restore_rng(generators: Generators) -> None:
-    """Every generator of this process as it was behind the saved step. The last thing before the next one."""
+    """Restores every generator of this process as it was after the saved step. Call it last, right before the next
+    step.
+    """
     rng.restore(generators)
 
 
@@ -155,7 +158,7 @@ def _rank_file(rank: int) -> str:
 
 
 def _read(path: Path) -> Any:
-    # Not mapped: an optimizer keeps what it is given, and the file will be pruned under it.
+    # Not mapped: an optimizer keeps the tensors that it gets, and the file will be pruned under it.
     return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251 - weights alone are no program
 
 

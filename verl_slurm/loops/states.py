@@ -1,13 +1,13 @@
-"""The state of a loop's objects as a plain tree, and a tree put back into them. Needs torch.
+"""Turns the state of a loop's objects into a plain tree, and restores them from it. Needs torch.
 
-Whatever has `state_dict` and `load_state_dict` is state (models, optimizers, schedulers, scalers, StatefulDataLoader,
-samplers), and so is a `torch.Generator`. Its tree consists of maps, lists, numbers, text and tensors; anything else is
-refused by name before the first step, because it could only be pickled, and a pickle runs what is in it.
+Objects with `state_dict` and `load_state_dict` are state (models, optimizers, schedulers, scalers, StatefulDataLoader,
+samplers), and so is a `torch.Generator`. The tree consists of maps, lists, numbers, text and tensors. Anything else is
+refused by name before the first step, because it could only be pickled, and a pickle runs code.
 
-A tree is split for disk: a tensor becomes a mark in its place and goes to one of three files. `sharded`: a DTensor
-(FSDP2, tensor parallel), of which each rank has a part. `common`: the same bits on every rank, written once. `own`:
-all others. Which tensors are common is found by digest, and not by what wrapper a model has on: a replica that has
-drifted, or statistics of batches that each rank has for itself, are kept for each rank as they are.
+A tree is split for disk: a mark replaces each tensor, which goes to one of three files. `sharded`: a DTensor (FSDP2,
+tensor parallel), of which each rank has a part. `common`: the same bits on every rank, written once. `own`: all others.
+Digests decide which tensors are common, not the model's wrapper. So a replica that has drifted, or batch statistics
+that each rank has for itself, are kept for each rank as they are.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _PLAIN = (bool, int, float, type(None))
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be state."""
+    """An object that can be state."""
 
     def state_dict(self) -> Mapping[str, Any]: ...
     def load_state_dict(self, state_dict: Any, /) -> object: ...
@@ -49,7 +49,7 @@ class Leaves:
 
 
 class Objects:
-    """What a loop's state consists of, by the names that the loop gave.
+    """The objects of a loop's state, by the names that the loop gave.
 
     Args:
         named: objects by name; None: left out.
@@ -77,19 +77,19 @@ class Objects:
         return tuple(sorted(self._objects))
 
     def take(self, *, as_target: bool = False) -> dict[str, Any]:
-        """Name → state, tensors as they are: they share memory with what trains.
+        """Returns name → state, tensors as they are: they share memory with the training.
 
         Args:
-            as_target: to be loaded into. A sharded optimizer that has not stepped yet gets its state made up for that,
-                which counts as a step of it: nothing for one that is to train.
+            as_target: to be loaded into. A sharded optimizer that has not stepped yet gets artificial state for that,
+                which counts as a step of it: do not use this on one that will train without a load.
         """
         return {name: self._state_of(thing, name, as_target) for name, thing in sorted(self._objects.items())}
 
     def put_back(self, state: Mapping[str, Any]) -> None:
-        """The other way. `state` has the names of `take`.
+        """Restores the objects. `state` has the names of `take`.
 
         Raises:
-            ConfigError: an object does not take it: the model, say, is another one now.
+            ConfigError: an object does not accept it, for instance because the model has changed.
         """
         for name, thing in sorted(self._objects.items()):
             try:
@@ -142,7 +142,7 @@ def _is_sharded(optimizer: Optimizer) -> bool:
 
 
 def misfit(where: object, found: object, expected: object = None) -> ConfigError:
-    """These objects are not those of the run that wrote the checkpoint."""
+    """Returns the error that these objects are not those of the run that wrote the checkpoint."""
     return ConfigError(
         "the checkpoint does not fit these objects",
         where=where,
@@ -153,7 +153,7 @@ def misfit(where: object, found: object, expected: object = None) -> ConfigError
 
 
 def split(tree: Any) -> tuple[Any, Leaves]:
-    """A tree with marks in place of its tensors, and the tensors.
+    """Returns a tree with marks in place of its tensors, and the tensors.
 
     Raises:
         ConfigError: it holds something that would have to be pickled.
@@ -163,12 +163,12 @@ def split(tree: Any) -> tuple[Any, Leaves]:
 
 
 def digests(leaves: Leaves) -> list[bytes]:
-    """Of each plain tensor, in the order of their paths: place, type, shape and bits."""
+    """Returns the digest of each plain tensor, in the order of their paths: place, type, shape and bits."""
     return [_digest(path, tensor) for path, tensor in sorted(leaves.plain.items())]
 
 
 def settle(marked: Any, leaves: Leaves, alike: Sequence[bool]) -> tuple[Any, dict[str, Any], dict[str, Any]]:
-    """The tree whose marks say in which file each plain tensor is, and what goes to `common` and to `own`.
+    """Returns the tree whose marks say in which file each plain tensor is, and the tensors for `common` and for `own`.
 
     Args:
         alike: in the order of `digests`, which of them are the same on every rank.
@@ -181,7 +181,7 @@ def settle(marked: Any, leaves: Leaves, alike: Sequence[bool]) -> tuple[Any, dic
 
 
 def sharded_paths(marked: Any) -> Iterator[str]:
-    """Of the marks that stand for a DTensor."""
+    """Lists the paths of the marks that stand for a DTensor."""
     if isinstance(marked, dict) and marked.get(_MARK) == "sharded":
         yield marked["path"]
     elif isinstance(marked, dict | list | tuple):
@@ -190,10 +190,10 @@ def sharded_paths(marked: Any) -> Iterator[str]:
 
 
 def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded: Mapping[str, Any]) -> Any:
-    """The tree again.
+    """Rebuilds the tree.
 
     Raises:
-        ConfigError: a mark leads nowhere: the objects are sharded in another way now.
+        ConfigError: a mark has no tensor: the objects are now sharded in another way.
     """
     files = {"common": common, "own": own, "sharded": sharded}
     if isinstance(marked, dict):
@@ -211,8 +211,9 @@ def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded
 
 
 def _mark(value: Any, path: str, leaves: Leaves) -> Any:
-    """Texts are interned: a pickle says a text that is the same object in few bytes, so that the same state would be
-    other bytes in a process that has loaded it."""
+    """Replaces tensors by marks, and interns texts. A pickle stores a repeated text object in few bytes, so without
+    interning the same state would have other bytes in a process that has loaded it.
+    """
     if isinstance(value, DTensor):
         leaves.sharded[path] = value
         return {_MARK: "sharded", "path": path}
@@ -249,7 +250,7 @@ def _mark(value: Any, path: str, leaves: Leaves) -> Any:
 
 
 def _require_keys(value: Mapping[Any, Any], path: str) -> None:
-    """Two keys may not give the same path: 1 and `1`, or a key with a slash in it."""
+    """Refuses two keys that give the same path: 1 and `1`, or a key with a slash in it."""
     names = [str(key) for key in value]
     strange = [key for key in value if type(key) not in (str, int)]
     if strange or len(set(names)) != len(names) or _MARK in names:
@@ -257,7 +258,7 @@ def _require_keys(value: Mapping[Any, Any], path: str) -> None:
 
 
 def _say_where(marked: Any, common: Iterable[str]) -> Any:
-    """With `common` or `own` in place of `plain`."""
+    """Replaces `plain` by `common` or `own`."""
     if isinstance(marked, dict):
         if marked.get(_MARK) == "plain":
             return marked | {_MARK: "common" if marked["path"] in common else "own"}
@@ -270,13 +271,13 @@ def _say_where(marked: Any, common: Iterable[str]) -> Any:
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    """On the CPU, with no more of its storage than it uses: `torch.save` writes whole storages."""
+    """Returns the tensor on the CPU, with no more of its storage than it uses: `torch.save` writes whole storages."""
     here = tensor.detach().cpu().contiguous()
     return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 
 
 def _digest(path: str, tensor: torch.Tensor) -> bytes:
-    """Of place, type, shape and bits."""
+    """Returns the digest of place, type, shape and bits."""
     here = tensor.detach().cpu().contiguous()
     head = f"{path}|{here.dtype}|{tuple(here.shape)}|{tensor.device.type}|".encode()
     found = hashlib.sha256(head)

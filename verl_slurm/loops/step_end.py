@@ -1,23 +1,23 @@
 """Saves at the end of a step, for every loop that is not ours. Needs torch.
 
 ```
-at a step's end, on every rank                                who
+at a step's end, on every rank                                done by
 ─────────────────────────────────────────────────────────     ──────────────────────────────────────────────
 step_done   the daemon and steps.jsonl hear of the step       the loop calls it
 asked       all ranks agree whether a save is asked for       the loop, or its framework's callback
 save        SaveStarted
             write: this rank's files                          the adapter (`write`), or the framework before
-            seal: what a rank has written is durable          the adapter (`seal`)
+            seal: a rank's files are durable                  the adapter (`seal`)
             PartSaved
             commit: move, hash, manifest, rename              rank 0 (`checkpoint.store.loop_checkpoint`)
             Saved or SaveFailed: the request is answered
 leave       Stopped, where the request says so                the loop, which then ends
 ```
 
-From `seal` on a thread may do it beside the next steps (`beside`), over a group of its own. It does so for a periodic
-save alone: one that was asked for and the last one are committed when `save` returns.
+From `seal` on, a thread may do the work beside the next steps (`beside`), over its own group. It does so for a periodic
+save alone: a requested save and the last one are committed when `save` returns.
 
-While a step runs a watcher (`reach_watch`) says at once when its end will come too late.
+While a step runs a watcher (`reach_watch`) reports at once when its end will come too late.
 """
 
 import shutil
@@ -32,7 +32,8 @@ import torch.distributed as dist
 from verl_slurm.base.errors import ConfigError, Fenced
 from verl_slurm.checkpoint.format.specification import FileEntry, Guest, guest_directory
 from verl_slurm.checkpoint.store import commit as door
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, clear_work, commit_tree
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import load_own
 from verl_slurm.loops.keeping import Keeper
 from verl_slurm.loops.reach_watch import ReachWatch
@@ -52,18 +53,10 @@ def _wait_for_all(ranks: Collective) -> Sequence[FileEntry]:
     return ()
 
 
-class _Done(msgspec.Struct, frozen=True):
-    """Rank 0's word to all: what was committed."""
-
-    name: str
-    seconds: float
-    num_bytes: int
-
-
 class StepEndSaver:
-    """See the module. Of one start of a loop, on every rank that speaks. Collective to make.
+    """See the module. Belongs to one start of a loop, on every rank that speaks. Its construction is collective.
 
-    Without a daemon nothing is asked; without a run nothing is saved, and every method may be called all the same.
+    Without a daemon there are no requests; without a run nothing is saved. Every method may still be called.
 
     Args:
         session: this rank's.
@@ -73,16 +66,16 @@ class StepEndSaver:
         world_size: ranks that the files are for; None: those that speak.
         metadata: for people, in each checkpoint.
         texts: further small files of the checkpoint of a step (`checkpoint.store.loop_checkpoint.commit_tree`).
-        beside: periodic saves are committed beside the next steps; and one for which there is no room is not begun,
-            because the framework would die of the full disk.
+        beside: periodic saves are committed beside the next steps. A save without room is not begun, because the
+            framework would die of the full disk.
 
     Attributes:
         work: where this start writes; below the run, empty at the start.
         every_steps: `checkpoint.every_steps` of the run; 0: there is no run.
-        request: what the ranks agreed on and `save` has not answered yet.
-        stopping: the request after which the loop is to leave.
-        saved_step: of the newest checkpoint, the one that was resumed from included; -1: none.
-        saving: a save is being written. A framework that writes by itself says so (`begins`), and may take it back.
+        request: the request that the ranks agreed on and `save` has not answered yet.
+        stopping: the request after which the loop must leave.
+        saved_step: of the newest checkpoint, including the resumed one; -1: none.
+        saving: a save is being written. A framework that writes by itself says so (`begins`), and may withdraw it.
     """
 
     work: Path
@@ -125,7 +118,9 @@ class StepEndSaver:
         return b""
 
     def begin(self, step: int, total: int) -> None:
-        """The loop goes on behind `step` of `total` steps (0: nobody knows); from here on it may be asked to save."""
+        """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be asked to
+        save.
+        """
         if self.session.resume is not None:
             self.saved_step = step  # verl's driver learns it only now
         self._total = total
@@ -135,16 +130,18 @@ class StepEndSaver:
             self._watch.start()
 
     def step_done(self, step: int, metrics: Mapping[str, object], total: int = 0) -> None:
-        """`step` whole steps are done.
+        """Reports that `step` whole steps are done.
 
         Args:
-            total: as in `begin`; 0: as said there.
+            total: as in `begin`; 0: as given there.
         """
         self._total = total or self._total
         self.session.step_done(step, metrics, self._total)
 
     def asked(self) -> SaveRequest | None:
-        """What the daemon wants at the end of this step, on all ranks alike; again until it is answered. Collective."""
+        """Returns the daemon's request at the end of this step, on all ranks alike; again until it is answered.
+        Collective.
+        """
         if self.request is None and self.session.has_daemon:
             self.request = self._stopper.agree().request
             if self.request is not None and self._watch is not None:
@@ -154,7 +151,8 @@ class StepEndSaver:
         return self.request
 
     def begins(self, step: int) -> None:
-        """The save of `step` begins. A framework that writes by itself calls this before; otherwise `save` does.
+        """Marks the begin of the save of `step`. A framework that writes by itself calls this before; otherwise `save`
+        does.
 
         It follows the step's `step_done`: from here to the next safe point the daemon waits as long as storage takes.
         """
@@ -173,26 +171,26 @@ class StepEndSaver:
         seal: Seal = _wait_for_all,
         began: float | None = None,
     ) -> RanksFailed | None:
-        """Make the directory `name` below `work` the checkpoint of `step`; it answers what is asked for. Collective.
+        """Commits the directory `name` below `work` as the checkpoint of `step`; answers the open request. Collective.
 
-        A save that fails is said, and loses itself only: the checkpoint before it counts, and training goes on. A step
+        A failed save is reported and loses nothing else: the previous checkpoint counts, and training goes on. A step
         that has a checkpoint is not written again: the answer names that one.
 
         Args:
             name: it is moved away, or removed.
-            metrics: of the step; what is no finite number is left out.
-            why: it is made where nobody asked for it and it is not the last one, for people.
-            last: behind the last step.
+            metrics: of the step; values that are not finite numbers are left out.
+            why: reason for a save that is neither requested nor the last one, for people.
+            last: after the last step.
             write: writes this rank's files; None: they are written, or `seal` does it.
             seal: collective over the group that it is given, perhaps in a thread. Returns the entries of all files
                 that their ranks have made durable and hashed; rank 0 does the others.
             began: `time.monotonic` when the framework began to write; None: now.
 
         Returns:
-            What went wrong; None: it is committed, or is being committed beside the next steps.
+            The failure; None: it is committed, or is being committed beside the next steps.
 
         Raises:
-            Fenced: a newer attempt owns the run, says this save or the one before.
+            Fenced: a newer attempt owns the run, according to this save or the previous one.
         """
         if not self.session.has_run:
             if write is not None:
@@ -214,7 +212,7 @@ class StepEndSaver:
             return None
         if self._keeper is not None:
             self._keeper.before_save()
-        save = GuestSave(
+        save = LoopSave(
             guest=self._guest,
             step=step,
             epoch=self.session.epoch,
@@ -235,7 +233,7 @@ class StepEndSaver:
         return self.settle() if must else None
 
     def settle(self) -> RanksFailed | None:
-        """Until the save before is committed, or known to have failed.
+        """Waits until the previous save is committed, or known to have failed.
 
         Raises:
             Fenced: as `save`.
@@ -243,15 +241,15 @@ class StepEndSaver:
         try:
             return None if self._pending is None else self._pending.result()
         finally:
-            self._pending = None  # not before: the watcher must not give up what is being waited for
+            self._pending = None  # not before: the watcher must not give up a save that is being waited for
 
     def leave(self) -> None:
-        """This rank leaves as asked (`stopping`)."""
+        """Reports that this rank leaves as asked (`stopping`)."""
         assert self.stopping is not None
         self.session.stopped(self.stopping.request_id)
 
     def end(self) -> None:
-        """The loop has ended: no step comes any more. May be called twice.
+        """Ends the loop's saves: no more steps follow. May be called twice.
 
         Raises:
             Fenced: as `save`.
@@ -267,7 +265,7 @@ class StepEndSaver:
         return self.saving or (pending is not None and not pending.done())
 
     def _fits(self, step: int) -> bool:
-        """Whether there is room for a save, as far as the file system says. Collective."""
+        """Returns whether there is room for a save, as far as the file system says. Collective."""
         room = self._keeper.before_save() if self._keeper is not None else None
         full = room is not None and room.enough is False
         if room is not None and full:
@@ -281,18 +279,18 @@ class StepEndSaver:
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(
-        self, save: GuestSave, name: str, seal: Seal, request: SaveRequest | None, why: str
+        self, save: LoopSave, name: str, seal: Seal, request: SaveRequest | None, why: str
     ) -> RanksFailed | None:
-        """Collective over `_side`; with `beside` in the thread."""
+        """Seals and commits. Collective over `_side`; with `beside` in the thread."""
         session, keeper, request_id = self.session, self._keeper, request.request_id if request else 0
         written = self.work / name
 
         def put() -> bytes:
             assert keeper is not None
             parts = {guest_directory(self._guest, save.step): written}
-            tree = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
-            keeper.saved(tree, tidy=request is None or not request.stop)
-            return msgspec.msgpack.encode(_Done(tree.name, tree.seconds, tree.num_bytes))
+            done = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
+            keeper.saved(done, tidy=request is None or not request.stop)
+            return msgspec.msgpack.encode(done)
 
         try:
             sealed = seal(self._side)
@@ -306,14 +304,14 @@ class StepEndSaver:
             if Fenced.__name__ in error.kinds:
                 raise Fenced("a newer attempt owns the run", where=written, found=error.found) from error
             return error
-        done = msgspec.msgpack.decode(raw, type=_Done)
+        done = msgspec.msgpack.decode(raw, type=SavedCheckpoint)
         self.saved_step = save.step
         session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
         return None
 
 
 def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) -> tuple[FileEntry, ...]:
-    """Make this rank's files durable and hash them; the entries of all ranks' files. Collective.
+    """Makes this rank's files durable and hashes them; returns the entries of all ranks' files. Collective.
 
     Args:
         names: of its files, below `root`.
@@ -327,7 +325,7 @@ def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) 
 
 
 def own_ranks(session: Session, remedy: str) -> Collective:
-    """All ranks of a loop, over a CPU group of our own: its own may be one of GPUs, and in use by its reducer.
+    """Returns all ranks of a loop, over our own CPU group: the loop's own may be on GPUs, and in use by its reducer.
 
     Raises:
         ConfigError: they are not those that were started.
@@ -344,6 +342,6 @@ def own_ranks(session: Session, remedy: str) -> Collective:
 
 
 def free_ranks(ranks: Collective) -> None:
-    """End the group of `own_ranks`. Collective: not after an error, when other ranks may be anywhere."""
+    """Ends the group of `own_ranks`. Collective: not after an error, when other ranks may be anywhere."""
     if ranks.group is not None and dist.is_initialized():
         dist.destroy_process_group(ranks.group)

@@ -49,17 +49,17 @@ _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signa
 _TRY_EVERY_S = 0.2
 _TEMP_PREFIX = "vs-ray-"
 _MOST_SAID = 4096
-"""Bytes of what Ray's launcher said (advice on other days), told where it ends by itself."""
+"""Bytes to show of Ray's launcher output (advice on other days) when it ends by itself."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until Ray or verl ends here; its exit code."""
+    """Runs until Ray or verl ends here; returns its exit code."""
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     os.umask(0o077)
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (most, most)
-    )  # Ray's processes hold thousands, of 1024 by default
+    )  # Ray's processes hold thousands, against 1024 by default
     args = _parser().parse_args(argv)
     paths = RunPaths(args.run)
     config = load_own(paths.run_yaml)
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> int:
     is_head = args.node_rank == 0
     if is_head:
-        # Ray and verl take a minute before verl's own driver speaks for the run; until then this process does.
+        # Ray and verl take a minute before verl's own driver reports for the run; until then this process does.
         session = Session.open(rank=0, world_size=1, lifeline=False)
         _require_verl(session)
         session.close()
@@ -122,7 +122,7 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
 
 
 async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[str]) -> int:
-    """verl's own program, when all nodes are there."""
+    """Runs verl's own program, once all nodes are there."""
     shape = config.distributed
     patience_s = str(config.daemon.start_timeout_s)
     wanted = [str(shape.nodes), str(shape.ranks_per_node), patience_s]
@@ -134,7 +134,7 @@ async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[
 
 
 async def _first(ray: Coroutine[None, None, int], verl: Coroutine[None, None, int]) -> int:
-    """The end of verl, or of Ray below it."""
+    """Waits for the end of verl, or of Ray below it."""
     tasks = [asyncio.create_task(verl), asyncio.create_task(ray)]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     return next(task.result() for task in tasks if task in done)
@@ -142,7 +142,7 @@ async def _first(ray: Coroutine[None, None, int], verl: Coroutine[None, None, in
 
 async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
     code = await ray.wait()
-    with said.open("rb") as file:  # days of a run may have made it large
+    with said.open("rb") as file:  # days of a run may have made the file large
         file.seek(max(file.seek(0, os.SEEK_END) - _MOST_SAID, 0))
         tail = file.read(_MOST_SAID).decode(errors="replace")
     sys.stderr.write(f"{tail}\nRayError: Ray has ended on this node (exit code {code})\n")
@@ -150,7 +150,8 @@ async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
 
 
 def _require_verl(session: Session) -> None:
-    """
+    """Requires a verl that is recent enough.
+
     Raises:
         ConfigError: there is none, or one that is too old.
     """
@@ -160,7 +161,7 @@ def _require_verl(session: Session) -> None:
 
 
 def _own(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> OwnSettings:
-    """What this start says to verl.
+    """Returns this start's settings for verl.
 
     Raises:
         ConfigError: the checkpoint is not of this kind of run.
@@ -188,7 +189,7 @@ def _own(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> OwnSet
 
 
 def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
-    """Ray's token, in a file for Ray alone.
+    """Writes Ray's token into a file for Ray alone.
 
     Raises:
         Fenced: another attempt leads the run.
@@ -205,14 +206,18 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
 
 
 def _temp(scratch: Path) -> Path:
-    """Ray's directory: below the agent's, which is private and goes with the agent; or where its sockets' names fit."""
+    """Returns Ray's directory: below the agent's, which is private and removed with the agent; or one with a path short
+    enough for its sockets' names.
+    """
     if temp_fits(scratch / "r"):
         return scratch / "r"
     return Scratch(_TEMP_PREFIX, "/tmp").path / "r"  # noqa: S108 - under a name that cannot be guessed
 
 
 async def _own_address(head: str, config: RunConfig) -> str:
-    """Under which the head reaches this node: that from which this node reaches the head, once it listens."""
+    """Returns the address at which the head reaches this node: the one from which this node reaches the head, once it
+    listens.
+    """
     host, _, port = head.rpartition(":")
     loop = asyncio.get_running_loop()
     until = loop.time() + config.daemon.start_timeout_s
@@ -237,7 +242,7 @@ async def _own_address(head: str, config: RunConfig) -> str:
 async def _start(
     argv: list[str], environ: Mapping[str, str], said: Path | None = None
 ) -> asyncio.subprocess.Process:
-    """A process that ends with this one.
+    """Starts a process that ends with this one.
 
     Args:
         said: where its output goes; None: where ours does.

@@ -1,13 +1,13 @@
-"""verl's PPO trainers, made interruptible through verl's own extension points; loaded by verl itself.
+"""Makes verl's PPO trainers interruptible through verl's own extension points; verl itself loads it.
 
-`VERL_USE_EXTERNAL_MODULES=verl_slurm.loops.verl_ppo` has every process of verl's import this at the end of `import
-verl`. Two names are registered with `register_trainer`, and `trainer.v1.trainer_mode` names one of them: verl's own
-class, which at the end of a step may save and leave.
+`VERL_USE_EXTERNAL_MODULES=verl_slurm.loops.verl_ppo` makes every process of verl's import this at the end of `import
+verl`. `register_trainer` registers two names, and `trainer.v1.trainer_mode` selects one of them: verl's own class,
+which may save and leave at the end of a step.
 
-verl's rule that its trainers are chosen by the name of their mode goes further than the choice (the replay buffer and
-the transfer queue ask for the name "sync", too), so the name is set back before verl's constructor sees it.
+verl uses the name of the mode for more than the choice of the trainer: the replay buffer and the transfer queue ask for
+the name "sync", too. So the name is set back before verl's constructor sees it.
 
-Nothing of verl is replaced: where verl itself calls a method for its subclasses, ours says what is to be done.
+Nothing of verl is replaced: our methods are those that verl calls for its subclasses.
 """
 
 from collections.abc import Mapping
@@ -27,13 +27,13 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.verl.installed import installed_verl
 from verl_slurm.verl.tracker import tracker_file
 
-install_everywhere()  # by now it is, unless a PYTHONPATH of the user's own has replaced ours
+install_everywhere()  # already installed, unless a PYTHONPATH of the user's own has replaced ours
 
 __all__ = ["InterruptibleColocateAsync", "InterruptibleSync"]
 
 
 class _Interruptible:
-    """Before verl's own class in the order of methods: what it calls at the turns of its loop."""
+    """The hooks that verl calls in its loop; placed before verl's own class in the method resolution order."""
 
     mode = ""
     saves: Saves
@@ -59,7 +59,7 @@ class _Interruptible:
         super().__init__(config)  # type: ignore[call-arg]
 
     def on_train_begin(self) -> None:
-        # verl's loop also ends with the epochs, and then does not know that the step before was its last.
+        # verl's loop also ends with the epochs, and then does not know that the previous step was its last.
         within = self.config.trainer.total_epochs * self.steps_per_epoch
         self.total_training_steps = min(self.total_training_steps, within)
         self.saves.begin(self.global_steps - 1, self.total_training_steps)
@@ -73,7 +73,7 @@ class _Interruptible:
         if self.saves.step_end(self.global_steps, super()._save_checkpoint):  # type: ignore[misc]
             self.total_training_steps = self.global_steps  # the loop's own condition ends it
             self.config.trainer.test_freq = -1
-            return  # no weights to the rollout engines: nobody will sample again
+            return  # skips sending weights to the rollout engines: no more sampling follows
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
@@ -86,7 +86,7 @@ class _Interruptible:
         self.saves.step_done(self.global_steps, metrics)
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """verl's loop; then what it has reached is judged by its step, and not by its having ended."""
+        """Runs verl's loop, then judges the step that it reached rather than its having ended."""
         super().fit(agent_loop_manager)  # type: ignore[misc]
         if not self.config.trainer.get("val_only", False):
             self.saves.end(self.global_steps - 1)
@@ -101,6 +101,6 @@ class InterruptibleSync(_Interruptible, PPOTrainerSync):  # type: ignore[misc]
 
 @register_trainer("verl_slurm_colocate_async")
 class InterruptibleColocateAsync(_Interruptible, PPOTrainerColocateAsync):  # type: ignore[misc]
-    """`trainer_mode: colocate_async`: what was not sampled to its end goes on with the next weights."""
+    """`trainer_mode: colocate_async`: unfinished samples continue with the next weights."""
 
     mode = "colocate_async"

@@ -1,7 +1,7 @@
-"""Where verl's loops meet `StepEndSaver`: PPO's turns at a step's end, and how the end of either is judged. No verl.
+"""Connects verl's loops to `StepEndSaver`: PPO's hooks at a step's end, and the verdict on either loop's end. No verl.
 
-verl's PPO driver alone speaks for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic save,
-which then answers a request as well, and behind it (`loops.verl_ppo`).
+verl's PPO driver alone reports for the run, as rank 0 of 1. Its loop asks twice at a step's end: before a periodic
+save, which then also answers a request, and after it (`loops.verl_ppo`).
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ __all__ = ["Saves", "last_words", "require_all"]
 
 
 class Saves:
-    """Of one restart, in verl's driver.
+    """The saves of one start, in verl's driver.
 
     Attributes:
         saver: for the files of all ranks.
@@ -28,44 +28,44 @@ class Saves:
         self._metrics: Mapping[str, object] = {}
 
     def begin(self, step: int, total: int) -> None:
-        """The loop goes on behind `step` of `total` steps."""
+        """Reports that the loop continues after `step` of `total` steps."""
         self._began, self._said, self._total = step, step, total
         self.saver.begin(step, total)
 
     def numbers(self, metrics: Mapping[str, object]) -> None:
-        """Where verl collects the running step's numbers, as far as they are known when it is saved."""
+        """Sets the map in which verl collects the running step's numbers, as far as they are known at a save."""
         self._metrics = metrics
 
     def save(self, step: int, write: Callable[[], None]) -> None:
-        """verl wants to save behind `step`.
+        """Saves after `step`, as verl wants to.
 
         Args:
-            write: has verl write; its files are whole when it returns.
+            write: makes verl write; its files are complete when it returns.
         """
         self._asked(step)
         self._save(step, write)
 
     def step_end(self, step: int, write: Callable[[], None]) -> bool:
-        """Behind a step, and behind its periodic save.
+        """Runs after a step, and after its periodic save.
 
         Args:
             write: as in `save`.
 
         Returns:
-            Whether the loop is to end here.
+            Whether the loop must end here.
         """
         if self._asked(step) is not None:
             self._save(step, write)
         return self.saver.stopping is not None
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
-        """All of a step's work is done and its numbers are known; said once."""
+        """Reports that a step's work is done and its numbers are known; once per step."""
         if step != self._said:
             self._said = step
             self.saver.step_done(step, metrics)
 
     def end(self, step: int) -> None:
-        """verl's loop has ended behind `step`.
+        """Handles the end of verl's loop after `step`.
 
         Raises:
             VerlSlurmError: as `last_words`.
@@ -76,7 +76,8 @@ class Saves:
     def _asked(self, step: int) -> SaveRequest | None:
         request = self.saver.asked()
         if request is not None and request.stop:
-            self.step_done(step, self._metrics)  # verl's last numbers of a step that it leaves never come
+            # verl never passes on the last numbers of a step that it leaves
+            self.step_done(step, self._metrics)
         return request
 
     def _save(self, step: int, write: Callable[[], None]) -> None:
@@ -85,14 +86,14 @@ class Saves:
 
 
 def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> None:
-    """Say what came of verl's loop, by the step that it reached: verl ends with 0 in any case.
+    """Reports the result of verl's loop by the step that it reached: verl exits with 0 in any case.
 
     Args:
         step, total: whole steps done, and to do.
         began: whole steps done when it began.
 
     Raises:
-        VerlSlurmError: a crash: it ended before its last step and nobody had asked it to, or its end is not saved.
+        VerlSlurmError: a crash: it ended unasked before its last step, or its end is not saved.
     """
     session, done = saver.session, step >= total
     if done and (not session.has_run or step in (began, saver.saved_step)):
@@ -112,7 +113,8 @@ def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> Non
 
 
 def require_all(step: int, total: int, began: int, *, where: Path | None) -> None:
-    """
+    """Requires that verl reached its last step.
+
     Raises:
         VerlSlurmError: verl ended before its last step.
     """

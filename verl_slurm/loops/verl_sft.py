@@ -1,10 +1,10 @@
 """Entry of one rank of verl's SFT trainer: `-m verl_slurm.loops.verl_sft [HYDRA OVERRIDES]`.
 
-Under a daemon the settings are those of the section `verl` of the run's configuration, and where it saves and what it
-resumes from are the run's. Run by hand, the words are the settings, verl saves and resumes as it always does, and
-nothing is committed; but the trap at an epoch's end is closed there, too.
+Under a daemon the settings come from the section `verl` of the run's configuration, and the run decides where to save
+and what to resume from. Run by hand, the arguments are the settings, verl saves and resumes as usual, and nothing is
+committed. The trap at an epoch's end is avoided there, too.
 
-The first word to the daemon goes out before torch and verl are imported.
+The first message to the daemon is sent before torch and verl are imported.
 """
 
 import argparse
@@ -33,12 +33,12 @@ __all__ = ["main", "run_and_leave"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one rank to its end; the exit code is 0 when it finished or stopped as asked."""
+    """Runs one rank to its end; the exit code is 0 when it finished or stopped as asked."""
     parser = argparse.ArgumentParser(prog="verl_slurm.loops.verl_sft", description=__doc__.splitlines()[0])
     for name in ("--run", "--epoch", "--resume"):
         parser.add_argument(
             name, help=argparse.SUPPRESS
-        )  # for people who read `ps`: it stands in the environment
+        )  # for people who read `ps`: the environment has it, too
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="verl's settings, as Hydra takes them")
     options = parser.parse_args(argv)
     session = Session.open()
@@ -104,7 +104,7 @@ def _under_a_daemon(session: Session) -> None:
 
 
 def _by_hand(words: Sequence[str]) -> None:
-    """verl as it is, without its trap: it resumes from what it finds by itself."""
+    """Runs verl as it is, without its trap: it resumes from whatever it finds by itself."""
     settings = compose("sft", words)
     with _process_group(settings):
         from verl_slurm.loops.verl_ppo_saves import require_all
@@ -136,7 +136,9 @@ def _complain(text: str) -> None:
 
 
 def run_and_leave() -> NoReturn:
-    """`main`, and out without the interpreter's own end: there torch may abort (`trainer.__main__.run_and_leave`)."""
+    """Runs `main` and exits without the interpreter's own shutdown: there torch may abort
+    (`trainer.__main__.run_and_leave`).
+    """
     code = int(ExitCode.INTERNAL)
     try:
         code = main()

@@ -1,10 +1,10 @@
-"""verl's own SFT trainer, served: it saves at the end of the running step when asked, and what it saves is committed.
+"""Serves verl's own SFT trainer: it saves at the end of the running step when asked, and its saves are committed.
 
-`SFTTrainer` is subclassed and two of the things it holds are wrapped: its `training_client`, whose `train_batch`
-returns when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own
-code, the order of a step included: validation and saving come behind `train_batch`, so what is decided there they obey.
+`SFTTrainer` is subclassed and two of its members are wrapped: its `training_client`, whose `train_batch` returns when a
+step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own code, including
+the order of a step. Validation and saving follow `train_batch`, so they obey a decision made there.
 
-No exit is believed: a run is finished when its last step is done and committed (`loops.verl_sft`).
+An exit proves nothing: a run is finished when its last step is done and committed (`loops.verl_sft`).
 """
 
 import random
@@ -30,7 +30,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     Args:
         config: verl's own, whole.
-        saver: commits what verl saves, and is asked at each step's end; None: nobody is served, verl saves as it does.
+        saver: commits verl's saves, and is asked at each step's end; None: no service, verl saves as usual.
         resume_step: where it has to resume, 0: from the beginning; None: wherever verl finds something.
 
     Attributes:
@@ -60,7 +60,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
                 expected=f"step {resume_step}",
             )
         if self.step == 0:
-            # As verl leaves it, every process draws its own; here the same ones in every life of the run.
+            # In verl every process draws its own; this gives the same ones in every attempt of the run.
             _seed(int(config.trainer.seed) + int(self.rank))
         ends = self.steps_per_epoch * int(config.trainer.total_epochs)
         if ends < self.total:
@@ -83,8 +83,8 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
-        # Each iterator draws a seed for its workers. Drawn from the generator that dropout uses, too, it would move
-        # that one on once more at every resume within an epoch.
+        # Each iterator draws a seed for its workers. Drawn from the generator that dropout uses, too, it would advance
+        # that one once more at every resume within an epoch.
         for loader in (self.train_dataloader, self.val_dataloader):
             if loader is not None:
                 loader.generator = torch.Generator().manual_seed(int(self.config.trainer.seed))
@@ -98,12 +98,12 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         )
 
     def fit(self) -> None:
-        """Train to the last step, or to the end of the one in which a request to stop is heard."""
+        """Trains to the last step, or to the end of the one in which a request to stop arrives."""
         if not self.is_done:  # verl would train one step more
             super().fit()
 
     def _step_is_done(self, output: Any) -> None:
-        """The weights are those of the next step's beginning; metrics, validation and saving follow in `fit`."""
+        """Runs when the weights are those of the next step; metrics, validation and saving follow in `fit`."""
         self.step += 1
         self._metrics = _numbers(output)
         self.save_freq = self._own_save_freq
@@ -127,7 +127,9 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         name, last = guest_directory("verl", step), step >= self.total
 
         def shards() -> list[str]:
-            """This rank's. It hashes them itself; rank 0 does what belongs to nobody (tokenizer, data loaders)."""
+            """Lists this rank's files. It hashes them itself; rank 0 hashes those of no rank (tokenizer, data
+            loaders).
+            """
             found = (saver.work / name).glob(f"*_rank_{self.rank}.pt")
             return sorted(f"{name}/{path.name}" for path in found)
 
@@ -136,14 +138,16 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
 
 def _seed(seed: int) -> None:
-    """verl's SFT seeds nothing: weights that are made up (LoRA's) and dropout would differ in every life."""
+    """Seeds the generators. verl's SFT seeds nothing: made-up weights (LoRA's) and dropout would differ in every
+    attempt.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def _numbers(output: Any) -> dict[str, float]:
-    """What `train_batch` says of its step, as far as it is numbers; only some ranks are told."""
+    """Selects the numbers of `train_batch`'s output; some ranks get none."""
     try:
         metrics = tensordict_utils.get(output, "metrics")
     except (KeyError, AttributeError, TypeError):

@@ -1,8 +1,8 @@
-"""What stands around the two things that verl's SFT trainer holds: its worker and its checkpoint handler. Without verl.
+"""Wraps two members of verl's SFT trainer: its worker and its checkpoint handler. Without verl.
 
-One trap of verl is closed here. A data loader's state that was saved at the end of an epoch is that of an exhausted
-iterator: a run resumed from it trains an epoch of no steps, and exits with 0. So it is not loaded there: the next epoch
-begins with a fresh one, as it does in a run that was never interrupted.
+This avoids a trap of verl's. A data loader's state saved at the end of an epoch is that of an exhausted iterator: a run
+resumed from it trains an epoch of no steps, and exits with 0. So it is not loaded there: the next epoch begins with a
+fresh one, as in a run that was never interrupted.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,11 +14,11 @@ __all__ = ["WatchedHandler", "WatchedWorker"]
 
 
 class WatchedWorker:
-    """verl's `TrainingWorker`, with a word after every step.
+    """verl's `TrainingWorker`, with a call after every step.
 
     Args:
         inner: verl's.
-        after_step: takes what `train_batch` returned.
+        after_step: takes the result of `train_batch`.
     """
 
     def __init__(self, inner: Any, after_step: Callable[[Any], None]) -> None:
@@ -34,7 +34,7 @@ class WatchedWorker:
 
 
 class _KeptBack:
-    """Stands in for a data loader whose state is given to it, or not, once it is known where the run resumes."""
+    """Stands in for a data loader. It passes its state on, or not, once it is known where the run resumes."""
 
     state: Mapping[str, Any] | None = None
 
@@ -43,12 +43,13 @@ class _KeptBack:
 
 
 class WatchedHandler:
-    """verl's `CheckpointHandler`, with the data loader's state where it is of use, and our save around its own.
+    """verl's `CheckpointHandler`, which loads the data loader's state where it is useful, and wraps our save around its
+    own.
 
     Args:
         inner: verl's.
         steps_per_epoch: of this run's data.
-        save: wraps a save: takes the step, and what writes it.
+        save: wraps a save: takes the step, and a function that writes it.
     """
 
     def __init__(
@@ -57,11 +58,11 @@ class WatchedHandler:
         self._inner, self._steps_per_epoch, self._save = inner, steps_per_epoch, save
 
     def load_checkpoint(self) -> int:
-        """As verl's; returns the step.
+        """Loads as verl does; returns the step.
 
         Raises:
-            CheckpointCorrupt: it is from within an epoch and does not say where in the data: verl would begin the epoch
-                again, and say so in its log only.
+            CheckpointCorrupt: it is from within an epoch and lacks the place in the data: verl would begin the epoch
+                again, and report that in its log only.
         """
         loader, kept = self._inner.train_dataloader, _KeptBack()
         self._inner.train_dataloader = kept

@@ -1,6 +1,6 @@
-"""`python -m verl_slurm.quickstart model|data SPEC CACHE`: make a built-in, print the directory it is in.
+"""`python -m verl_slurm.quickstart model|data SPEC CACHE`: makes a built-in and prints its directory.
 
-A process of its own, because the command line that wants it must not import torch.
+A separate process, because the command line that needs it must not import torch.
 """
 
 import sys

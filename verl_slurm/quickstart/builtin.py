@@ -1,4 +1,4 @@
-"""What `builtin:...` in a configuration stands for. Torch is imported only where a model must be built."""
+"""Resolves `builtin:...` in a configuration. Imports torch only where a model must be built."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ _HEAD_DIMS = {"tiny": 16, "tiny32": 32}
 
 
 def resolve_model(spec: str, cache: Path) -> Path:
-    """The directory that `model.path` names; a built-in one is built under `cache` once.
+    """Returns the directory that `model.path` names; a built-in one is built under `cache` once.
 
     Raises:
         ConfigError: no such built-in model.
@@ -35,7 +35,7 @@ def resolve_model(spec: str, cache: Path) -> Path:
 
 
 def resolve_data(spec: str, cache: Path) -> Path:
-    """The data root that `data.root` names; `builtin:arithmetic` is written under `cache` once.
+    """Returns the data root that `data.root` names; `builtin:arithmetic` is written under `cache` once.
 
     Raises:
         ConfigError: no such built-in data set.

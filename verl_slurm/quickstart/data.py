@@ -1,11 +1,11 @@
-"""The built-in data: sums of two numbers, a few thousand to train on and some kept apart.
+"""The built-in data: sums of two numbers, a few thousand to train on and some held out.
 
 ```
-DIRECTORY/train/sums.jsonl      the data root of a run: {"prompt": "27+15=", "answer": "42"}, one a line
+DIRECTORY/train/sums.jsonl      the data root of a run: {"prompt": "27+15=", "answer": "42"}, one per line
 DIRECTORY/heldout/sums.jsonl    never in the root, so never in its fingerprint and never trained on
 ```
 
-The bytes are the same on every machine: which pair is held out is decided by a hash of the pair.
+The bytes are the same on every machine: a hash of a pair decides whether it is held out.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ def _is_held_out(a: int, b: int) -> bool:
 
 
 def sums(*, held_out: bool) -> list[tuple[str, str]]:
-    """All (prompt, answer) of one side of the split, in order: ("27+15=", "42")."""
+    """Returns all (prompt, answer) of one side of the split, in order: ("27+15=", "42")."""
     pairs = [(a, b) for a in _OPERANDS for b in _OPERANDS if _is_held_out(a, b) == held_out]
     return [(f"{a}+{b}=", str(a + b)) for a, b in pairs]
 
@@ -37,7 +37,7 @@ def _jsonl(rows: list[tuple[str, str]]) -> bytes:
 
 
 def build_data(directory: Path) -> Path:
-    """Write the data set, or find it already there.
+    """Writes the data set, or finds it already there.
 
     Args:
         directory: is made as a whole or not at all; several processes may try at once.

@@ -1,4 +1,4 @@
-"""A directory that appears whole or not at all, built by whoever comes first."""
+"""Builds a directory that appears whole or not at all; the first process to finish wins."""
 
 import secrets
 import shutil
@@ -12,13 +12,13 @@ __all__ = ["build_once"]
 
 
 def build_once(directory: Path, build: Callable[[Path], None], *, required: tuple[str, ...]) -> None:
-    """Make `directory` by `build(temporary directory)` and a rename, unless it is there.
+    """Makes `directory` by `build(temporary directory)` and a rename, unless it exists.
 
-    Several processes may call this at once (two ranks, two jobs): the first rename wins, and the others
-    drop what they built, which is the same.
+    Several processes may call this at once (two ranks, two jobs): the first rename wins, and the others drop their
+    copy, which is the same.
 
     Args:
-        directory: the final place; its parent is made where missing.
+        directory: the final place; its parent is made if missing.
         build: fills an empty 0700 directory.
         required: relative names of files that a complete directory has.
 

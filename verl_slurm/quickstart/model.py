@@ -1,9 +1,8 @@
 """The built-in model: a tiny Qwen2 that has seen sums and half learned them.
 
-Nothing is downloaded. A byte-level tokenizer without merges (259 tokens) and a two-layer model get a short
-supervised warm start on noisy sums, so that PPO finds a policy that answers in the right form and is
-sometimes right: reward to climb from the first step. With one thread the weights are the same bits on every
-start of the same machine.
+Nothing is downloaded. A byte-level tokenizer without merges (259 tokens) and a two-layer model get a short supervised
+warm start on noisy sums. So PPO starts from a policy that answers in the right form and is sometimes right, and the
+reward climbs from the first step. With one thread the weights are the same bits on every start of the same machine.
 """
 
 import contextlib
@@ -30,12 +29,12 @@ _WARM_STEPS = 500
 _WARM_BATCH = 64
 _WARM_LR = 4e-3
 _NOISE = 0.5
-"""Share of the answers' digits that the warm start replaces at random: what PPO has to unlearn."""
+"""Share of the answers' digits that the warm start replaces at random, for PPO to unlearn."""
 
 
 def _tokenizer() -> PreTrainedTokenizerBase:
-    # One token a byte. AutoTokenizer loads any tokenizer of a qwen2 directory as Qwen2Tokenizer, which is
-    # byte-level BPE, so a character-level vocabulary would be read wrongly without a word.
+    # One token per byte. AutoTokenizer loads any tokenizer of a qwen2 directory as Qwen2Tokenizer, which is byte-level
+    # BPE. It would silently misread a character-level vocabulary.
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocab = {token: index for index, token in enumerate(alphabet + special)}
@@ -62,7 +61,7 @@ def _config(tokenizer: PreTrainedTokenizerBase, head_dim: int = 16) -> Qwen2Conf
 
 @contextlib.contextmanager
 def _reproducible() -> Iterator[None]:
-    """One thread, deterministic kernels, and the caller's random state given back."""
+    """Sets one thread and deterministic kernels, and restores the caller's random state."""
     threads = torch.get_num_threads()
     strict, warn = (
         torch.are_deterministic_algorithms_enabled(),
@@ -80,7 +79,7 @@ def _reproducible() -> Iterator[None]:
 
 
 def worked(prompt: str, answer: str) -> str:
-    """The response that the warm start teaches: column sums, then the answer, "27+15=" -> "12 04 42"."""
+    """Returns the response that the warm start teaches: column sums, then the answer, "27+15=" -> "12 04 42"."""
     a, _, b = prompt.rstrip("=").partition("+")
     units = int(a[-1]) + int(b[-1])
     tens = int(a[0]) + int(b[0]) + units // 10
@@ -99,7 +98,7 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 def _examples(tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """Prompt, worked answer, end token, padding: int64 [N, 6 + 10]."""
+    """Returns prompt, worked answer, end token, padding: int64 [N, 6 + 10]."""
     pad, eos = int(tokenizer.pad_token_id), int(tokenizer.eos_token_id)
     rows = sums(held_out=False)
     ids = torch.full((len(rows), _PROMPT_WIDTH + _RESPONSE_WIDTH), pad)
@@ -110,7 +109,7 @@ def _examples(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Next-token training on worked sums in which a share of the answers' digits is wrong."""
+    """Trains on the next token of worked sums in which a share of the answers' digits is wrong."""
     examples = _examples(tokenizer)
     pad = int(tokenizer.pad_token_id)
     zero = int(tokenizer("0")["input_ids"][0])
@@ -124,7 +123,7 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         wrong = (torch.rand(ids.shape) < _NOISE) & (ids >= zero) & (ids < zero + 10)
         wrong[:, :_ANSWER_STARTS] = False
         ids = torch.where(wrong, zero + torch.randint(10, ids.shape), ids)
-        # The padding is on the right: causal attention alone keeps it out.
+        # The padding is on the right, so causal attention alone excludes it.
         logits = model(input_ids=ids[:, :-1], logits_to_keep=_RESPONSE_WIDTH).logits
         targets = ids[:, _PROMPT_WIDTH:]
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=pad)
@@ -136,7 +135,7 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def build_model(directory: Path, *, head_dim: int = 16) -> Path:
-    """Build the tiny model and its tokenizer, or find them already there.
+    """Builds the tiny model and its tokenizer, or finds them already there.
 
     Args:
         directory: is made as a whole or not at all; several processes may try at once.

@@ -1,14 +1,14 @@
-"""Below Ray all processes are of one run: there TCPStore and ZeroMQ are put behind the restart's key, too.
+"""Protects TCPStore and ZeroMQ by the restart's key, too, in processes below Ray, which all belong to one run.
 
-verl and vLLM open both by themselves, on all interfaces, and authenticate no peer; what TransferQueue and vLLM get
-from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store, may be a pickle.
+verl and vLLM open both by themselves, on all interfaces, and authenticate no peer. TransferQueue and vLLM may receive a
+pickle from a ZeroMQ socket, and vLLM's `StatelessProcessGroup` from a store.
 
 * A `TCPStore` becomes a prefix of the lead's store and listens nowhere.
 * Each ZeroMQ socket on TCP speaks CURVE (RFC 26). Both ends have one key pair, derived from the restart's key: a
-  stranger does not know the public half either, without which no handshake begins. A socket that the program has given
-  a mechanism of its own keeps it.
+  stranger does not know the public half either, without which no handshake begins. A socket for which the program
+  set a mechanism keeps it.
 
-A run of the user's own loop is not touched so: it may talk to servers that are not of the run.
+A run of the user's own loop is not changed in this way: it may talk to servers outside the run.
 """
 
 import hashlib
@@ -29,13 +29,13 @@ from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
 __all__ = ["install_everywhere"]
 
 _STORES = ("torch._C._distributed_c10d", "torch.distributed.rendezvous", "torch.distributed")
-"""Where torch keeps the name; what is imported later takes it from there."""
+"""Modules in which torch keeps the name; later imports take it from there."""
 
 _installed = False
 
 
 def install_everywhere() -> None:
-    """Have torch and pyzmq changed as they are imported; neither is imported for it. Without a daemon, nothing."""
+    """Makes torch and pyzmq be changed as they are imported; imports neither. Does nothing without a daemon."""
     global _installed
     control = os.environ.get(CONTROL_VARIABLE)
     if _installed or not control:
@@ -50,7 +50,7 @@ def _replace_tcp_store(line: StoreLine) -> None:
     from verl_slurm.rendezvous.store import LeadStore
 
     class TCPStore(LeadStore):
-        """Takes what torch's takes. The port of a master that has asked for any is a number of the run's own."""
+        """Takes the arguments of torch's own. A master that asks for any port gets a number of the run's own."""
 
         def __init__(
             self,

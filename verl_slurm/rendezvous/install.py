@@ -1,9 +1,9 @@
-"""Puts the run's own rendezvous below torch's: `env://` and `tcp://` of `init_process_group`, and gloo's groups.
+"""Installs the run's own rendezvous below torch's: `env://` and `tcp://` of `init_process_group`, and gloo's groups.
 
-A process that torchrun started would open a TCPStore on all interfaces, or connect to one, and neither side of it asks
-who is there. Here both handlers give the lead's store. Each gloo group, however it is built, is checked (`peers`)
-before its constructor returns. Where a version of torch has no such place to hook, the process ends with one line: it
-would go unprotected.
+A process that torchrun started would open a TCPStore on all interfaces, or connect to one, and neither side
+authenticates the other. Here both handlers return the lead's store. Each gloo group, however it is built, is checked
+(`peers`) before its constructor returns. If a version of torch has no such place to hook, the process ends with one
+line, because it would be unprotected.
 """
 
 import importlib
@@ -30,12 +30,14 @@ from verl_slurm.wire.environment import CONTROL_VARIABLE
 __all__ = ["after_import", "install", "install_on_import", "node_of", "unknown_version"]
 
 _PLACE = "torch.distributed.distributed_c10d"
-"""Once this has been imported, all that is replaced is there."""
+"""Once this is imported, every replaced function exists."""
 _PROOF_S = 180.0
-"""For a peer's proof. All ranks have connected by then, so it takes milliseconds; as long as a link may be silent."""
+"""Timeout for a peer's proof, as long as a link may be silent. All ranks have connected by then, so it takes
+milliseconds.
+"""
 
 _SUSPICIOUS_S = 5.0
-"""After that a peer's silence is looked into."""
+"""After this many seconds of silence a peer is investigated."""
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _installed = False
@@ -43,7 +45,7 @@ _calls: dict[str, int] = {}
 
 
 def install() -> None:
-    """Replace the handlers now; torch.distributed is imported. Without a daemon it does nothing.
+    """Replaces the handlers now; torch.distributed is imported. Does nothing without a daemon.
 
     Raises:
         ConfigError: this torch is not built as expected.
@@ -53,7 +55,7 @@ def install() -> None:
     if _installed or not control:
         return
     _installed = True
-    # Not as attributes of torch.distributed, which is still being imported and ends with a function `rendezvous`.
+    # Not as an attribute of torch.distributed, which is still being imported and ends with a function `rendezvous`.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
     groups = importlib.import_module(_PLACE)
     from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
@@ -68,13 +70,13 @@ def install() -> None:
 
 
 def install_on_import() -> None:
-    """The same as soon as the program imports torch.distributed; torch is not imported for it."""
+    """Does the same as soon as the program imports torch.distributed, without importing torch."""
     if os.environ.get(CONTROL_VARIABLE):
         after_import(_PLACE, lambda _: install())
 
 
 def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
-    """Call `then` with a module now, or when it has been imported. What it raises ends the process."""
+    """Calls `then` with a module now, or when it has been imported. An exception in it ends the process."""
 
     def or_end(module: ModuleType) -> None:
         try:
@@ -89,7 +91,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the others find one module, and has something follow its import."""
+    """Lets the other finders find one module, and calls a function after its import."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
         self._name, self._then = name, then
@@ -114,12 +116,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def node_of(host: str) -> str:
-    """A name of the host that another node does not use for itself."""
+    """Returns a name of the host that another node does not use for itself."""
     return os.environ[CONTROL_VARIABLE] if host in _LOOPBACK else host
 
 
 def unknown_version(package: str, what: str) -> ConfigError:
-    """The error for a release without the place where ours has to go."""
+    """Returns the error for a release that lacks the place for our hook."""
     return ConfigError(
         f"this {package} cannot be kept from meeting strangers",
         where=what,
@@ -129,7 +131,7 @@ def unknown_version(package: str, what: str) -> ConfigError:
 
 
 def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """For `env://` and `tcp://`. torch adds rank and world size to the URL where it knows them."""
+    """Returns the handlers for `env://` and `tcp://`. torch adds rank and world size to the URL if it knows them."""
 
     def meet(
         url: str, where: str, environ: "os._Environ[str] | dict[str, str]"
@@ -164,7 +166,7 @@ def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _check_gloo(line: Any, key: bytes) -> None:
-    """Have each group of gloo checked where it is built: by Python (all but `split_group`), or by C++ for it."""
+    """Makes each group of gloo be checked where it is built: by Python (all but `split_group`), or by C++ for it."""
     from torch._C import _distributed_c10d as c10d
 
     prefixed = c10d.PrefixStore
@@ -200,9 +202,9 @@ def _check_gloo(line: Any, key: bytes) -> None:
 
 
 def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any, key: bytes) -> None:
-    """Exchange proofs with all peers of a new group, over its own connections. Nothing is unpickled for it.
+    """Exchanges proofs with all peers of a new group, over its own connections, without unpickling anything.
 
-    Where the other end of one is not of this run, the daemon is told and the process ends: an exception could be
+    If the other end of one does not belong to this run, the daemon is told and the process ends. An exception could be
     caught, and the group be used.
 
     Raises:
@@ -242,7 +244,7 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
 
 
 def _leave(rank: int, what: str, strangers: list[str], line: Any) -> NoReturn:
-    """Tell the daemon, and end this process."""
+    """Tells the daemon, and ends this process."""
     from verl_slurm.wire.messages import StrangerMet
 
     peers = f"{what}: {', '.join(strangers) or 'nothing is known of them on this node'}"
@@ -258,7 +260,7 @@ def _leave(rank: int, what: str, strangers: list[str], line: Any) -> NoReturn:
 
 
 def _end(error: Exception) -> NoReturn:
-    """End this process with one line on stderr."""
+    """Ends this process with one line on stderr."""
     said, code = str(error), ExitCode.INTERNAL
     if isinstance(error, VerlSlurmError):
         said, code = error.one_line(), error.exit_code

@@ -1,12 +1,12 @@
-"""Whether the other ends of a process group's connections belong to the run. No torch here.
+"""Checks that the other ends of a process group's connections belong to the run. No torch here.
 
-gloo takes the first connection with the right pair number. So when a group of gloo is built, each rank sends each other
-one a proof over the very connections that the group will use:
+gloo takes the first connection with the right pair number. So when a gloo group is built, each rank sends every other
+rank a proof over the very connections that the group will use:
 
     proof(i → j) = HMAC-SHA256(key of the restart, "gloo" ‖ nonce ‖ i ‖ j)
 
 The key reaches a rank by its agent's private directory, and never crosses a network; the nonce is rank 0's, through the
-ranks' store. A rank that gets another word from a peer than that peer's proof does not use the group.
+ranks' store. A rank that receives anything but a peer's proof does not use the group.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ _MOST_NAMED = 8
 
 
 def proof(key: bytes, nonce: bytes, sender: int, receiver: int) -> bytes:
-    """What `sender` says to `receiver`."""
+    """Returns the proof that `sender` sends to `receiver`."""
     return hmac.new(key, b"gloo" + nonce + _PAIR.pack(sender, receiver), hashlib.sha256).digest()
 
 
 def wrong_peers(key: bytes, nonce: bytes, rank: int, said: bytes) -> list[int]:
-    """The peers whose word is not their proof.
+    """Lists the peers that did not send their proof.
 
     Args:
-        said: what was received, PROOF_BYTES of each rank in turn.
+        said: the received bytes, PROOF_BYTES of each rank in turn.
     """
     words = [said[at : at + PROOF_BYTES] for at in range(0, len(said), PROOF_BYTES)]
     return [
@@ -47,7 +47,7 @@ def wrong_peers(key: bytes, nonce: bytes, rank: int, said: bytes) -> list[int]:
 
 
 def others_connected() -> list[str]:
-    """Connections of this process whose other end, on this node, belongs to another user, for people.
+    """Lists connections of this process whose other end, on this node, belongs to another user, for people.
 
     A peer on another node is not seen. Never raises.
     """
@@ -73,7 +73,7 @@ def _socket_inodes() -> Iterable[int]:
 
 
 def _connections(path: Path) -> Iterable[tuple[str, str, int, int]]:
-    """(local, remote, uid, inode) of each established connection; addresses mapped into IPv6 are IPv4."""
+    """Yields (local, remote, uid, inode) of each established connection; addresses mapped into IPv6 are IPv4."""
     for line in path.read_text().splitlines()[1:]:
         words = line.split()
         if words[3] == _ESTABLISHED:

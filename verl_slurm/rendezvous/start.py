@@ -1,7 +1,7 @@
-"""Puts the run's rendezvous below torch's (`install`), and then is the program that it was started with.
+"""Installs the run's rendezvous below torch's (`install`), and then becomes the program that it was started with.
 
-`__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. That is why
-this is no part of `__main__`: the program's names replace what is there.
+`__main__`, sys.argv and tracebacks are those of `python PROGRAM ARGS...` or `python -m PROGRAM ARGS...`. So this is not
+part of `__main__`: the program's names replace the contents of that module.
 """
 
 import runpy
@@ -19,7 +19,7 @@ _OURS = (__file__, str(Path(__file__).with_name("__main__.py")), runpy.__file__,
 
 
 def start() -> None:
-    """Run what sys.argv names."""
+    """Runs the program that sys.argv names."""
     die_with_launcher()
     install_on_import()
     sys.excepthook = _show_the_programs_frames
@@ -45,7 +45,7 @@ def _become(path: str) -> None:
 def _show_the_programs_frames(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    """Leave out the frames above the program's own first line."""
+    """Hides the frames above the program's own first line."""
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in _OURS:
         trace = trace.tb_next
     sys.__excepthook__(kind, error.with_traceback(trace), trace)

@@ -18,7 +18,9 @@ __all__ = ["LeadStore"]
 
 _FOREVER = timedelta(days=7)
 _KEPT: list["LeadStore"] = []
-"""C++ holds the C++ half of a store alone; without its Python half its methods would be pure virtual."""
+"""Keeps stores alive. C++ holds the C++ half of a store alone; without its Python half its methods would be pure
+virtual.
+"""
 
 
 def _bytes(value: "str | bytes") -> bytes:
@@ -33,7 +35,7 @@ class LeadStore(Store):
     """
 
     timeout: timedelta
-    """The C++ half's, for a key to appear: `set_timeout`, which init_process_group calls."""
+    """The C++ half's timeout for a key to appear: `set_timeout`, which init_process_group calls."""
 
     def __init__(self, line: StoreLine, prefix: str) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class LeadStore(Store):
         return bool(self._call("delete", [key]).number)
 
     def num_keys(self) -> int:
-        """Of the whole restart, as behind a PrefixStore."""
+        """Returns the number of keys of the whole restart, as a PrefixStore does."""
         return self._call("count", []).number
 
     def append(self, key: str, value: "str | bytes") -> None:

@@ -1,1 +1,1 @@
-"""Existing runs: find, list, follow, and ask whether they live."""
+"""Finds, lists and follows existing runs, and asks whether they live."""

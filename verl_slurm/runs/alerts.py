@@ -1,7 +1,7 @@
-"""What Alertmanager's webhook says, and what is done about it: pure.
+"""Reads Alertmanager's webhook and decides what to do about it. Pure.
 
-Of everything in an alert three things are looked at: that it fires, that its rule says `action: emergency_checkpoint`,
-and which run it is of (`run_id`). Nothing in it names a command, a path or a job.
+Of everything in an alert, three things are read: that it fires, that its rule says `action: emergency_checkpoint`,
+and the run it is about (`run_id`). No text in it is taken as a command, a path or a job.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ class _Alert(msgspec.Struct):
 
 
 class _Webhook(msgspec.Struct):
-    """https://prometheus.io/docs/alerting/latest/configuration/#webhook_config, as far as it is read."""
+    """The fields that are read of https://prometheus.io/docs/alerting/latest/configuration/#webhook_config."""
 
     alerts: Annotated[list[_Alert], msgspec.Meta(max_length=1024)]
 
@@ -35,7 +35,7 @@ _DECODER = msgspec.json.Decoder(_Webhook)
 
 
 def runs_to_save(body: bytes) -> list[str]:
-    """The ids of the runs that firing alerts ask a save for, each once, in their order.
+    """Returns the ids of the runs that firing alerts ask a save for, each once, in their order.
 
     Raises:
         WireError: not what Alertmanager sends.
@@ -52,13 +52,13 @@ def runs_to_save(body: bytes) -> list[str]:
 def decide_saves(
     asked: list[str], known: frozenset[str], last: Mapping[str, float], now: float, pause_s: float
 ) -> dict[str, Verdict]:
-    """What is done for each run.
+    """Decides what to do for each run.
 
     Args:
         asked: from `runs_to_save`.
         known: the runs that this receiver serves.
         last: when each was last asked for a save, by the clock of `now`.
-        pause_s: no run is asked again sooner: an alert is sent again and again while it fires.
+        pause_s: no run is asked again sooner: an alert is repeated as long as it fires.
     """
     verdicts: dict[str, Verdict] = {}
     for run in asked:

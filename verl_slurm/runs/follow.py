@@ -1,8 +1,8 @@
-"""Follow a growing file, and a run to its end, woken by the file system instead of by a clock.
+"""Follows a growing file, and a run to its end, woken by the file system instead of by a clock.
 
-inotify sees nothing of what another machine writes to a network file system; there watchdog's own polling
-observer looks every two seconds. The silence time-out is no polling of the file: it is when somebody who
-can know whether the run still lives is asked.
+inotify does not see what another machine writes to a network file system; there watchdog's own polling observer looks
+every two seconds. The silence time-out does not poll the file: it is when the caller asks the scheduler, or the
+process table, whether the run still lives.
 """
 
 import itertools
@@ -36,7 +36,7 @@ __all__ = ["follow_lines", "follow_newest", "follow_run"]
 _POLL_S = 2.0
 _MOST = 4 << 20
 """Bytes that are read at once; a longer line comes in pieces."""
-# watchdog calls it an error when an event comes while its thread is stopped, which is how every follow ends.
+# watchdog logs an error if an event comes while its thread is stopped, which is how every follow ends.
 logging.getLogger("watchdog.observers.inotify").setLevel(logging.CRITICAL)
 Wake = Callable[[], None]
 _SILENCE_S = {"slurm": 30.0, "local": 2.0}
@@ -52,7 +52,7 @@ class _Bell(FileSystemEventHandler):
         self.queue: SimpleQueue[None] = SimpleQueue()
 
     def on_any_event(self, event: FileSystemEvent) -> None:
-        # "opened" and "closed_no_write" are our own reading: they would ring for ever.
+        # "opened" and "closed_no_write" come from our own reading: they would ring without end.
         if event.event_type not in _WRITES:
             return
         if self._paths is None or {str(event.src_path), str(event.dest_path)} & self._paths:
@@ -67,14 +67,14 @@ def follow_lines(
     beside: Path | None = None,
     on_beside: Wake | None = None,
 ) -> Iterator[bytes | None]:
-    """Yield each finished line behind `offset`; None after `silence_s` without any.
+    """Yields each finished line after `offset`; None after `silence_s` without any.
 
     Never ends by itself. The file need not exist yet; its directory must.
 
     Args:
         path: the file that grows.
-        offset: bytes to pass over.
-        silence_s: asked anew each time: how long nothing may come before the caller is given a turn.
+        offset: bytes to skip.
+        silence_s: called each time: the seconds of silence after which the caller gets a turn.
         beside: another file in the same directory; `on_beside` is called when it changes.
     """
     bell = _Bell({str(path), str(beside)})
@@ -104,14 +104,14 @@ def follow_lines(
 def follow_newest(
     directory: Path, newest: Callable[[], Path | None], num_lines: int | None = None
 ) -> Iterator[tuple[Path, bytes]]:
-    """Yield (file, line) of the newest file in `directory`, to its end before that of the next one.
+    """Yields (file, line) of the newest file in `directory`, to its end before that of the next one.
 
     Never ends by itself.
 
     Args:
         directory: must exist.
-        newest: which one that is now; None: there is none yet.
-        num_lines: pass over all but so many of those that are there already; None: none.
+        newest: returns the newest file now; None: there is none yet.
+        num_lines: skip all but so many of the existing lines; None: skip none.
     """
     bell = _Bell(None)
     observer = _observer(directory)
@@ -119,13 +119,13 @@ def follow_newest(
     observer.start()
     path, offset = newest(), 0
     if path is not None and num_lines is not None:
-        starts = deque([0], maxlen=num_lines + 1)  # of the last lines, and where the next one begins
+        starts = deque([0], maxlen=num_lines + 1)  # starts of the last lines, and of the next one
         while lines := _read_lines(path, starts[-1]):
             starts.extend(itertools.accumulate((len(line) + 1 for line in lines), initial=starts.pop()))
         offset = starts[0]
     try:
         while True:
-            later = newest()  # before the last look at the former: nobody writes in that any more
+            later = newest()  # before the last look at the former: that has no writer any more
             if path is not None:
                 while lines := _read_lines(path, offset):
                     for line in lines:
@@ -150,17 +150,18 @@ def follow_run(
     on_event: Callable[[Event], None],
     on_status: Callable[[dict[str, Any]], None] | None = None,
 ) -> ExitCode:
-    """Hand every event behind `offset` to `on_event` until the run has ended, over all its requeues.
+    """Hands every event after `offset` to `on_event` until the run has ended, over all its requeues.
 
     Args:
         paths: the run.
         offset: bytes of events.jsonl that are history.
-        on_event: gets each event, and at last perhaps one of ours: `gone`, for a job that ended without a word.
+        on_event: gets each event. The last one may be ours: `gone`, for a job that ended without a word.
         on_status: gets the content of status.json whenever it has changed.
 
     Returns:
-        The run's exit code: that of the last lead of its newest job, or what the scheduler says where a lead died
-        without a word. An end that another submission follows in the journal is told, and is not the run's.
+        The run's exit code: that of the last lead of its newest job, or the scheduler's if a lead died without a
+            word.
+        An end that another submission follows in the journal is reported, and is not the run's.
     """
     patience_s = _SILENCE_S[last_job(paths).cluster]
     lines = follow_lines(
@@ -176,7 +177,7 @@ def follow_run(
             if event is None:
                 continue
             on_event(event)
-            # A job that is cancelled while it waits ends without a word: soon after, somebody must ask.
+            # A job that is cancelled while it waits ends without a word, so the scheduler is asked soon after.
             patience_s = _CANCEL_S if isinstance(event, CancelAsked) else _SILENCE_S[last_job(paths).cluster]
             if isinstance(event, Ended) and event.is_final and not began_again(read_events(paths), event):
                 settle(paths, last_job(paths))
@@ -210,7 +211,7 @@ def _read_rest(path: Path, offset: int) -> bytes:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(offset)
             return file.read(_MOST)
-    except (FileNotFoundError, TooMuch):  # as `read_events` has it: what is no file has no lines
+    except (FileNotFoundError, TooMuch):  # as in `read_events`: what is no file has no lines
         return b""
 
 

@@ -1,9 +1,9 @@
-"""Follow many runs at once: woken by the kernel when a journal grows, and by nothing else.
+"""Follows many runs at once, woken by the kernel when a journal grows.
 
-The journals are watched, not the snapshots beside them: those are replaced twice a second by every run that trains,
-and tell nothing that who watches a thousand runs could read. On a network file system, of whose other writers inotify
-is silent, the journals' sizes are looked at every few seconds. What no journal tells, that a lead was killed, the
-scheduler is asked: one question for all, once a minute.
+The journals are watched, not the snapshots beside them. Every training run replaces its snapshot twice a second, and
+a watcher of a thousand runs could not read all of them. On a network file system inotify does not report other
+machines' writes, so the journals' sizes are looked at every few seconds. No journal tells that a lead was killed; the
+scheduler is asked about that: one question for all runs, once a minute.
 """
 
 import errno
@@ -37,9 +37,9 @@ from verl_slurm.runs.inotify import Watches
 __all__ = ["FleetWatch", "Followed", "state_after"]
 
 _LOOK_S = 5.0
-"""Between looks at sizes, where inotify is silent."""
+"""Seconds between looks at sizes, if inotify is silent."""
 _ASK_S = 60.0
-"""Between questions to the scheduler, at least."""
+"""Minimum seconds between questions to the scheduler."""
 
 
 class Followed(msgspec.Struct, kw_only=True):
@@ -48,19 +48,19 @@ class Followed(msgspec.Struct, kw_only=True):
     root: Path
     state: str
     alive: bool
-    """Whether more is to be expected of it."""
+    """More events are to be expected."""
     offset: int
-    """Bytes of its journal that were told."""
+    """Bytes of its journal that were reported."""
     exit_code: int | None = None
-    """With which it ended while it was followed."""
+    """The exit code with which it ended while it was followed."""
 
 
 class FleetWatch:
-    """The runs in, or below, some directories.
+    """Follows the runs in, or below, some directories.
 
     Args:
         places: run directories, or directories that hold some.
-        on_event: gets each event as it is written, with its run; among them ours, `gone`, as `follow_run` has it.
+        on_event: gets each event with its run as it is written; also our own, `gone`, as in `follow_run`.
     """
 
     def __init__(self, places: Sequence[Path], on_event: Callable[[Followed, Event], None]) -> None:
@@ -68,18 +68,18 @@ class FleetWatch:
         self.runs: dict[Path, Followed] = {}
         self.problem = ""
         """Why the scheduler did not answer."""
-        # inotify is silent about what others write: the sizes are looked at.
+        # inotify does not report other machines' writes: the sizes are looked at.
         self._looks = any(is_remote(place) for place in places)
         self._asked = 0.0
 
     def follow(self, on_turn: Callable[[], None]) -> ExitCode | int:
-        """Until no run lives any more.
+        """Follows until no run lives any more.
 
         Args:
-            on_turn: is called first when all runs are known, then whenever something was told.
+            on_turn: called first when all runs are known, then whenever something was reported.
 
         Returns:
-            OK, or the highest code with which one ended meanwhile.
+            OK, or the highest code with which a run ended meanwhile.
 
         Raises:
             OSError: so many files may not be watched, or the place cannot be read.
@@ -96,7 +96,7 @@ class FleetWatch:
         return max((run.exit_code or 0 for run in self.runs.values()), default=0)
 
     def _turn(self, watches: Watches) -> int:
-        """Wait, and tell what came; how many events."""
+        """Waits and reports new events; returns their number."""
         until_asked = max(self._asked + _ASK_S - time.monotonic(), 0.0)
         changed = watches.wait(min(_LOOK_S, until_asked) if self._looks else until_asked)
         quiet = changed == set()
@@ -109,19 +109,18 @@ class FleetWatch:
                 told += self._read(run)
             else:
                 told += self._find(path, watches)
-        # Also where others are never quiet for a minute, and where looking is all that there is.
+        # Also asked if other runs are never silent for a minute, and if looking at sizes is the sole source.
         if (quiet and not self._looks) or time.monotonic() - self._asked >= _ASK_S:
             told += self._ask()
         return told
 
     def _find(self, place: Path, watches: Watches) -> int:
-        """Take up the runs at and below `place` that are not known; how many."""
+        """Adds the unknown runs at and below `place`; returns their number."""
         found = 0
         roots: Iterable[tuple[Path, bool]] = [(place, True)]
         if not (place / "run.yaml").exists():
-            self._hear(
-                watches.add_directory, place
-            )  # before we look: what comes in between is seen twice, not never
+            # Before the look: an entry that comes in between is seen twice, not never.
+            self._hear(watches.add_directory, place)
             roots = find_runs(place, on_directory=lambda path: self._hear(watches.add_directory, path))
         for root, open_to_us in roots:
             if open_to_us and root not in self.runs:
@@ -142,7 +141,7 @@ class FleetWatch:
         )
 
     def _hear(self, add: Callable[[Path], bool], path: Path) -> bool:
-        """Whether `path` is there. Where the kernel watches no more for us, we look for ourselves."""
+        """Returns whether `path` exists. If the kernel accepts no more watches, falls back to looking at sizes."""
         try:
             return add(path)
         except PermissionError:
@@ -183,7 +182,7 @@ class FleetWatch:
             run.alive, run.exit_code = False, event.exit_code
 
     def _ask(self) -> int:
-        """Whether those that are silent still live; how many do not."""
+        """Asks whether the silent runs still live; returns how many do not."""
         self._asked = time.monotonic()
         glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
         seen, self.problem = ask_for(glances)
@@ -201,7 +200,7 @@ class FleetWatch:
 
 
 def state_after(event: Event, state: str) -> str:
-    """A run's state when this event has come; as `fleet.state_of` names it. Pure."""
+    """Returns a run's state after this event, in the words of `fleet.state_of`. Pure."""
     match event:
         case Submitted() | Successor():
             return "queued"

@@ -1,11 +1,11 @@
-"""Many runs at a glance: what `list` and `watch` know of a thousand run directories in a second.
+"""Reads many runs at a glance: collects for `list` and `watch` the facts of a thousand run directories in a second.
 
-Of each run a bounded part is read: its snapshot, the end of its journal, the newest checkpoint's manifest. What the
-journal adds up to, the lead has put into the snapshot. Where that is not enough (a snapshot of an older daemon, an end
-of the journal that does not say whose it is), more is read, up to the whole: slower, and never wrong.
+A bounded part of each run is read: its snapshot, the end of its journal, the newest checkpoint's manifest. The lead
+has put the journal's sums into the snapshot. That may not be enough: the snapshot is of an older daemon, or the end
+of the journal does not name its job. Then more is read, up to the whole: slower, and never wrong.
 
-A snapshot does not know that its lead was killed. So whoever is not over by the journal is asked for: all Slurm jobs
-by ONE question, and a local one by its process.
+A snapshot does not know that its lead was killed. So every run that is not over by the journal is looked up: all
+Slurm jobs by ONE question, a local one by its process.
 """
 
 import os
@@ -37,25 +37,27 @@ __all__ = [
 
 _DEPTH = 3
 _FIRST_BYTES = 4 << 10
-"""Of the journal's end: some twenty events."""
+"""Bytes at the journal's end that are read first: some twenty events."""
 _TIMES_MORE = 16
 _AT_ONCE = 16
-"""Runs that are read at the same time. On a network it is waiting that takes long; but on a local disk, too, a thousand
-took 0.5 s instead of 1.4 (cold) and of 1.0 (warm, two busy cores), for the same processor time."""
+"""Runs that are read at the same time. On a network, waiting takes the time. On a local disk, too, a thousand runs
+took 0.5 s instead of 1.4 (cold) and of 1.0 (warm, two busy cores), for the same processor time.
+"""
 _DECISIVE = (Submitted, Started, Ended)
 
 
 class Glance(msgspec.Struct, kw_only=True):
-    """One run, from its files alone."""
+    """The facts about one run, from its files alone."""
 
     root: Path
     status: dict[str, Any] = {}
     job: Submission | None = None
     word: Submitted | Started | Ended | None = None
-    """The newest event that says whether the run goes on: submitted, started or ended. None: the run has a lead, which
-    started longer ago than was read back."""
+    """The newest event that says whether the run goes on: submitted, started or ended. None: the run has a lead,
+    which started longer ago than was read back.
+    """
     cause: Cause | None = None
-    """The newest cause, where it is not longer ago than what was read back."""
+    """The newest cause, unless it is longer ago than what was read back."""
     checkpoint: Newest | None = None
     interruptions: int = 0
     interrupted_s: float = 0.0
@@ -65,24 +67,24 @@ class Glance(msgspec.Struct, kw_only=True):
 
 
 class Seen(msgspec.Struct, frozen=True):
-    """What the scheduler, or the process table, says of a run's job."""
+    """The scheduler's, or the process table's, answer about a run's job."""
 
     alive: bool | None
-    """None: nobody here can say."""
+    """None: this machine cannot tell."""
     state: str = ""
-    """Slurm's."""
+    """Slurm's state."""
     detail: str = ""
 
 
 def find_runs(
     place: Path, depth: int = _DEPTH, *, on_directory: Callable[[Path], object] | None = None
 ) -> Iterator[tuple[Path, bool]]:
-    """(run, whether it could be looked into), in the order of their names, `depth` directories down.
+    """Yields (run, whether it is readable) in the order of the names, `depth` directories down.
 
-    Not below a run: a thousand of them have a hundred thousand directories of checkpoints.
+    Does not search below a run: a thousand of them have a hundred thousand directories of checkpoints.
 
     Args:
-        on_directory: is told each directory that is no run, before it is looked into.
+        on_directory: called with each directory that is no run, before it is searched.
     """
     try:
         entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if _leads_to_directory(e))
@@ -109,12 +111,12 @@ def find_runs(
 def _leads_to_directory(entry: "os.DirEntry[str]") -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link in circles, or into what is closed to us: that hides no other run
+    except OSError:  # a circular link, or one into a closed directory: that hides no other run
         return False
 
 
 def glance(root: Path) -> Glance:
-    """Read one run. What cannot be read is said in `error`."""
+    """Reads one run. `error` says what cannot be read."""
     paths = RunPaths(root)
     try:
         status = read_status(paths)
@@ -143,7 +145,7 @@ def glance(root: Path) -> Glance:
 
 
 def _last_events(paths: RunPaths, status: dict[str, Any]) -> tuple[list[Event], Submission | None, bool]:
-    """The events at the journal's end that say enough, the run's job by them, and whether they are all there are."""
+    """Returns enough events from the journal's end, the run's job by them, and whether they are the whole journal."""
     cluster, host = status.get("cluster", "slurm"), status.get("host", "")
     num_bytes = _FIRST_BYTES
     while True:
@@ -156,7 +158,7 @@ def _last_events(paths: RunPaths, status: dict[str, Any]) -> tuple[list[Event], 
 
 def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any]) -> bool:
     its_snapshot = status.get("job_id") == job.job_id and bool(status.get("cluster"))
-    # A lead that is at work started longer ago than these events; where it is not, its end must be among them.
+    # A lead that is at work started longer ago than these events. If none is, its end must be among them.
     if its_snapshot and status.get("state") not in (None, "", "ended"):
         return True
     told = {type(event) for event in events}
@@ -164,7 +166,7 @@ def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any
 
 
 def glance_at_all(place: Path) -> list[Glance]:
-    """Every run below `place`, several at a time."""
+    """Reads every run below `place`, several at a time."""
     found = list(dict(find_runs(place)).items())  # a link beside its run is one run
     closed = [Glance(root=path, error="no permission") for path, open_to_us in found if not open_to_us]
     roots = [path for path, open_to_us in found if open_to_us]
@@ -179,16 +181,16 @@ def glance_at_all(place: Path) -> list[Glance]:
 
 
 def is_over(run: Glance) -> bool:
-    """Whether the journal has the run's end: then nobody need be asked."""
+    """Returns whether the journal has the run's end: then no scheduler need be asked."""
     if run.job is None or run.error:
         return True
     return isinstance(run.word, Ended) and run.word.is_final
 
 
 def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
-    """What becomes of those that are not over, and what kept Slurm from answering.
+    """Looks up the jobs of the runs that are not over; also returns the error that kept Slurm from answering.
 
-    A run that ended between our two looks is looked at again: its `Glance` in `runs` is brought up to date.
+    A run that ended between our two looks is read again: its `Glance` in `runs` is brought up to date.
     """
     waiting = [run for run in runs if not is_over(run)]
     seen, problem = _ask(waiting)
@@ -198,7 +200,7 @@ def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
             for name in later.__struct_fields__:
                 setattr(run, name, getattr(later, name))
             if run.job is None or run.job.job_id != asked.job_id:
-                seen[run.root] = Seen(None)  # another job has come, and of that one nobody was asked
+                seen[run.root] = Seen(None)  # another job has come, which was not asked about
     return seen, problem
 
 
@@ -236,7 +238,7 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
 
 
 def _cluster_of(run: Glance) -> str:
-    """The Slurm cluster that the run's newest job started on; empty: it did not say, or has not started."""
+    """Returns the Slurm cluster that the run's newest job started on; empty: it did not say, or has not started."""
     same_job = run.job is not None and run.status.get("job_id") == run.job.job_id
     return str(run.status.get("slurm") or "") if same_job else ""
 
@@ -263,7 +265,9 @@ def _local(run: Glance, job: Submission) -> Seen:
 
 
 def state_of(run: Glance, seen: Seen | None) -> str:
-    """One or two words; `?` behind them: the snapshot says so, and nobody here knows whether its lead lives. Pure."""
+    """Returns one or two words. A `?` after them: the snapshot says so, and this machine cannot tell whether its lead
+    lives. Pure.
+    """
     if run.error:
         return run.error
     if run.job is None:

@@ -1,7 +1,7 @@
 """Waits for many files at once: one descriptor, no thread, and no processor time while nothing happens.
 
 watchdog, which follows a single run, has a thread for every path that it watches: 1,003 threads and 21 MB for 1,000
-runs, where sites limit the threads of a user on login nodes.
+runs. Sites limit the threads of a user on login nodes.
 """
 
 import os
@@ -14,7 +14,7 @@ __all__ = ["Watches"]
 
 
 class Watches:
-    """Files that grow, and directories that get entries."""
+    """Watches files that grow, and directories that get entries."""
 
     def __init__(self) -> None:
         self._inotify = INotify()
@@ -29,7 +29,7 @@ class Watches:
         self._inotify.close()
 
     def add_file(self, path: Path) -> bool:
-        """Report `path` when it grows; False: there is no such file.
+        """Reports `path` from now on when it grows; returns False if there is no such file.
 
         Raises:
             OSError: no more may be watched (`fs.inotify.max_user_watches`), or permission is missing.
@@ -37,7 +37,7 @@ class Watches:
         return self._add(path, flags.MODIFY)
 
     def add_directory(self, path: Path) -> bool:
-        """Report `path` when an entry comes. As `add_file`."""
+        """Reports `path` from now on when an entry is added. As `add_file`."""
         return self._add(path, flags.MOVED_TO | flags.CREATE)
 
     def _add(self, path: Path, mask: int) -> bool:
@@ -50,7 +50,7 @@ class Watches:
         return True
 
     def wait(self, timeout_s: float) -> set[Path] | None:
-        """The watched paths that something happened to; empty: nothing did within the time.
+        """Returns the watched paths that something happened to; empty: nothing did within the time.
 
         Returns:
             None: the kernel dropped events; look at everything.

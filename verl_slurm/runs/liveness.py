@@ -1,4 +1,4 @@
-"""Whether a run's job still lives: Slurm's word, or a process of this machine."""
+"""Finds out whether a run's job is still alive, from Slurm or from the processes of this machine."""
 
 import asyncio
 import os
@@ -23,22 +23,22 @@ from verl_slurm.slurm.facts import JobFacts
 __all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle"]
 
 _BY_HAND = "local-"
-"""So begins the job id of a lead that no submitit started."""
+"""Prefix of the job id of a lead that was started without submitit."""
 
 _JOB = re.compile(r"[0-9]{1,10}")
-"""A job or a process. `isdecimal` would take the digits of all scripts."""
+"""The number of a job or a process. `isdecimal` would accept the digits of all scripts."""
 
 
 def job_number(job_id: str) -> int | None:
-    """The number of a job of Slurm's, or of a process; None: it is none, whatever a journal says."""
+    """Returns the number of a Slurm job or of a process; None: it is none, whatever a journal says."""
     return int(job_id) if _JOB.fullmatch(job_id) else None
 
 
 class JobState(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler says of a job now."""
+    """The scheduler's answer about a job now."""
 
     state: str
-    """Slurm's state, or RUNNING and GONE for a local one."""
+    """Slurm's state, or RUNNING and GONE for a local job."""
     over: bool
     """It will not run again by itself."""
     waits: bool = False
@@ -47,14 +47,14 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def exit_code(self) -> ExitCode:
-        """How a run whose daemon said nothing about its end is to be judged."""
+        """Returns the exit code for a run whose daemon said nothing about its end."""
         if self.state.startswith("CANCELLED"):
             return ExitCode.CANCELLED
         return ExitCode.OK if self.state == "COMPLETED" else ExitCode.CRASHED
 
 
 def job_state(paths: RunPaths, job: Submission) -> JobState:
-    """Ask once.
+    """Asks once.
 
     Raises:
         SlurmMissing: no Slurm, or no answer.
@@ -72,21 +72,22 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def runs_here(root: Path, job: JobFacts) -> bool:
-    """Whether Slurm itself ties the job to the run: its output lies in RUN/logs, as `submit` and successors have it, or
-    RUN is an argument of its script, as with those in `sbatch/`. A journal proves nothing: a run that was handed over
-    brings its own."""
+    """Returns whether Slurm itself ties the job to the run. Either its output lies in RUN/logs, as with `submit` and
+    successors; or RUN is an argument of its script, as with those in `sbatch/`. A journal proves nothing: a run that
+    was handed over brings its own.
+    """
     written = job.std_out or ""
     for text in (written, written.replace("%%", "%")):  # a successor's `%` is doubled for sbatch
         output = Path(text)
         if output.parent.name == "logs" and _names(root, [str(output.parent.parent)], "/"):
             return True
     _, *words = (job.command or "").split(" ")
-    # Slurm writes no quotes: RUN, the last argument, may have blanks of its own.
+    # Slurm writes no quotes: RUN, the last argument, may contain blanks.
     return _names(root, [*words, *(" ".join(words[start:]) for start in range(len(words)))], job.work_dir)
 
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
-    """Whether one of the words is the path of the run, seen from the directory `where`."""
+    """Returns whether one of the words is the path of the run, seen from the directory `where`."""
     real = os.path.realpath(root)
     return any(word and os.path.realpath(os.path.join(where or "/", word)) == real for word in words)
 
@@ -101,8 +102,9 @@ def _local_state(paths: RunPaths, job: Submission) -> JobState:
 
 
 def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
-    """submitit's local controller of this run, or a lead that was started by hand (`local-PID`, with a hostfile), if
-    it lives. A reused process id is not taken for it."""
+    """Returns the living process of a local run: submitit's local controller, or a lead that was started by hand
+    (`local-PID`, with a hostfile). A reused process id is not taken for it.
+    """
     if job.job_id.startswith(_BY_HAND):
         return _lead_by_hand(paths, job)
     number = job_number(job.job_id)
@@ -118,7 +120,7 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
 
 
 def leads(paths: RunPaths, job: Submission) -> list[psutil.Process]:
-    """The processes that take the signals of a local run."""
+    """Returns the processes that take the signals of a local run."""
     process = controller(paths, job)
     if process is None:
         return []
@@ -141,7 +143,7 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
 
 
 def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:
-    """After a run's end: wait until submitit's local controller has noticed it, too (under a second)."""
+    """Waits after a run's end until submitit's local controller has noticed it, too (under a second)."""
     process = controller(paths, job) if job.cluster == "local" else None
     if process is not None:
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""What is known of a run's jobs, read from its journal and its status file."""
+"""Reads the facts about a run's jobs from its journal and its status file."""
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
@@ -20,18 +20,18 @@ __all__ = [
 
 
 def require_run(paths: RunPaths) -> RunPaths:
-    """Refuse a directory that is not a run.
+    """Refuses a directory that is not a run.
 
     Raises:
         NotFound: it has no run.yaml.
     """
     if not paths.run_yaml.is_file():
-        load_resolved(paths.run_yaml)  # says so
+        load_resolved(paths.run_yaml)  # raises if it is not
     return paths
 
 
 def has_begun(paths: RunPaths) -> bool:
-    """Whether the run has something that another configuration would spoil: a checkpoint, or rollouts.
+    """Returns whether the run has something that another configuration would spoil: a checkpoint, or rollouts.
 
     A checkpoint that is damaged or set aside counts too.
     """
@@ -42,7 +42,7 @@ def has_begun(paths: RunPaths) -> bool:
 
 
 def steps_done(paths: RunPaths) -> int:
-    """Steps that are done or begun: what the run cannot stop short of any more."""
+    """Returns the steps that are done or begun: the run cannot end before them any more."""
     done = max(int(read_status(paths).get("step") or 0), 0)
     for info in list_checkpoints(paths):
         if info.kind == "committed":
@@ -52,12 +52,12 @@ def steps_done(paths: RunPaths) -> int:
 
 
 def has_ended(paths: RunPaths, job: Submission) -> bool:
-    """Whether the daemon of this job wrote down an end that is not a requeue."""
+    """Returns whether the daemon of this job recorded an end that is not a requeue."""
     return jobs.has_ended(read_events(paths), job.job_id)
 
 
 def last_job(paths: RunPaths) -> Submission:
-    """The newest job of the run, whoever submitted it.
+    """Returns the newest job of the run, whoever submitted it.
 
     Raises:
         NotFound: the run was never submitted.

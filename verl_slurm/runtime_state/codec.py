@@ -1,4 +1,4 @@
-"""RuntimeState to bytes and back; never pickle. The format is specified in `format.py`."""
+"""Turns RuntimeState into bytes and back; never pickle. `format.py` specifies the format."""
 
 import msgspec
 import numpy as np
@@ -27,12 +27,10 @@ __all__ = ["HEAD_BYTES", "decode", "encode", "facts", "peek"]
 
 
 def encode(state: RuntimeState) -> bytes:
-    """The bytes of a runtime-state file.
+    """Returns the bytes of a runtime-state file. Runs on every rank.
 
     Raises:
-        ValueError: an array name or dtype the format does not know, or more than its limits allow.
-
-    Runs on every rank.
+        ValueError: an array name or dtype that the format does not know, or more than its limits allow.
     """
     header = StateHeader(
         version=RUNTIME_STATE_VERSION,
@@ -44,7 +42,7 @@ def encode(state: RuntimeState) -> bytes:
         safe_point=state.safe_point,
         rollout_offset=state.rollout_offset,
         episode_id=state.episode_id,
-        # float(): numpy scalars and integers become the one canonical encoding
+        # float(): numpy scalars and integers take the one canonical encoding
         kl_coef=float(state.kl_coef),
         kl_window=[float(x) for x in state.kl_window],
         history=[{str(k): float(v) for k, v in row.items()} for row in state.history[-HISTORY_ROWS:] if row],
@@ -60,7 +58,7 @@ def encode(state: RuntimeState) -> bytes:
 
 
 def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
-    """The state that `data` holds. Arrays are fresh and writable.
+    """Returns the state in `data`. Arrays are fresh and writable.
 
     Args:
         where: named in an error.
@@ -94,7 +92,7 @@ def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
 
 
 def peek(head: bytes, *, where: object) -> StateHeader:
-    """What a runtime-state file says of itself, from its first HEAD_BYTES. Its arrays may take 2 GiB; none is read.
+    """Reads the header of a runtime-state file from its first HEAD_BYTES. Its arrays may take 2 GiB; none is read.
 
     Raises:
         CheckpointCorrupt: it is not canonical, or of another version.
@@ -105,16 +103,17 @@ def peek(head: bytes, *, where: object) -> StateHeader:
 
 
 def facts(read: Read, num_bytes: int, *, where: object) -> dict[str, object]:
-    """All that a runtime-state file holds, to be compared: name → value, of an array its dtype, shape and SHA-256.
+    """Lists everything in a runtime-state file for a comparison: name → value; for an array its dtype, shape and
+    SHA-256.
 
-    Needs some MB, whatever its arrays take.
+    Needs some MB, however large its arrays are.
 
     Raises:
         CheckpointCorrupt: as `decode`.
     """
     header, groups = digests(read, num_bytes, StateHeader, where=where)
     _check(header, where)
-    # As bytes: NaN is the same as itself there, and 0.0 another than -0.0.
+    # As bytes: then NaN equals itself, and 0.0 differs from -0.0.
     found: dict[str, object] = {
         name: msgspec.msgpack.encode(getattr(header, name))
         for name in StateHeader.__struct_fields__

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import TypeVar, cast
 
+import msgpack
 import msgspec
 import numpy as np
 
@@ -41,21 +42,21 @@ __all__ = [
 Header = TypeVar("Header", bound=msgspec.Struct)
 Blob = bytes | np.ndarray
 
-# Magic and length of a skippable frame, then what is ours: a name that ends in the version, and a length.
+# Magic and length of a skippable frame, then our fields: a name that ends in the version, and a length.
 _START = struct.Struct("<II8sI")
 _START_MAGIC, _PADDING_MAGIC = 0x184D2A5B, 0x184D2A5C
 _NAME = b"VSLRTST2"
 _PADDING = struct.Struct("<II")
 _MAX_PADDING = _PADDING.size + MAX_CONTENT_BYTES // MAX_EXPANSION
 HEAD_BYTES = MAX_HEADER_BYTES + (64 << 10)
-"""What `unpack_header` needs of a file: the header, compressed, is not much longer than it is."""
+"""Bytes that `unpack_header` needs of a file: compression hardly makes the header longer."""
 _DTYPE_NAMES = {np.dtype(name): name for name in DTYPES if name != "bytes"}
-"""numpy takes longer to say a name than to hash the type."""
+"""Cached: numpy takes longer to name a dtype than to hash it."""
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()} | {"bytes": 1}
 
 
 def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
-    """Describe `blobs` for a header, in their own order.
+    """Describes `blobs` for a header, in their own order.
 
     Raises:
         ValueError: a name or dtype that the format does not know (a bug of the caller).
@@ -74,14 +75,14 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
 
 @lru_cache(maxsize=MAX_ARRAYS)
 def _spec(group: str, name: str, dtype: str, shape: tuple[int, ...], bits: int) -> ArraySpec:
-    """The batches of a run are all alike."""
+    """Cached: the batches of a run are all alike."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{group}: {name!r} is no name for an array")
     return ArraySpec(group=group, name=name, dtype=dtype, shape=list(shape), bits=bits)
 
 
 def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONTENT_BYTES) -> bytes:
-    """One container: `header` (whose `arrays` must describe `blobs`, in order) and the bytes of `blobs`.
+    """Packs one container: `header` (whose `arrays` must describe `blobs`, in order) and the bytes of `blobs`.
 
     Args:
         header: its `frames` are filled in here.
@@ -109,6 +110,7 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
     )
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(head)} bytes, at most {MAX_HEADER_BYTES}")
+    _require_agreement(head)
     first = compress(head)
     parts = [_START.pack(_START_MAGIC, _START.size - 8, _NAME, len(first)), first, *writer.frames]
     missing = (size - FREE_BYTES) // MAX_EXPANSION - sum(len(part) for part in parts)
@@ -124,9 +126,9 @@ def unpack(
     where: object,
     limit: int = MAX_CONTENT_BYTES,
 ) -> tuple[Header, dict[str, dict[str, Blob]]]:
-    """Read a container back: its header, and its arrays by group and name (each its own, writable).
+    """Reads a container back: its header, and its arrays by group and name (each its own, writable).
 
-    Needs the size of the arrays and MAX_FRAME_BYTES besides.
+    Needs the size of the arrays plus MAX_FRAME_BYTES.
 
     Args:
         data: the whole file or record.
@@ -135,7 +137,7 @@ def unpack(
         limit: bytes of arrays allowed.
 
     Raises:
-        CheckpointCorrupt: anything at all is not as `format.py` says.
+        CheckpointCorrupt: anything violates `format.py`.
     """
     try:
         view = memoryview(data)
@@ -154,16 +156,16 @@ def unpack(
 def digests(
     read: Read, num_bytes: int, header_type: type[Header], *, where: object
 ) -> tuple[Header, dict[str, dict[str, tuple[str, tuple[int, ...], str]]]]:
-    """A container's header, and by group and name each array's dtype, shape and SHA-256.
+    """Returns a container's header, and by group and name each array's dtype, shape and SHA-256.
 
-    Needs one frame and CHUNK_ITEMS items, whatever the arrays take.
+    Needs one frame and CHUNK_ITEMS items, however large the arrays are.
 
     Args:
-        read: gives bytes of the container.
+        read: returns bytes of the container.
         num_bytes: of the container.
 
     Raises:
-        CheckpointCorrupt: it is not as `format.py` says.
+        CheckpointCorrupt: it violates `format.py`.
     """
     try:
         head = read(0, min(num_bytes, HEAD_BYTES))
@@ -186,13 +188,13 @@ def digests(
 
 
 def unpack_header(head: bytes, header_type: type[Header], *, where: object) -> Header:
-    """The header of a container, its arrays described and not read: for a look.
+    """Returns the header of a container, its arrays described and not read, for inspection.
 
     Args:
-        head: the first bytes of the container, HEAD_BYTES of them are always enough.
+        head: the first bytes of the container; HEAD_BYTES of them are always enough.
 
     Raises:
-        CheckpointCorrupt: it is not as `format.py` says.
+        CheckpointCorrupt: it violates `format.py`.
     """
     try:
         view = memoryview(head)
@@ -204,8 +206,8 @@ def unpack_header(head: bytes, header_type: type[Header], *, where: object) -> H
     return header
 
 
-# ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes.
-# Any of them means the same thing here.
+# ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes. All of them mean
+# the same here.
 _UNREADABLE = (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError)
 
 
@@ -231,7 +233,7 @@ def _end_of_header(data: memoryview) -> int:
 def _content(
     header: Header, read: Read, begin: int, num_bytes: int, limit: int
 ) -> tuple[list[ArraySpec], FrameReader]:
-    """The arrays that `header` describes, checked as far as can be before one is read, and what reads them."""
+    """Returns the arrays that `header` describes, checked as far as possible before one is read, and their reader."""
     specs = cast(list[ArraySpec], header.arrays)  # type: ignore[attr-defined]
     sizes = cast(list[int], header.frames)  # type: ignore[attr-defined]
     end = begin + sum(sizes)
@@ -243,7 +245,7 @@ def _content(
 
 
 def _check_padding(rest: memoryview, size: int) -> None:
-    """`rest` is what lies behind the last frame: nothing, or padding."""
+    """Checks `rest`, the bytes after the last frame: nothing, or padding."""
     if size == 0:
         return
     if size < _PADDING.size or _PADDING.unpack_from(rest) != (_PADDING_MAGIC, size - _PADDING.size):
@@ -253,7 +255,7 @@ def _check_padding(rest: memoryview, size: int) -> None:
 
 
 def _check_specs(specs: list[ArraySpec], limit: int) -> None:
-    """All that can be checked before anything is allocated."""
+    """Checks all that can be checked before anything is allocated."""
     if len(specs) > MAX_ARRAYS:
         raise ValueError(f"{len(specs)} arrays, at most {MAX_ARRAYS}")
     seen = set()
@@ -287,7 +289,25 @@ def _header(data: bytes, header_type: type[Header]) -> Header:
     header = msgspec.msgpack.decode(data, type=header_type)
     if msgspec.msgpack.encode(header) != data:
         raise ValueError("the header is not canonical (duplicate key, other number type, trailing bytes)")
+    _require_agreement(data)
     return header
+
+
+def _require_agreement(data: bytes) -> None:
+    """Refuse a header that msgpack, which shares no code with msgspec, reads as something else.
+
+    Args:
+        data: canonical, and taken by msgspec: so the objects that msgpack makes of it are few.
+
+    Raises:
+        ValueError: msgspec does not write the same bytes for what msgpack has read.
+    """
+    try:
+        same = msgspec.msgpack.encode(msgpack.unpackb(data)) == data
+    except (ValueError, TypeError, msgpack.UnpackException):
+        same = False
+    if not same:
+        raise ValueError("msgspec and msgpack read the header differently")
 
 
 def _array(spec: ArraySpec, reader: FrameReader) -> Blob:

@@ -1,7 +1,7 @@
-"""Runtime state and ledger on disk: the specification.
+"""Specifies runtime state and rollout journal on disk.
 
-Runtime state is what a rank needs to go on inside a step: where it is, the rollouts it has, the reward
-buffers, the KL window, the generators. The ledger holds every finished rollout at once.
+Runtime state holds what a rank needs to resume inside a step: its position, its rollouts, the reward
+buffers, the KL window, the generators. The journal (ledger) holds every finished rollout at once.
 
 ## 1. Container (both files use it), version 2
 
@@ -15,7 +15,7 @@ zstd frame        pieces of arrays           each frame at most MAX_FRAME_BYTES 
 skippable frame   0x184D2A5C, zeros: padding, only where the limit of section 4 needs it
 ```
 
-Every zstd frame has its content size in its header and zstd's checksum (XXH64) behind it, and no dictionary.
+Every zstd frame has its content size in its header and zstd's checksum (XXH64) after it, and no dictionary.
 
 The header's `arrays` say group, name, dtype, shape and `bits` of each array, in order; dtype `bytes` is an
 opaque string of `shape[0]` bytes. Only the low `bits` bits of its items are stored; the others are 0. Items
@@ -24,14 +24,15 @@ are taken in C order, as unsigned integers of their width, in chunks of CHUNK_IT
 packs 8, 4 or 2 items in a byte, the first in the lowest bits. A plane of a chunk is a *piece*; pieces follow
 each other through the frames, and each lies in one frame as a whole.
 
-Why so: token ids are mostly zero bits and the upper bytes of floats repeat, so planes compress where items do
-not; what does not is stored, and costs nothing to decode. A reader checks the sizes in the header, then
-allocates the arrays, and needs one frame besides. Everything that can be large is flat, so hostile input
+The reason: token ids are mostly zero bits and the upper bytes of floats repeat, so planes compress where items do
+not; incompressible planes are stored, and cost nothing to decode. A reader checks the sizes in the header, then
+allocates the arrays, and needs one more frame. Everything that can be large is flat, so hostile input
 cannot make many small objects out of few bytes; and the header is decoded straight into a struct.
 
 The header is *canonical*: encoding what was decoded must give the same bytes. Duplicate keys, extension
 types, integers in the place of floats, unknown fields, overlong encodings and trailing bytes are refused by
-that one rule.
+that one rule. It is written and read by msgspec, and both times msgpack (the C extension of msgpack-python) must read
+the same from it.
 
 ## 2. runtime_state.rank_0003.msgpack.zst
 
@@ -54,9 +55,9 @@ durable (fdatasync) before the next one is written. `micro_batch` is the global 
 
 A region that does not parse is a *torn tail* when no whole record follows it (the writer died there; cut
 silently), and *damage* when one does (reported). All that follows is damage, too, once payloads of more bytes
-than the segment has turned out wrong: such frames overlap, and nobody who writes segments makes them.
+than the segment has turned out wrong: such frames overlap, and no writer of segments makes them.
 
-Where two attempts hold the same (step, micro_batch), the newest one's counts: it is the one whose updates used
+Where two epochs hold the same (step, micro_batch), the newest epoch's counts: it is the one whose updates used
 its own record. A record without arrays takes back what was recorded under its name before: rollouts that were refused.
 
 ## 4. Limits
@@ -105,7 +106,7 @@ Phase = Literal["generate", "score", "advantage", "update", "evaluate", "step_en
 
 RUNTIME_STATE_VERSION = 2
 
-# The file of one rank, inside a checkpoint directory. Full match only.
+# Name of the file of one rank, inside a checkpoint directory. Full match only.
 RUNTIME_STATE_FILE = re.compile(r"runtime_state\.rank_(\d{4,})\.msgpack\.zst", re.ASCII)
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
@@ -127,7 +128,7 @@ MAX_FRAME_BYTES = 1 << 20
 _MAX_FRAMES = 1 << 16
 FREE_BYTES = 32 << 20
 MAX_EXPANSION = 1024
-# One micro-batch; the frame's length field is 32 bit.
+# Bytes of one micro-batch; the frame's length field is 32 bit.
 MAX_RECORD_BYTES = 256 << 20
 MAX_HEADER_BYTES = 4 << 20
 MAX_ARRAYS = 256
@@ -142,7 +143,7 @@ _Row = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], float], msgs
 
 
 class ArraySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One array of a container: where it belongs and how its bytes are read."""
+    """Describes one array of a container: its group and how its bytes are read."""
 
     group: _ArrayName
     name: _ArrayName
@@ -159,7 +160,7 @@ _Frames = Annotated[
 
 
 class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of a runtime-state file: `RuntimeState` without its arrays."""
+    """Header of a runtime-state file: `RuntimeState` without its arrays."""
 
     version: int
     rank: _NonNegative
@@ -179,7 +180,7 @@ class StateHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The header of one record of the ledger."""
+    """Header of one journal record."""
 
     step: _NonNegative
     micro_batch: _NonNegative
@@ -189,7 +190,7 @@ class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, eq=False):
-    """All that one rank needs to go on inside a step, besides weights and optimizers."""
+    """Holds all that one rank needs to resume inside a step, besides weights and optimizers."""
 
     rank: int
     world_size: int
@@ -201,9 +202,9 @@ class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     safe_point: int
     """Safe points passed since the end of the last whole step; 0 at a step's end."""
     rollout_offset: int
-    """Responses asked for in all, over all ranks; exact. rollout.samples_per_prompt of them go to each prompt."""
+    """Responses requested in total, over all ranks; exact. Each prompt gets rollout.samples_per_prompt of them."""
     episode_id: int
-    """Finished episodes in all, over all ranks."""
+    """Finished episodes in total, over all ranks."""
     kl_coef: float
     kl_window: list[float] = []
     rng: "dict[str, bytes | np.ndarray]" = {}
@@ -218,5 +219,5 @@ class RuntimeState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def runtime_state_name(rank: int) -> str:
-    """The file name of one rank's runtime state inside a checkpoint."""
+    """Returns the file name of one rank's runtime state inside a checkpoint."""
     return f"runtime_state.rank_{rank:04d}.msgpack.zst"

@@ -1,7 +1,7 @@
-"""Pieces of content into zstd frames and back (`format.py`, section 1). Knows neither headers nor arrays.
+"""Packs pieces of content into zstd frames and back (`format.py`, section 1). Knows neither headers nor arrays.
 
-Each frame is small, says its content size and is checked before a byte is allocated for it. So a reader
-needs the result and one frame, whatever a file claims to be.
+Each frame is small, states its content size and is checked before a byte is allocated for it. So a reader needs the
+result and one frame, whatever a file claims.
 """
 
 import threading
@@ -15,27 +15,28 @@ from verl_slurm.runtime_state.format import MAX_FRAME_BYTES
 __all__ = ["FrameReader", "FrameWriter", "Read", "compress", "decompress"]
 
 Read = Callable[[int, int], memoryview]
-"""Offset and size → these bytes, or fewer where there are no more."""
+"""Offset and size → these bytes, or fewer at the end."""
 
 # The ledger is written between two micro-batches; higher levels cost more than they save.
 _LEVEL = 1
-# Finds nothing in what has nothing to find, and then copies: 10 GB/s in either direction.
+# Gives up on incompressible content at once and copies it: 10 GB/s in either direction.
 _STORE_LEVEL = -50
-# The exponents of floats hardly repeat: a small match table goes straight to their entropy, in a third of the
-# time, and the result is smaller than with level 1's own.
+# The exponents of floats hardly repeat: a small match table goes straight to their entropy, in a third of the time, and
+# the result is smaller than with level 1's own.
 _FLOATS = zstandard.ZstdCompressionParameters.from_level(
     _LEVEL, source_size=MAX_FRAME_BYTES, window_log=19, hash_log=6, min_match=7, write_checksum=True
 )
 # Smaller pieces share a frame.
 _OWN_FRAME = 1 << 14
-# What level 1 saves of so much from the middle says what it would save of all.
+# The saving of level 1 on a sample of this size from the middle predicts its saving on all.
 _SAMPLE = 1 << 14
 # A saving below an eighth is not worth the time to decode it.
 _WORTH = 7 / 8
 
 
 class _Packers(threading.local):
-    """The compressors of one thread: one must not be used by two. Kept, as making one takes longer than a record."""
+    """The compressors of one thread: two threads must not share one. They are kept, as making one takes longer than a
+    record."""
 
     def __init__(self) -> None:
         self.ints = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
@@ -47,14 +48,14 @@ _PACKERS = _Packers()
 
 
 class FrameWriter:
-    """Gathers pieces into frames; `frames` has them once `close` was called. For one thread."""
+    """Gathers pieces into frames; `frames` has them after `close`. For one thread."""
 
     def __init__(self) -> None:
         self.frames: list[bytes] = []
         self._shared = bytearray()
 
     def add(self, piece: np.ndarray, *, floats: bool = False) -> None:
-        """Append one piece, at most MAX_FRAME_BYTES long; it is not kept.
+        """Appends one piece, at most MAX_FRAME_BYTES long; it is not kept.
 
         Args:
             piece: uint8 [bytes].
@@ -72,13 +73,13 @@ class FrameWriter:
         self.frames.append(packer.compress(piece.data))
 
     def add_small(self, pieces: bytes | memoryview) -> None:
-        """Append pieces that lie end to end, less than _OWN_FRAME in all; they share a frame with others."""
+        """Appends pieces that lie end to end, less than _OWN_FRAME in total; they share a frame with others."""
         if len(self._shared) + len(pieces) > MAX_FRAME_BYTES:
             self.close()
         self._shared += pieces
 
     def close(self) -> None:
-        """Write out what small pieces are still gathered."""
+        """Writes the small pieces that are still gathered."""
         if self._shared:
             self.frames.append(_PACKERS.ints.compress(self._shared))
             self._shared = bytearray()
@@ -88,8 +89,8 @@ class FrameReader:
     """Takes pieces from frames one after the other.
 
     Args:
-        read: offset and size → these bytes of what holds the frames.
-        start: offset of the first one.
+        read: offset and size → these bytes of the frames' container.
+        start: offset of the first frame.
         sizes: bytes of each frame.
     """
 
@@ -100,10 +101,10 @@ class FrameReader:
         self._unpacker = zstandard.ZstdDecompressor(max_window_size=0)
 
     def take(self, count: int) -> np.ndarray:
-        """The next `count` bytes, uint8 [count], read-only.
+        """Returns the next `count` bytes, uint8 [count], read-only.
 
         Raises:
-            ValueError: the piece is not there, or lies in two frames, or a frame is not whole.
+            ValueError: the piece is missing, or lies in two frames, or a frame is not whole.
         """
         if count == 0:
             return self._content[:0]
@@ -122,7 +123,7 @@ class FrameReader:
         return self._content[self._used - count : self._used]
 
     def close(self) -> None:
-        """Say that nothing more is wanted.
+        """Ends reading; nothing may be left.
 
         Raises:
             ValueError: there is more.
@@ -132,16 +133,16 @@ class FrameReader:
 
 
 def compress(content: bytes) -> bytes:
-    """One frame of `content`, at level 1."""
+    """Returns one frame of `content`, at level 1."""
     return _PACKERS.ints.compress(content)
 
 
 def decompress(data: memoryview, limit: int, unpacker: zstandard.ZstdDecompressor | None = None) -> bytes:
-    """The content of the one frame that `data` is.
+    """Returns the content of `data`, which is one frame.
 
     Args:
         limit: bytes of content allowed.
-        unpacker: the caller's own, where it has many frames.
+        unpacker: the caller's own, for many frames.
 
     Raises:
         ValueError: it is not one whole frame with a checksum and a declared size of 1 to `limit` bytes.
@@ -155,7 +156,7 @@ def decompress(data: memoryview, limit: int, unpacker: zstandard.ZstdDecompresso
             raise ValueError(f"a zstd frame of {size} bytes decompressed, at most {limit}")
         if not frame.has_checksum or frame.dict_id:
             raise ValueError("a zstd frame without a checksum, or with a dictionary")
-        # A declared size that the data cannot reach is refused by zstd; one that it exceeds, too.
+        # zstd refuses a declared size that the data does not reach, and one that it exceeds.
         unpacker = unpacker or zstandard.ZstdDecompressor(max_window_size=0)
         content = unpacker.decompress(data, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:

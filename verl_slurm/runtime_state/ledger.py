@@ -1,17 +1,17 @@
-"""The ledger: every finished rollout is written before the next one begins, and durable before the next one is
+"""The rollout journal: a finished rollout is written before the next one begins, and durable before the next is
 written.
 
-What `append` has returned for is the kernel's: no SIGKILL, crash or OOM of this process loses it. It is on the disk
-(fdatasync) once the next `append`, or `settle`, `compact` or `close` returns: the sync of a record goes on while
-the next micro-batch is sampled. A power cut or the loss of a node therefore loses at most the newest record of a rank,
-the one whose sync is under way. A sync that fails is raised by whichever of those comes next.
+After `append` returns, the kernel holds the record: no SIGKILL, crash or OOM of this process loses it. It is on the
+disk (fdatasync) after the next `append`, `settle`, `compact` or `close` returns: the sync of a record runs while the
+next micro-batch is sampled. A power cut or the loss of a node therefore loses at most the newest record of a rank, the
+one whose sync is under way. The next of these calls raises the error of a failed sync.
 
-After SIGKILL the run loads its newest verified checkpoint and replays the ledger's rollouts of the later
-steps, so nothing is generated twice; after the loss of a node, at most one micro-batch of each rank is. A segment
-belongs to one rank of one attempt; only its owner writes it, under a lock that the kernel drops when the owner dies.
+After SIGKILL the run loads its newest verified checkpoint and replays the journaled rollouts of the later steps, so no
+rollout is generated twice. After the loss of a node, at most one micro-batch of each rank is. A segment belongs to one
+rank of one epoch. Its owner alone writes it, under a lock that the kernel drops when the owner dies.
 
-Losing a record costs time and nothing else: sampling noise is counter-based, so a rollout that has to be
-generated again is the same rollout. That is why a reader may choose to go on over damage (and must say so).
+Losing a record costs time and nothing else: sampling noise is counter-based, so a repeated rollout is the same rollout.
+That is why a reader may choose to continue over damage (and must report it).
 """
 
 import os
@@ -52,11 +52,9 @@ Key = tuple[int, int]
 
 
 class Ledger:
-    """The writing end: one rank's segment of one attempt.
+    """Writes one rank's segment of one epoch. One per rank.
 
-    Opening an existing segment (a restart within the attempt) cuts its torn tail and appends behind it.
-
-    Runs once per rank.
+    Opening an existing segment (a restart within the epoch) cuts its torn tail and appends after it.
 
     Raises:
         SegmentHeld: another process holds this segment and does not end.
@@ -80,7 +78,7 @@ class Ledger:
             raise
 
     def append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
-        """Write one finished micro-batch, once the one before is durable, and begin to make it durable, too.
+        """Writes one finished micro-batch after the previous one is durable, and begins to make it durable, too.
 
         Returns:
             The bytes written.
@@ -88,19 +86,18 @@ class Ledger:
         Args:
             step: the step it belongs to (whole steps done before it).
             micro_batch: its global index in the step, over all ranks.
-            arrays: the rollout batch. None at all: what was recorded under this name so far is taken back.
+            arrays: the rollout batch. No array at all: the earlier record of this name is taken back.
 
         Raises:
             ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
-            OSError: the disk refused, and this record is not written. A write that failed may be tried again; after
-                a failed fsync, of the record before, the segment is closed for good, since the kernel may have
-                dropped the pages.
+            OSError: the disk refused, and this record is not written. A failed write may be repeated. After a failed
+                fsync of the previous record the segment stays closed, since the kernel may have dropped the pages.
         """
         with self._writing:
             return self._append(step, micro_batch, arrays)
 
     def settle(self) -> None:
-        """Wait until every record is durable.
+        """Waits until every record is durable.
 
         Raises:
             OSError: the fsync failed; as for `append`.
@@ -124,13 +121,13 @@ class Ledger:
             place = (self._epoch, self._rank, step, micro_batch)
             payload = seal_record(self._keys.current, place, payload)
         record = memoryview(frame(step, micro_batch, payload, sealed=self._keys is not None))
-        self._settle()  # not sooner: the sync goes on while all this is packed
+        self._settle()  # not earlier: the sync runs while all this is packed
         written = 0
         try:
             while written < len(record):
                 written += os.pwrite(self._fd, record[written:], self._end + written)
         except OSError:
-            # Otherwise the next record would lie behind half a record, and read as damage.
+            # Otherwise the next record would follow half a record, and read as damage.
             self._broken = True
             os.ftruncate(self._fd, self._end)
             self._broken = False
@@ -140,8 +137,8 @@ class Ledger:
         return len(record)
 
     def compact(self, before_step: int) -> int:
-        """Drop this segment's records of steps before `before_step`; returns the bytes given back. The file is replaced
-        by rename, so a crash leaves the old segment or the new one."""
+        """Drops this segment's records of steps before `before_step`; returns the bytes freed. The file is replaced by
+        rename, so a crash leaves the old segment or the new one."""
         with self._writing:
             return self._compact(before_step)
 
@@ -160,7 +157,7 @@ class Ledger:
                 write_file(self.path, data)
                 old, self._fd = self._fd, self._open()
             except BaseException:
-                # Nobody would read a record that goes into a file without a name.
+                # A record in a file without a name would never be read.
                 self._broken |= not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
                 raise
             os.close(old)
@@ -168,10 +165,10 @@ class Ledger:
         return max(saved, 0)
 
     def close(self) -> None:
-        """Give the segment back, every record durable.
+        """Closes the segment after making every record durable.
 
         Raises:
-            OSError: the fsync of the last record failed; the segment is given back all the same.
+            OSError: the fsync of the last record failed; the segment is closed anyway.
         """
         if self._fd < 0:
             return
@@ -203,7 +200,7 @@ class Ledger:
         return fd
 
     def _cut_torn_tail(self) -> int:
-        """Truncate behind the last whole record; returns where the next one goes."""
+        """Truncates after the last whole record; returns the offset of the next one."""
         size = os.fstat(self._fd).st_size
         items = list(scan(self._fd, self._epoch, self._rank))
         end = size
@@ -229,25 +226,23 @@ def load(
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> dict[Key, Arrays]:
-    """The rollouts in the ledger of the steps from `from_step` on, over every attempt and rank.
+    """Loads the journaled rollouts of the steps from `from_step` on, over every epoch and rank. Runs on every rank.
 
     Args:
         from_step: whole steps done in the state that is resumed.
-        wanted: told step and global micro-batch of a record. What it turns down is not decoded: a rank
-            holds its own rollouts in memory, not everybody's.
-        taken_back: told the same of each that was taken back, whether or not it was recorded anew.
-        report: told of each damaged region, one line each; loading then goes on without what was in it.
-            None: damage raises.
-        keys: where given, records have to be sealed with one of them; any other counts as damage.
+        wanted: called with step and global micro-batch of a record. A refused record is not decoded: a rank holds its
+            own rollouts in memory, not those of all ranks.
+        taken_back: called in the same way for each record that was taken back, whether or not it was recorded anew.
+        report: called with one line for each damaged region; loading then continues without its content. None: damage
+            raises.
+        keys: if given, records must be sealed with one of them; any other counts as damage.
 
     Returns:
-        (step, global micro-batch) → arrays. Where several attempts hold one, the newest attempt's.
+        (step, global micro-batch) → arrays. If several epochs hold one, the newest epoch's.
 
     Raises:
         CheckpointCorrupt: a region in the middle of a segment is damaged, and there is no `report`.
         KeyRefused: a record is sealed, and there is no key or another one; with a `report`, too.
-
-    Runs on every rank.
     """
     rollouts: dict[Key, Arrays] = {}
     for key, arrays in records(paths, from_step=from_step, wanted=wanted, report=report, keys=keys):
@@ -267,7 +262,8 @@ def records(
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
 ) -> Iterator[tuple[Key, Arrays]]:
-    """Every whole record of the steps from `from_step` on, the newest attempt's last; arguments and errors as `load`.
+    """Yields every whole record of the steps from `from_step` on, the newest epoch's last; arguments and errors as
+    `load`.
 
     Returns:
         (step, global micro-batch) and arrays. Without arrays the record takes back those before it.
@@ -282,15 +278,13 @@ def records(
 
 
 def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None) -> list[Path]:
-    """Remove segments that hold nothing from `before_step` on; returns what was removed.
+    """Removes segments that hold nothing from `before_step` on; returns what was removed. Runs on rank 0.
 
-    A segment of `current_epoch` or later stays (its owner compacts it), and so does one with damage in
-    it or under a living writer's lock: what it held cannot be told, or is about to change.
+    A segment of `current_epoch` or later stays (its owner compacts it). So does one with damage or under a live
+    writer's lock: its content is unknown, or about to change.
 
     Args:
         before_step: `step` of the oldest checkpoint that is kept.
-
-    Runs on rank 0.
     """
     removed = []
     for epoch, rank, path in segments(paths):
@@ -343,7 +337,7 @@ def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> Non
 def _arrays(
     path: Path, fd: int, item: Frame, report: Callable[[str], None] | None, keys: Keyring | None
 ) -> Arrays | None:
-    """The arrays of a record that the scan found whole; None: they cannot be read, and `report` was told."""
+    """Returns the arrays of a record that the scan found whole; None: they cannot be read, and `report` was told."""
     payload = item.payload(fd)
     try:
         if payload is None:

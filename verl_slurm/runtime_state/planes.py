@@ -1,7 +1,7 @@
-"""Arrays to byte planes and back (`format.py`, section 1): plain arithmetic on numpy, no bytes of a file.
+"""Cuts arrays into byte planes and back (`format.py`, section 1): plain arithmetic on numpy, no bytes of a file.
 
-An item's byte k of every item in a chunk is a plane. Planes come out by shift and cast, which numpy does with
-vector instructions; the transposed copy that says the same took three times as long.
+Byte k of every item in a chunk forms a plane. Planes are taken by shift and cast, which numpy does with vector
+instructions; the equivalent transposed copy took three times as long.
 """
 
 import sys
@@ -19,7 +19,7 @@ _LITTLE = sys.byteorder == "little"
 
 
 def used_bits(array: np.ndarray) -> int:
-    """How many low bits of its items are ever set, as a width that planes can have."""
+    """Returns how many low bits of its items are ever set, as a width that planes can have."""
     if array.dtype.kind == "b":
         return 1 if array.any() else 0
     if not array.size:
@@ -29,12 +29,13 @@ def used_bits(array: np.ndarray) -> int:
 
 
 def small_planes(array: np.ndarray, bits: int) -> bytes | None:
-    """All pieces of a small array, end to end: what `split` gives, in a fraction of the time; None if it is large.
+    """Returns all pieces of a small array, end to end, as `split` gives them, in a fraction of the time; None if it is
+    large.
 
-    A record of the ledger is six of them, and costs by the number of calls to numpy. Small ones have a single chunk.
+    A journal record has six of them, and its cost grows with the number of calls to numpy. A small array has one chunk.
 
     Args:
-        bits: as `used_bits` gives it.
+        bits: from `used_bits`.
     """
     if array.nbytes > min(_SMALL_BYTES, CHUNK_ITEMS) or not (_LITTLE and array.dtype.isnative):
         return None
@@ -47,18 +48,18 @@ def small_planes(array: np.ndarray, bits: int) -> bytes | None:
 
 
 def rounded(bits: int) -> int:
-    """The next width whose last plane has 1, 2, 4 or 8 bits."""
+    """Returns the next width whose last plane has 1, 2, 4 or 8 bits."""
     whole, rest = divmod(bits, 8)
     return 8 * whole + (0, 1, 2, 4, 4, 8, 8, 8)[rest]
 
 
 def split(array: np.ndarray, bits: int) -> Iterator[np.ndarray]:
-    """The pieces of `array`, each uint8 [bytes]: chunk by chunk, and in it plane by plane.
+    """Yields the pieces of `array`, each uint8 [bytes]: chunk by chunk, and in it plane by plane.
 
-    A piece may be a view of `array`, or be overwritten once the next is asked for.
+    A piece may be a view of `array`, or be overwritten when the next one is taken.
 
     Args:
-        bits: as `used_bits` gives it.
+        bits: from `used_bits`.
     """
     flat = _unsigned(array)
     scratch = np.empty(min(flat.size, CHUNK_ITEMS), flat.dtype)
@@ -80,17 +81,18 @@ def split(array: np.ndarray, bits: int) -> Iterator[np.ndarray]:
 
 
 def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
-    """Fill `out` from its pieces; the inverse of `split`.
+    """Fills `out` from its pieces; the inverse of `split`.
 
     Args:
         out: contiguous, in this machine's byte order. All of it is written.
-        take: gives the next `n` bytes as uint8 [n]; they need to stay only until the next call.
+        take: returns the next `n` bytes as uint8 [n]; they need to stay valid until the next call.
     """
     flat = _unsigned(out)
     if not bits:
         flat[:] = 0
         return
-    # In the narrowest type that holds it, two planes at a time: what wide arithmetic costs goes by the byte.
+    # Uses the narrowest type that holds the items, two planes at a time: the cost of wide arithmetic grows with its
+    # bytes.
     size = min(flat.size, CHUNK_ITEMS)
     narrow = np.dtype(np.uint16 if bits <= 16 else np.uint32 if bits <= 32 else np.uint64)
     pair, sum_, step = np.empty(size, np.uint16), np.empty(size, narrow), np.empty(size, narrow)
@@ -115,26 +117,26 @@ def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
 
 
 def _plane(take: Callable[[int], np.ndarray], bits: int, count: int) -> np.ndarray:
-    """The next plane of `count` items, uint8 [count]; `bits` of them are left."""
+    """Returns the next plane of `count` items, uint8 [count]; `bits` of them are left."""
     width = min(8, bits)
     raw = take((count * width + 7) // 8)
     return raw if width == 8 else _unpack(raw, width, count)
 
 
 def _unsigned(array: np.ndarray) -> np.ndarray:
-    """[items], as unsigned integers of this machine's byte order; a view where that is possible."""
+    """Returns [items] as unsigned integers of this machine's byte order; a view where possible."""
     if array.dtype.kind == "b":
-        # A bool that is neither 0 nor 1 can be made with a view; it means true.
+        # A view can make a bool that is neither 0 nor 1; it means true.
         return array.reshape(-1).view(np.uint8)
     if not (
         array.dtype.isnative and array.flags.c_contiguous
-    ):  # asking numpy for what is so already takes longer
+    ):  # a needless conversion by numpy takes longer than the test
         array = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("="))
     return array.reshape(-1).view(_UINT[array.itemsize])
 
 
 def _pack(plane: np.ndarray, width: int) -> np.ndarray:
-    """`width` bits (1, 2, 4) of each byte, the first item in the lowest bits."""
+    """Packs `width` bits (1, 2, 4) of each byte, the first item in the lowest bits."""
     if width == 1:
         return np.packbits(plane, bitorder="little")
     per_byte = 8 // width

@@ -1,16 +1,16 @@
-"""`RUN/samples.jsonl`: a few responses of every step as text, with their rewards, for people to read.
+"""Keeps `RUN/samples.jsonl`: a few responses of every step as text, with their rewards, for people to read.
 
 ```
 {"time": ..., "epoch": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
 {"time": ..., "epoch": 3, "step": 12, "sealed": "..."}                               the same of a run with a key
 ```
 
-`epoch` is the attempt. `responses` counts those that the samples were chosen from: what data-parallel rank 0 sampled in
-that step. `sealed` is the first form, sealed as a record of the ledger (`sealing.py`) at a rank that no run has, in
+`epoch` is the attempt. `responses` counts the candidates for the samples: what data-parallel rank 0 sampled in that
+step. `sealed` is the first form, sealed like a record of the ledger (`sealing.py`) at a rank that no run has, in
 base64.
 
-A step that is done again after an interruption has a line of each attempt; the newest counts. At 8 MiB the file becomes
-`samples.old.jsonl`, in the place of the one before: the older half of what is kept goes. Nothing depends on these
+A step that is repeated after an interruption has one line per attempt; the newest counts. At 8 MiB the file becomes
+`samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes. Nothing depends on these
 files, so they are not forced to disk.
 """
 
@@ -74,7 +74,7 @@ _SEALED = msgspec.json.Decoder(_Sealed)
 
 
 def clipped(text: str) -> str:
-    """`text` without its middle where it is long: the end is where a response has its answer."""
+    """Returns `text`, without its middle if it is long: the answer is at the end of a response."""
     if len(text) <= _MAX_CHARS:
         return text
     half = _MAX_CHARS // 2
@@ -90,7 +90,7 @@ def append_samples(
     *,
     keys: Keyring | None = None,
 ) -> None:
-    """Keep the samples of a step.
+    """Appends the samples of a step.
 
     Args:
         step: whole steps done with it.
@@ -115,9 +115,9 @@ def append_samples(
 
 
 def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, StepSamples]:
-    """Step → its samples, oldest first. Lines that are none are passed over.
+    """Returns step → its samples, oldest first; skips invalid lines.
 
-    What an earlier attempt did beyond the newest line's step is no part of the run any more.
+    Steps of an earlier attempt beyond the newest line's step are no longer part of the run.
 
     Raises:
         KeyRefused: they are sealed, and there is no key or another one.
@@ -128,7 +128,7 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
         for line in _lines(path):
             step = _parse(line, keys, path)
             if step is not None:
-                # In order, so that the newest are last: a look at all of them for each line would take hours.
+                # In order, so that the newest are last: searching all of them for each line would take hours.
                 while found and next(reversed(found)) >= step.step:
                     found.popitem()
                 found[step.step] = step

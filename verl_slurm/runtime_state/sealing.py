@@ -1,18 +1,18 @@
-"""Encrypted records of the ledger: the specification. Rollouts are data, so where a key is set they are sealed too.
+"""Specifies encrypted journal records. Rollouts are data, so with a key they are sealed, too.
 
 ```
 payload of a frame with magic VSLE:   id of the key, 8 bytes | salt, 32 bytes | ciphertext | tag, 16 bytes
 ```
 
-AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v1").
-The salt is random, so the nonce is fixed (12 zero bytes) and no count of records is too large.
-Associated data are epoch, rank, step and micro-batch: a record in another place or of another segment does not
-open. Its offset is not bound, since compaction moves records; a record that is missing, or one at the end that
-was cut off, is not noticed here either and need not be: what the ledger lacks is generated again, the same.
+AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v1"). The salt is
+random, so the nonce is fixed (12 zero bytes) and the number of records is not limited. Associated data are epoch, rank,
+step and micro-batch: a record in another place or of another segment does not open. Its offset is not bound, since
+compaction moves records. A missing record, or a cut at the end, is not noticed here and need not be: rollouts that the
+journal lacks are generated again, identically.
 
 Samples (`samples.py`) are sealed in the same way, at the rank 2^32 - 1.
 
-With a key configured a record that is not sealed counts as damage: whoever can write the file could have made it.
+With a key configured an unsealed record counts as damage: any process that can write the file could have made it.
 """
 
 import secrets
@@ -36,7 +36,7 @@ Place = tuple[int, int, int, int]
 
 
 def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
-    """`payload` as it is written."""
+    """Returns `payload` as it is written."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     salt = secrets.token_bytes(_SALT_BYTES)
@@ -45,15 +45,15 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
 
 
 def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool, where: object) -> bytes:
-    """What was written at `place`.
+    """Returns the payload that was written at `place`.
 
     Args:
-        keys: None where none is configured.
-        sealed: what the frame says of `data`.
+        keys: None if none is configured.
+        sealed: whether the frame marks `data` as sealed.
 
     Raises:
         KeyRefused: there is no key, or it was sealed with another one.
-        CheckpointCorrupt: it is not what was sealed there; or not sealed, where it has to be.
+        CheckpointCorrupt: it is not what was sealed there; or it is not sealed and has to be.
     """
     if not sealed:
         if keys is None:

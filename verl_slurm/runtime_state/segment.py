@@ -1,4 +1,4 @@
-"""One ledger segment's bytes: framing, scanning and resynchronizing (`format.py`, section 3).
+"""Frames, scans and resynchronizes one ledger segment's bytes (`format.py`, section 3).
 
 Knows frames, not rollouts; reads with an open descriptor, writes nothing.
 """
@@ -34,7 +34,7 @@ class Frame:
     Attributes:
         offset: of its first byte in the segment.
         length: bytes of its payload.
-        payload_crc: what the payload's CRC-32 should be.
+        payload_crc: the expected CRC-32 of the payload.
         sealed: the payload is encrypted (`sealing.py`).
     """
 
@@ -50,14 +50,14 @@ class Frame:
         return self.offset + FRAME_BYTES + self.length
 
     def payload(self, fd: int) -> bytes | None:
-        """Its payload, or None when it is cut short or does not match its CRC."""
+        """Returns its payload, or None when it is cut short or does not match its CRC."""
         data = os.pread(fd, self.length, self.offset + FRAME_BYTES)
         return data if len(data) == self.length and zlib.crc32(data) == self.payload_crc else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A region that is no record: damage when whole records follow, else a torn tail."""
+    """A region without a record: damage when whole records follow, else a torn tail."""
 
     offset: int
     end: int
@@ -65,24 +65,25 @@ class Gap:
 
 
 def head(epoch: int, rank: int) -> bytes:
-    """The first bytes of a segment."""
+    """Returns the first bytes of a segment."""
     return _HEAD.pack(_HEAD_MAGIC, epoch, rank)
 
 
 def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) -> bytes:
-    """One record, ready to append."""
+    """Returns one record, ready to append."""
     magic = _SEALED_MAGIC if sealed else _FRAME_MAGIC
     fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload))
     return fields + _CRC.pack(zlib.crc32(fields)) + payload
 
 
 def open_segment(path: Path) -> int:
-    """A read descriptor; a link in the place of a segment is an OSError (ELOOP)."""
+    """Opens a segment for reading; a link in its place is an OSError (ELOOP)."""
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def is_locked(fd: int) -> bool:
-    """Whether a living writer has locked the segment. No locks here: nobody can tell, so no."""
+    """Returns whether a live writer has locked the segment. False on a file system without locks, where it is
+    unknown."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -93,20 +94,20 @@ def is_locked(fd: int) -> bool:
 
 
 def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
-    """Walk a segment from its head to its present end.
+    """Walks a segment from its head to its present end.
 
     Args:
-        epoch, rank: what the head must say.
-        check_from_step: payloads of earlier steps are stepped over without being read.
+        epoch, rank: the values that the head must have.
+        check_from_step: payloads of earlier steps are skipped without being read.
 
     Yields:
-        Every good record, and a Gap for each region that is none, in order of their offsets.
+        Every good record, and a Gap for each region without one, in order of their offsets.
     """
     size = os.fstat(fd).st_size
     patience = _Patience(size)
     offset = HEAD_BYTES
     if os.pread(fd, HEAD_BYTES, 0) != head(epoch, rank):
-        # A head that was torn has nothing behind it; a damaged one may have whole records.
+        # After a torn head there is nothing; after a damaged one there may be whole records.
         gap = _gap(fd, 0, 0, size, patience)
         yield gap
         offset = gap.end
@@ -148,15 +149,15 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
 class _Patience:
     """Bytes of payloads that may still turn out wrong before the rest of a segment counts as damage.
 
-    Honest frames do not overlap, so all of theirs are at most the segment's size. Frames made to lie in each
-    other would have us read the same bytes again and again (4 MiB of them: 44 s).
+    Genuine frames do not overlap, so their total is at most the segment's size. Frames made to overlap would make us
+    read the same bytes again and again (4 MiB of them: 44 s).
     """
 
     left: int
 
 
 def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Gap:
-    """The gap from `start` to the next record, from `offset` on, that is whole, payload included."""
+    """Returns the gap from `start` to the next whole record, payload included; the search begins at `offset`."""
     while offset < size and patience.left >= 0:
         block = os.pread(fd, _BLOCK, offset)
         if not block:

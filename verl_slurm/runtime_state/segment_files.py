@@ -1,4 +1,4 @@
-"""Which segments a run's ledger has, by their names (`format.py`, section 3)."""
+"""Lists a run's journal segments by their names (`format.py`, section 3)."""
 
 import os
 import re
@@ -13,14 +13,14 @@ _SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 
 
 def owner(path: Path) -> tuple[int, int]:
-    """Epoch and rank of a segment that `segments` found."""
+    """Returns epoch and rank of a segment that `segments` found."""
     match = _SEGMENT.fullmatch(path.name)
     assert match is not None
     return int(match[1]), int(match[2])
 
 
 def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
-    """(epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
+    """Lists (epoch, rank, path) of every segment, oldest epoch first. Other names are no segments."""
     try:
         entries = list(os.scandir(paths.ledger))
     except FileNotFoundError:

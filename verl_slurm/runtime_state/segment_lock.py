@@ -1,4 +1,4 @@
-"""One writer for a ledger segment: the lock that the kernel drops when its holder dies."""
+"""Ensures one writer per ledger segment, by a lock that the kernel drops when its holder dies."""
 
 import fcntl
 import time
@@ -10,20 +10,20 @@ from verl_slurm.base.exit_codes import ExitCode
 __all__ = ["SegmentHeld", "lock_segment"]
 
 _PATIENCE_S = 10.0
-"""How long a segment's former owner, killed a moment ago, may take to die."""
+"""Seconds that a segment's former owner, just killed, may take to die."""
 _LOOK_AGAIN_S = 0.1
 
 
 class SegmentHeld(VerlSlurmError):
-    """Another process holds the segment. It is of our own epoch, so it is about to die: try again."""
+    """Another process holds the segment. It belongs to our own epoch, so it is about to die: try again."""
 
     exit_code = ExitCode.INTERNAL
 
 
 def lock_segment(fd: int, path: Path) -> None:
-    """Lock an open segment; it is unlocked when the last copy of `fd` is closed.
+    """Locks an open segment; the lock ends when the last copy of `fd` is closed.
 
-    Looks again and again: a blocking flock knows no time limit, and on NFS is a loop of its own.
+    Polls: a blocking flock has no time limit, and on NFS is a loop of its own.
 
     Raises:
         SegmentHeld: another process holds it and does not end.

@@ -1,7 +1,7 @@
-"""One fdatasync under way while its writer goes on. Knows descriptors, and nothing of what is written.
+"""Runs one fdatasync while the writer continues. Knows descriptors, and nothing of the content.
 
-A thread that only syncs, instead of `concurrent.futures`: a hand-over takes 12 us of CPU here and 30 us there, and
-every micro-batch has one.
+A thread that only syncs replaces `concurrent.futures`: a hand-over takes 12 us of CPU here and 30 us there, and every
+micro-batch has one.
 """
 
 import os
@@ -13,9 +13,9 @@ __all__ = ["BackgroundSync"]
 
 
 class BackgroundSync:
-    """Makes a file durable behind its writer's back; at most one fdatasync is under way.
+    """Makes a file durable in the background; at most one fdatasync is under way.
 
-    Its thread is made with the first `begin`, and ends with this object. Not for several threads at a time.
+    The first `begin` starts its thread, which ends with this object. For one calling thread at a time.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class BackgroundSync:
         self._started = self._under_way = False
 
     def begin(self, fd: int) -> None:
-        """Start to make `fd` durable as it is now; `fd` stays open until `wait` was called."""
+        """Starts to make the present content of `fd` durable; `fd` must stay open until `wait` was called."""
         assert not self._under_way, "the one before was not waited for"
         if not self._started:
-            # It must not hold on to this object, whose end is its own.
+            # The thread must not reference this object, whose end is also its own.
             threading.Thread(
                 target=_sync, args=(self._todo, self._done), name="ledger-sync", daemon=True
             ).start()
@@ -37,10 +37,10 @@ class BackgroundSync:
         self._todo.put(fd)
 
     def wait(self) -> None:
-        """Until what was begun is done; nothing, where nothing was.
+        """Waits for the sync that was begun; returns at once if there is none.
 
         Raises:
-            OSError: it failed. Said once.
+            OSError: the sync failed. Raised once.
         """
         if not self._under_way:
             return

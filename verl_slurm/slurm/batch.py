@@ -1,12 +1,12 @@
-"""What is asked of sbatch for a run. Pure: reads no disk, asks no Slurm.
+"""Builds what a run asks of sbatch. Pure: reads no disk, asks no Slurm.
 
 Three choices of the batch script carry the design (measured, Slurm 22.05 and 24.11):
 
-* `--signal=B:USR1@N` warns the batch process alone. Without `B:` every process of every step gets the
-  signal, and whatever has no handler dies of it.
+* `--signal=B:USR1@N` warns the batch process alone. Without `B:` every process of every step gets the signal, and any
+  process without a handler dies of it.
 * the last line is `exec python ...`: Python becomes the batch process, and gets the signal itself.
-* `trap ''` in front of it: a warning in the half second before the daemon listens is ignored instead of
-  killing the shell, and an ignored signal stays ignored over `exec`.
+* `trap ''` before it: a warning in the half second before the daemon listens is ignored instead of killing the shell,
+  and an ignored signal stays ignored over `exec`.
 """
 
 import re
@@ -23,9 +23,9 @@ __all__ = [
     "unwanted_environment",
 ]
 
-# Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES), so that a
-# forgotten SBATCH_NO_REQUEUE would silently beat our `--requeue`; and those of a job that we are inside of,
-# which srun in the new job would take for its own.
+# Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES): a forgotten SBATCH_NO_REQUEUE
+# would silently override our `--requeue`. Also those of a job that we are inside of, which srun in the new job would
+# take for its own.
 _SBATCH_VARIABLE = re.compile(r"SBATCH_.+|SLURM_.+|SLURMD_.+|PMI_.+|PMIX_.+|PMI2_.+|SUBMITIT_.+")
 _KEEP = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_TIME_FORMAT", "SLURM_CONF_SERVER"}
 _KEEP_UNLESS_SET = {
@@ -39,10 +39,10 @@ _KEEP_UNLESS_SET = {
 
 
 def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str, object]:
-    """Keyword arguments of submitit's `SlurmExecutor.update_parameters`.
+    """Returns keyword arguments of submitit's `SlurmExecutor.update_parameters`.
 
     Args:
-        expedite: Slurm offers `--requeue=expedite`, and it is wanted (`expedite.py`).
+        expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`expedite.py`).
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
@@ -74,7 +74,7 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
 
 
 def sbatch_options(config: RunConfig) -> list[str]:
-    """The same, as command-line options for a hand-written batch script (`batch_script`)."""
+    """Returns the same as command-line options for a hand-written batch script (`batch_script`)."""
     parameters = sbatch_parameters(config)
     additional = parameters.pop("additional_parameters")
     assert isinstance(additional, dict)
@@ -85,14 +85,14 @@ def sbatch_options(config: RunConfig) -> list[str]:
 
 
 def batch_script(config: RunConfig) -> str:
-    """Which of `sbatch/` goes with these options."""
+    """Returns the script of `sbatch/` that goes with these options."""
     if config.slurm.container is not None:
         return f"{config.slurm.container.runtime}.sbatch"
     return "single_node.sbatch" if config.distributed.nodes == 1 else "multi_node.sbatch"
 
 
 def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
-    """Variables to leave behind when submitting."""
+    """Lists the variables to leave out when submitting."""
     given = {"account": config.slurm.account, "partition": config.slurm.partition, "qos": config.slurm.qos}
     chosen = {option for option, value in given.items() if value is not None} | set(config.slurm.extra)
     kept = _KEEP | {name for name, option in _KEEP_UNLESS_SET.items() if option not in chosen}
@@ -100,7 +100,7 @@ def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:
 
 
 def submission_environment(environ: Mapping[str, str], config: RunConfig) -> dict[str, str]:
-    """What sbatch is started with: `environ` without those, and no import from the working directory."""
+    """Returns the environment of sbatch: `environ` without those, and without imports from the working directory."""
     gone = set(unwanted_environment(list(environ), config))
     kept = clean_environment({name: value for name, value in environ.items() if name not in gone})
     # submitit starts its local controller by `python -m` without -P, which would look in the working directory first.

@@ -1,21 +1,21 @@
-"""Why were we woken? Decided from what Slurm says, never from a signal alone. Pure.
+"""Decides why the lead was woken, from what Slurm reports, never from a signal alone. Pure.
 
-What `scontrol show job` shows, in this order, measured on 22.05.8 (two nodes, GraceTime=8, KillWait=5,
+`scontrol show job` shows the following, in this order, measured on 22.05.8 (two nodes, GraceTime=8, KillWait=5,
 SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 
 * preemption: RUNNING, PreemptTime set, EndTime = end of the grace time. TERM comes only after it (8 s here:
   Slurm looks now and then); with it COMPLETING, Restarts+1, PreemptTime None; then PENDING Reason=BeginTime.
 * the same with --no-requeue: RUNNING as above; COMPLETING, Restarts unchanged, PreemptTime set; PREEMPTED.
 * the same with PreemptMode=CANCEL, and with GraceTime=0 without the RUNNING: as with --no-requeue, and Requeue=1.
-* time limit: nothing at the warning: RUNNING, EndTime as ever. TERM up to 28 s after EndTime, with it
+* time limit: nothing at the warning: RUNNING, EndTime unchanged. TERM up to 28 s after EndTime, with it
   COMPLETING, Reason=TimeLimit, Restarts unchanged; then TIMEOUT.
-* scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED. Who did it, its user or
-  an administrator, Slurm shows nowhere but in sacct (`CANCELLED by UID`).
+* scancel: at once COMPLETING, Reason None, Restarts unchanged, EndTime = now; then CANCELLED. Slurm
+  shows the author, its user or an administrator, in sacct alone (`CANCELLED by UID`).
 * scancel in the grace time: the same, with PreemptTime still set, to the grace time's beginning.
 * scancel -b -s USR1: nothing.
 * scontrol requeue by anyone: at once COMPLETING, Restarts+1 (requeuehold: Reason=job_requeued_in_held_state).
 * a node lost: nothing for 2 to 3 times SlurmdTimeout (27 and 30 s); then COMPLETING, Restarts+1, NodeList =
-  the nodes left. A node set DOWN: the same at once. 23.02 and newer name it besides: FailedNode=.
+  the nodes left. A node set DOWN: the same at once. 23.02 and newer also name it: FailedNode=.
 * a node lost or DOWN with --no-requeue: COMPLETING, Reason=NodeDown, Restarts unchanged; then NODE_FAIL.
 * the batch process killed: COMPLETING, Reason=JobLaunchFailure (22.05) or `RaisedSignal:9(Killed)` (23.02 and
   newer), Restarts unchanged; then FAILED. Out of memory: Reason=OutOfMemory; then OUT_OF_MEMORY. We hear of neither
@@ -47,8 +47,8 @@ from verl_slurm.slurm.facts import JobFacts
 __all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
 
 Trigger = Literal["warning", "requeue_wish", "term", "poll"]
-"""What made us ask: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`), TERM, or
-a look of our own."""
+"""Reason for the question: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`),
+TERM, or a routine look of our own."""
 
 CauseKind = Literal[
     "preemption",
@@ -69,20 +69,21 @@ WARNING_SLACK_S = 60
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """What is happening to the job, and what shows it."""
+    """The event that the job meets, and its evidence."""
 
     kind: CauseKind
     """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job
-    requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or says something that fits nothing. `failed`:
-    Slurm ends the job because something broke (a node of one that it may not requeue), and nobody has it run again."""
+    requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or reports something that fits nothing. `failed`:
+    Slurm ends the job because something broke (a node of one that it may not requeue), and it will not run again by
+    itself."""
     evidence: str
     deadline: datetime | None = None
-    """When Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or it
-    is being ended now and KillWait runs."""
+    """Time at which Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or the
+    job is being ended now and KillWait runs."""
 
     @property
     def ends_job(self) -> bool:
-        """Whether this attempt is over soon, whatever we do."""
+        """Returns whether this attempt ends soon, whatever we do."""
         return self.kind in {"preemption", "time_limit", "failed", "cancel", "requeued", "node_lost"}
 
 
@@ -95,12 +96,12 @@ def decide_cause(
     now: datetime,
     lost_nodes: Collection[str] = (),
 ) -> Cause:
-    """One of the kinds above.
+    """Decides which of the kinds above applies.
 
     Args:
         trigger: what made us ask.
         facts: the job as read after that.
-        own_restarts: SLURM_RESTART_COUNT of this attempt, 0 where unset.
+        own_restarts: SLURM_RESTART_COUNT of this attempt, 0 if unset.
         signal_lead_s: N of `--signal=B:USR1@N`.
         now: UTC.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
@@ -159,7 +160,7 @@ def _running(
 
 
 def _shown(facts: JobFacts, own_restarts: int) -> str:
-    """The deciding fields as one line."""
+    """Returns the deciding fields as one line."""
     preempt = "None" if facts.preempt_time is None else facts.preempt_time.isoformat()
     end = "None" if facts.end_time is None else facts.end_time.isoformat()
     line = (

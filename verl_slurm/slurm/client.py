@@ -1,6 +1,6 @@
-"""Asks slurmctld and tells it: absolute paths, deadlines, the outcome read back.
+"""Asks slurmctld and gives it commands: absolute paths, deadlines, the outcome read back.
 
-Measured on 22.05.8 (cluster of 4 slurmds on one machine): `scontrol show job` 8 ms; with slurmctld dead
+Measured on 22.05.8 (cluster of 4 slurmds on one machine): `scontrol show job` takes 8 ms. With slurmctld dead,
 `scontrol` tries for 9 s and more, hence the deadline below that.
 """
 
@@ -37,20 +37,21 @@ from verl_slurm.slurm.runner import Completed, run_command
 
 __all__ = ["SlurmClient"]
 
-# Slurm may still hand out the old start time while the job completes; looked at this often, at most so long
+# Slurm may still report the old start time while the job completes; the client looks this often, up to the time below
 _READ_BACK_STEPS = 5
 _READ_BACK_PAUSE_S = 0.1
 _DELAY_SLACK_S = 5
 _SETTLE_S = 8.0
-"""After Slurm's yes to a requeue: for the start time and reading back together. TERM has come, and KillWait runs."""
+"""Seconds after Slurm's yes to a requeue, for the start time and reading back together. TERM has come, and KillWait
+runs."""
 _OWN_DELAY_S = 120
-"""What Slurm waits before it starts a requeued job again (cred_expire, by default)."""
+"""Slurm's delay before it starts a requeued job again (cred_expire, by default)."""
 _AHEAD = "this node's clock is far ahead: Slurm's own delay holds"
 _ASIDE_S = 3.0
-"""For a question without whose answer one can do: at a preemption's end, KillWait runs."""
+"""Deadline of a question that is not essential: at a preemption's end, KillWait runs."""
 
 Now = Callable[[], datetime]
-"""What time it is for slurmctld."""
+"""Returns slurmctld's time."""
 
 
 def _today() -> datetime:
@@ -58,7 +59,7 @@ def _today() -> datetime:
 
 
 class SlurmClient:
-    """Asks and tells slurmctld. Holds no connection; every call is one command.
+    """Asks and commands slurmctld. Holds no connection; every call is one command.
 
     Args:
         env: the environment of the commands (SLURM_CONF chooses the cluster); None: this process's.
@@ -67,7 +68,7 @@ class SlurmClient:
 
     def __init__(self, env: Mapping[str, str] | None = None, *, timeout_s: float = 8.0) -> None:
         base = dict(os.environ if env is None else env)
-        # variables that change what the commands print or do would be a second, silent command line
+        # variables that change what the commands print or do would be a hidden second command line
         for name in list(base):
             if name.startswith(("SCONTROL_", "SQUEUE_", "SINFO_", "SCANCEL_")):
                 del base[name]
@@ -89,7 +90,7 @@ class SlurmClient:
         return self._programs[name]
 
     async def run(self, argv: list[str], within_s: float | None = None) -> Completed:
-        """One command to its end.
+        """Runs one command to its end.
 
         Args:
             within_s: a shorter deadline than the client's.
@@ -101,7 +102,7 @@ class SlurmClient:
         timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
         try:
             return await asyncio.to_thread(run_command, command, self._env, timeout_s)
-        except RuntimeError as error:  # no thread to be had
+        except RuntimeError as error:  # no thread is available
             raise SlurmMissing(
                 "Slurm cannot be asked",
                 where=" ".join(argv),
@@ -110,7 +111,7 @@ class SlurmClient:
             ) from error
 
     async def _ask(self, argv: list[str], what: str, where: object, within_s: float | None = None) -> str:
-        """The output of a command that only reads."""
+        """Returns the output of a command that only reads."""
         done = await self.run(argv, within_s)
         if done.exit_code == 0:
             return done.stdout
@@ -126,7 +127,7 @@ class SlurmClient:
         )
 
     async def job(self, job_id: int, within_s: float | None = None) -> JobFacts:
-        """The job as slurmctld has it now.
+        """Returns the job as slurmctld has it now.
 
         Raises:
             NotFound: unknown, or forgotten (MinJobAge after its end).
@@ -136,7 +137,7 @@ class SlurmClient:
         facts = parse_job(text, job_id)
         if facts.state != "COMPLETING" or facts.preempt_time is None:
             return facts
-        # Ended by the preemption, or cancelled in its grace time: the text shows the same of both.
+        # Ended by the preemption, or cancelled in its grace time: the text is the same for both.
         try:
             done = await self.run(commands.show_job_json(job_id), _ASIDE_S)
             end = ended_as(done.stdout, job_id) if done.exit_code == 0 else None
@@ -147,37 +148,38 @@ class SlurmClient:
         return msgspec.structs.replace(facts, ended_as=end)
 
     async def _without_grace(self, partition: str) -> bool:
-        """Whether jobs there are preempted at once: then none can be cancelled in its grace time. Raises as `job`."""
+        """Returns whether jobs there are preempted at once: then none can be cancelled in its grace time. Raises as
+        `job`."""
         argv = commands.show_partition(partition)
         text = await self._ask(argv, "Slurm has no such partition", partition, _ASIDE_S)
         conf = parse_config(await self._ask(commands.show_config(), "Slurm has no config", None, _ASIDE_S))
-        # with preempt/qos the grace time is the QOS's, which only sacctmgr shows
+        # with preempt/qos the grace time is the QOS's, which sacctmgr shows and scontrol does not
         return (
             parse_partition(text, partition).grace_s == 0
             and conf.get("PreemptType") == "preempt/partition_prio"
         )
 
     async def node(self, name: str) -> NodeFacts:
-        """One node. Raises as `job`."""
+        """Returns one node. Raises as `job`."""
         text = await self._ask(commands.show_node(name), "Slurm does not know the node", name)
         return parse_node(text, name)
 
     async def node_addr(self, name: str) -> str:
-        """Where to reach a node: its NodeAddr (an address or a resolvable name)."""
+        """Returns where to reach a node: its NodeAddr (an address or a resolvable name)."""
         return (await self.node(name)).addr
 
     async def partition(self, name: str) -> PartitionFacts:
-        """One partition. Raises as `job`."""
+        """Returns one partition. Raises as `job`."""
         text = await self._ask(commands.show_partition(name), "Slurm has no such partition", name)
         return parse_partition(text, name)
 
     async def usable_nodes(self, partition: str) -> dict[str, str]:
-        """As `parse_usable_nodes`. Raises as `job`."""
+        """Returns what `parse_usable_nodes` finds. Raises as `job`."""
         argv = commands.list_nodes(partition)
         return parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
 
     async def own_job_with(self, script: str) -> str:
-        """The newest job of ours, not over yet, with this batch script; empty: none. Raises as `job`."""
+        """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
         text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", script)
         jobs = (line.strip().partition("|") for line in text.splitlines())
         return max(
@@ -185,7 +187,7 @@ class SlurmClient:
         )
 
     async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Number to (state, reason) of every job of these users (uids) that is not over, in ONE question.
+        """Maps the number of every unfinished job of these users (uids) to (state, reason), in ONE question.
 
         Raises:
             SlurmMissing: no answer.
@@ -194,34 +196,34 @@ class SlurmClient:
         return parse_states(text)
 
     async def default_partition(self) -> PartitionFacts:
-        """The one that jobs go to which name none. Raises as `job`."""
+        """Returns the partition of jobs that name none. Raises as `job`."""
         return parse_default_partition(
             await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
         )
 
     async def config(self) -> dict[str, str]:
-        """slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""
+        """Returns slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""
         return (await self.config_and_time())[0]
 
     async def config_and_time(self) -> tuple[dict[str, str], datetime | None]:
-        """The same, and what time it is for slurmctld, in whole seconds; None: it does not say."""
+        """Returns the same and slurmctld's time in whole seconds; None if it does not report it."""
         text = await self._ask(commands.show_config(), "Slurm does not show its config", None)
         return parse_config(text), parse_config_time(text)
 
     async def offers_expedite(self) -> bool:
-        """As `expedite.offered`; no answer is a no."""
+        """Returns `expedite.offered`; no answer counts as no."""
         try:
             said = (await self.run(commands.sbatch_help())).stdout
-            # Before 25.11 that is all, and slurmctld is not asked.
+            # An sbatch before 25.11 does not know the option; then slurmctld is not asked.
             return names_expedite(said) and offered(said, await self.config())
         except (SlurmMissing, NotFound):
             return False
 
     async def forbid_requeue(self, job: JobFacts) -> str:
-        """Set Requeue=0, so that Slurm does not start the job again by itself, and read it back.
+        """Sets Requeue=0, so that Slurm does not start the job again by itself, and reads it back.
 
         Returns:
-            What Slurm said against it; empty: done.
+            Slurm's objection; empty: done.
         """
         try:
             done = await self.run(commands.forbid_requeue(job.target))
@@ -232,17 +234,17 @@ class SlurmClient:
             return error.one_line()
 
     async def expand(self, node_list: str) -> list[str]:
-        """`node[1-2]` → `[node1, node2]`, in Slurm's order."""
+        """Expands `node[1-2]` to `[node1, node2]`, in Slurm's order."""
         argv = commands.show_hostnames(node_list)
         return parse_hostnames(await self._ask(argv, "Slurm does not read the node list", node_list))
 
     async def lost_nodes(self, node_list: str) -> tuple[str, ...]:
-        """Those of the listed nodes that Slurm calls DOWN or not responding. Raises as `job`."""
+        """Returns those of the listed nodes that Slurm calls DOWN or not responding. Raises as `job`."""
         argv = commands.show_nodes(node_list)
         return parse_lost_nodes(await self._ask(argv, "Slurm does not show the nodes", node_list))
 
     async def cancel(self, job_id: int) -> None:
-        """End a job for good.
+        """Ends a job permanently.
 
         Raises:
             SlurmRefused: not ours, or over already.
@@ -259,7 +261,7 @@ class SlurmClient:
             )
 
     async def signal_batch(self, job_id: int, signal: str) -> None:
-        """Signal a running job's batch process, e.g. with `USR1`.
+        """Signals a running job's batch process, e.g. with `USR1`.
 
         Raises:
             SlurmRefused: not ours, or not running.
@@ -276,14 +278,14 @@ class SlurmClient:
             )
 
     async def submit(self, words: Sequence[str], what: str, *, where: object = None, remedy: str = "") -> int:
-        """Queue a batch job: `sbatch --parsable WORDS`; its id.
+        """Queues a batch job (`sbatch --parsable WORDS`) and returns its id.
 
         Args:
             what: names the job in an error, e.g. `the urgent job`.
 
         Raises:
-            SlurmRefused: sbatch said no; the error quotes its last line.
-            SlurmMissing: no answer; it may have been queued all the same.
+            SlurmRefused: sbatch refused; the error quotes its last line.
+            SlurmMissing: no answer; the job may have been queued anyway.
         """
         done = await self.run(["sbatch", "--parsable", *words])
         number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`
@@ -298,7 +300,7 @@ class SlurmClient:
         )
 
     async def exclude(self, job: JobFacts, nodes: str) -> None:
-        """Set the nodes that the job is to stay away from, in Slurm's bracket form.
+        """Sets the nodes that the job avoids, in Slurm's bracket form.
 
         Raises:
             SlurmRefused: an unknown node, or the job is over.
@@ -316,18 +318,18 @@ class SlurmClient:
     async def requeue(
         self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today
     ) -> RequeueOutcome:
-        """End this run of the job and have it run again about `delay_s` from now.
+        """Ends this run of the job and has it run again about `delay_s` from now.
 
-        The state is read just before: a job that its user has cancelled is never requeued. Then two commands
-        in one breath, the requeue and a start time (6 and 8 ms). TERM is on its way to every process of the
-        job when this returns. Measured with Slurm's default cred_expire and a job that left at once: it ran
-        again 1.0, 3.0, 4.0, 4.9 and 11.0 s after the requeue for delays of 1, 2, 3, 5 and 10 s, not 121.
+        The state is read just before: a job that its user has cancelled is never requeued. Two commands follow at once,
+        the requeue and a start time (6 and 8 ms). TERM is on its way to every process of the job when this returns.
+        Measured with Slurm's default cred_expire and a job that left at once: it ran again 1.0, 3.0, 4.0, 4.9 and 11.0
+        s after the requeue for delays of 1, 2, 3, 5 and 10 s, not 121.
 
         Args:
             job_id: the job.
-            delay_s: seconds until it may start. Where the job is still COMPLETING by then, Slurm takes its own delay.
+            delay_s: seconds until it may start. If the job is still COMPLETING by then, Slurm uses its own delay.
             own_restarts: SLURM_RESTART_COUNT of the running attempt.
-            now: slurmctld's clock; a node's may be minutes off.
+            now: slurmctld's clock; a node's clock may be minutes off.
 
         Raises:
             SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
@@ -351,10 +353,10 @@ class SlurmClient:
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
     async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
-        """Have a requeued job start `delay_s` from now; the time that was asked for, None: it was not asked.
+        """Makes a requeued job start `delay_s` from now; returns the requested time, or None if none was requested.
 
-        scontrol turns a time that is past for its node into that node's present. Where the node is so far ahead that
-        Slurm's own delay ends sooner, that one is left.
+        scontrol turns a time that is past for its node into that node's present. If the node is so far ahead that
+        Slurm's own delay ends sooner, that delay stays.
 
         Raises:
             SlurmMissing: no answer.
@@ -382,7 +384,7 @@ class SlurmClient:
         own_restarts: int,
         now: Now,
     ) -> RequeueOutcome:
-        """Set the start time and read it back; again while Slurm has a later one, and `_SETTLE_S` at most."""
+        """Sets the start time and reads it back; repeats while Slurm has a later one, for at most `_SETTLE_S`."""
         said = ""
         facts: JobFacts | None = None
         until = time.monotonic() + _SETTLE_S
@@ -393,7 +395,7 @@ class SlurmClient:
                 break
             start: datetime | None = None
             try:
-                # a slurmctld that hangs here must leave time to see whether the requeue was taken
+                # a hanging slurmctld must leave time to see whether the requeue was accepted
                 start = await self.set_start(job, delay_s, now)
                 said = "" if start is not None else _AHEAD
             except (SlurmMissing, SlurmRefused) as error:

@@ -1,7 +1,7 @@
-"""Slurm's command lines, as lists. Pure; nothing here ever passes through a shell.
+"""Builds Slurm's command lines, as lists. Pure; no command passes through a shell.
 
-The first word is the program's bare name; the client replaces it by the absolute path it found. Values come
-typed and validated (`environment.py`), so none can be an option: numbers are ints, names match `NAME`.
+The first word is the program's bare name; the client replaces it by the absolute path it found. Values come typed and
+validated (`environment.py`), so none can be an option: numbers are ints, names match `NAME`.
 """
 
 import re
@@ -46,12 +46,12 @@ def _checked(pattern: re.Pattern[str], value: str) -> str:
 
 
 def show_job(job_id: int) -> list[str]:
-    """All of one job, many-line form (see parse.py)."""
+    """Shows all of one job, in the many-line form (see parse.py)."""
     return ["scontrol", "show", "job", str(job_id)]
 
 
 def show_job_json(job_id: int) -> list[str]:
-    """The same as JSON, where scontrol can (see full_state.py)."""
+    """Shows the same as JSON, if scontrol can (see full_state.py)."""
     return [*show_job(job_id), "--json"]
 
 
@@ -60,7 +60,7 @@ def show_node(name: str) -> list[str]:
 
 
 def show_nodes(node_list: str) -> list[str]:
-    """All nodes of a job in one command."""
+    """Shows all nodes of a job in one command."""
     return ["scontrol", "show", "node", _checked(NODE_LIST, node_list)]
 
 
@@ -73,7 +73,7 @@ def show_partitions() -> list[str]:
 
 
 def list_nodes(partition: str) -> list[str]:
-    """One line a node: name, state, features, generic resources. Far less text than `scontrol show node`."""
+    """Lists one line per node: name, state, features, generic resources. Far less text than `scontrol show node`."""
     return [
         "sinfo",
         "--noheader",
@@ -84,17 +84,17 @@ def list_nodes(partition: str) -> list[str]:
 
 
 def list_jobs() -> list[str]:
-    """One line for each of our jobs that Slurm has not done with: its number, and its batch script."""
+    """Lists one line for each of our unfinished jobs: its number, and its batch script."""
     return ["squeue", "--me", "--noheader", "--format=%i|%o"]
 
 
 def sbatch_help() -> list[str]:
-    """Asks nobody but sbatch itself."""
+    """Asks sbatch itself; no controller is asked."""
     return ["sbatch", "--help"]
 
 
 def list_states(users: Iterable[int]) -> list[str]:
-    """One line for each job of these users (uids) that Slurm has not done with: number, state, reason."""
+    """Lists one line for each unfinished job of these users (uids): number, state, reason."""
     listed = ",".join(str(int(user)) for user in sorted(users))
     return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
 
@@ -113,20 +113,21 @@ def requeue(job: str) -> list[str]:
 
 
 def forbid_requeue(job: str) -> list[str]:
-    """What `--no-requeue` would have been."""
+    """Does later what `--no-requeue` does at submission."""
     return ["scontrol", "update", f"JobId={_checked(JOB, job)}", "Requeue=0"]
 
 
 def update_start_time(job: str, start: datetime) -> list[str]:
-    """Not before `start`, a time of slurmctld's clock.
+    """Forbids a start before `start`, a time of slurmctld's clock.
 
-    As seconds since 1970 (`uts`): scontrol reads `now+10` by its node's clock and a date by its time zone (22.05.8).
+    The time is in seconds since 1970 (`uts`): scontrol reads `now+10` by its node's clock and a date by its time zone
+    (22.05.8).
     """
     return ["scontrol", "update", f"JobId={_checked(JOB, job)}", f"StartTime=uts{int(start.timestamp())}"]
 
 
 def update_excluded(job: str, nodes: str) -> list[str]:
-    """The nodes that the job is to stay away from; empty: none. Taken for a job that is COMPLETING, too (22.05.8)."""
+    """Sets the nodes that the job avoids; empty: none. Accepted for a job that is COMPLETING, too (22.05.8)."""
     return [
         "scontrol",
         "update",
@@ -136,7 +137,7 @@ def update_excluded(job: str, nodes: str) -> list[str]:
 
 
 def signal_batch(job: str, signal: str) -> list[str]:
-    """To the batch process alone, which is the lead; the steps hear nothing of it."""
+    """Signals the batch process alone, which is the lead; the steps do not get it."""
     return ["scancel", "--batch", f"--signal={_checked(NAME, signal)}", _checked(JOB, job)]
 
 

@@ -1,8 +1,8 @@
-"""SLURM_* of a batch process, into a struct. The values are input from outside: checked, then typed.
+"""Reads SLURM_* of a batch process into a struct. The values come from outside: checked, then typed.
 
-SLURM_RESTART_COUNT is unset at the first start, then 1, 2, ... SLURM_JOB_ID is the number that scontrol
-wants, of an array task too (each task has its own; `ID_TASK` is only for people) and of the first component
-of a heterogeneous job. SLURM_JOB_END_TIME is not there on 22.05, so it is not read at all.
+SLURM_RESTART_COUNT is unset at the first start, then 1, 2, ... SLURM_JOB_ID is the number that scontrol wants, also for
+an array task (each task has its own; `ID_TASK` is for people) and for the first component of a heterogeneous job. 22.05
+does not set SLURM_JOB_END_TIME, so it is not read.
 """
 
 import re
@@ -21,7 +21,7 @@ _MOST_COMPONENTS = 128
 
 
 class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The job that this process is in."""
+    """Describes the job that this process is in."""
 
     job_id: int
     restart_count: int
@@ -30,7 +30,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     """Slurm's bracket form; `SlurmClient.expand` lists it."""
     num_nodes: int
     node_name: str
-    """The node this process is on, as Slurm names it."""
+    """Slurm's name for the node of this process."""
     cluster: str | None
     partition: str | None
     submit_dir: Path | None
@@ -38,21 +38,21 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     array_task_id: int | None = None
     het_job_id: int | None = None
     het_size: int = 1
-    """Components of a heterogeneous job; `node_list` and `num_nodes` are of all of them."""
+    """Components of a heterogeneous job; `node_list` and `num_nodes` cover all of them."""
 
     @property
     def label(self) -> str:
-        """The number as people and squeue write it: `12`, or `12_3` in an array."""
+        """Returns the number as people and squeue write it: `12`, or `12_3` in an array."""
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
         return str(self.job_id)
 
     @classmethod
     def from_environ(cls, env: Mapping[str, str]) -> "SlurmJob | None":
-        """The job, or None outside of one.
+        """Returns the job, or None outside of one.
 
         Raises:
-            SlurmMissing: a variable is there and is not what Slurm sets.
+            SlurmMissing: a variable is set and has a value that Slurm never sets.
         """
         if not env.get("SLURM_JOB_ID"):
             return None
@@ -91,7 +91,7 @@ def _number(env: Mapping[str, str], name: str, *, least: int = 0, default: int |
     value = env.get(name)
     if not value and default is not None:
         return default
-    # ASCII digits only, at most what Slurm's 32 bits hold: int() would take blanks, signs and 1_000 too
+    # ASCII digits, at most what Slurm's 32 bits hold: int() would accept blanks, signs and 1_000 too
     if value is None or re.fullmatch(r"\d{1,10}", value, re.ASCII) is None:
         raise _refuse(name, value, "a number")
     number = int(value)

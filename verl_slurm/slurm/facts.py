@@ -1,4 +1,4 @@
-"""What we know of a job, a node and a partition, whichever Slurm it was read from (`parse.py`). Pure."""
+"""Holds the facts of a job, a node and a partition, from any version of Slurm (`parse.py`). Pure."""
 
 from datetime import datetime
 
@@ -6,8 +6,8 @@ import msgspec
 
 __all__ = ["JobFacts", "NodeFacts", "PartitionFacts"]
 
-# Slurm shows one word of several: of a running job's flags rather than RUNNING (job_state_string, all versions).
-# STOPPED: `scancel -s STOP` stopped the steps; the batch process goes on, and Slurm ends the job as any other.
+# Slurm shows one word of several: for a running job a flag rather than RUNNING (job_state_string, all versions).
+# STOPPED: `scancel -s STOP` stopped the steps; the batch process continues, and Slurm ends the job as any other.
 _STATES_RUNNING = frozenset({"RUNNING", "SIGNALING", "RESIZING", "STOPPED"})
 _STATES_OVER = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY"}
@@ -44,11 +44,11 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     preempt_time: datetime | None
     """Set from the moment Slurm decides to preempt the job until it is requeued."""
     eligible_time: datetime | None
-    """Not to be started before. The one honest field for that while a requeued job completes: there StartTime
-    is first the start of the old run, then "now"."""
+    """The job may not start before this time. While a requeued job completes, no other field is right: StartTime is
+    first the start of the old run, then "now"."""
     start_time: datetime | None
     end_time: datetime | None
-    """While running: when it will be ended. Moves to the end of the grace time at a preemption."""
+    """While running: the time at which it will be ended. A preemption moves it to the end of the grace time."""
     time_limit_s: int | None
     """None: unlimited."""
     exit_code: str
@@ -63,7 +63,7 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The batch script and its arguments, with blanks between."""
     work_dir: str | None = None
     excluded: str | None = None
-    """Nodes that it stays away from, in Slurm's bracket form."""
+    """Nodes that it avoids, in Slurm's bracket form."""
     array_task: str | None = None
     """`12_3`: the third task of array 12."""
     failed_node: str | None = None
@@ -71,50 +71,53 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     expedited: bool = False
     """Queued with `--requeue=expedite` (25.11 and newer): see `expedite.py`."""
     ended_as: str | None = None
-    """What a COMPLETING job will be, e.g. PREEMPTED, where that was asked for and Slurm says it (`full_state.py`)."""
+    """The coming state of a COMPLETING job, e.g. PREEMPTED, if it was asked for and Slurm reports it
+    (`full_state.py`)."""
 
     @property
     def target(self) -> str:
-        """What names this job alone to a command that changes it. One task of an array has the array's own number as
-        its JobId, and Slurm takes that number for all tasks: `scontrol requeue 12` ends every one (seen on 22.05.8)."""
+        """Returns the name of this job alone for a command that changes it. One task of an array has the array's own
+        number as its JobId, and Slurm takes that number for all tasks: `scontrol requeue 12` ends every one (seen on
+        22.05.8)."""
         return self.array_task or str(self.job_id)
 
     @property
     def ended_by_preemption(self) -> bool:
-        """Slurm has ended it for another job, as far as times tell. It sets PreemptTime anew at that moment, which is
-        the job's EndTime, too; a scancel in the grace time leaves PreemptTime at the beginning of the grace (both seen
-        on 22.05.8), so that only one in its first second looks the same."""
+        """Returns whether Slurm has ended it for another job, as far as times tell. Slurm sets PreemptTime anew at that
+        moment, which is the job's EndTime, too. A scancel in the grace time leaves PreemptTime at the beginning of the
+        grace (both seen on 22.05.8). So a scancel looks the same in its first second and not later."""
         ending = self.state in {"COMPLETING", "PREEMPTED"} and self.preempt_time is not None
         return ending and self.preempt_time == self.end_time
 
     @property
     def preempted(self) -> bool:
-        """Slurm ends, or has ended, it for another job, as far as that can be told from a cancel. One that may not be
-        requeued keeps its Restarts when preempted; of one that may, Slurm's own word is wanted."""
+        """Returns whether Slurm ends, or has ended, it for another job, as far as that can be told from a cancel. A job
+        that may not be requeued keeps its Restarts when preempted; for one that may, Slurm's own word is required."""
         end = self.ended_as if self.state == "COMPLETING" else self.state
         return end == "PREEMPTED" or (end is None and self.ended_by_preemption and not self.requeue)
 
     @property
     def failed(self) -> bool:
-        """Slurm ends, or has ended, it because something broke: a node, memory, or its batch process, which was killed
-        (22.05 says JobLaunchFailure, newer ones `RaisedSignal:9(Killed)`) or left with an error. Nobody wanted its end:
-        `scancel`, with any signal but through `-b`, leaves Reason=None."""
+        """Returns whether Slurm ends, or has ended, it because something broke: a node, memory, or its batch process,
+        which was killed (22.05 says JobLaunchFailure, newer ones `RaisedSignal:9(Killed)`) or left with an error. It
+        was not ended on purpose: `scancel`, with any signal but through `-b`, leaves Reason=None."""
         word = (self.reason or "").partition(":")[0]
         return self.state in _STATES_FAILED and word in _REASONS_FAILED
 
     @property
     def is_running(self) -> bool:
-        """It has its nodes and goes on. Slurm shows SIGNALING for the moment in which it delivers a signal."""
+        """Returns whether it has its nodes and runs. Slurm shows SIGNALING for the moment in which it delivers a
+        signal."""
         return self.state in _STATES_RUNNING
 
     @property
     def is_waiting(self) -> bool:
-        """It is in the queue, maybe held there, and has no nodes yet, or no more."""
+        """Returns whether it is in the queue, maybe held there, and has no nodes yet, or no more."""
         return self.state in _STATES_WAITING
 
     @property
     def is_over(self) -> bool:
-        """Ended for good: nothing of it runs or will run, unless somebody requeues it."""
+        """Returns whether it has ended permanently: nothing of it runs or will run, unless somebody requeues it."""
         return self.state in _STATES_OVER
 
 

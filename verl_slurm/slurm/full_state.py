@@ -1,8 +1,8 @@
-"""What `scontrol show job ID --json` says and its text does not: what a COMPLETING job will be. Pure.
+"""Reads from `scontrol show job ID --json` what a COMPLETING job will be; the text does not tell. Pure.
 
 The text shows one word of a state that has several, and COMPLETING hides the others: a job that its user cancels and
-one that Slurm ends for a preemption look alike (all versions). The JSON names all of them, as a list, from 23.11 on.
-22.05's scontrol has no such option and 23.02's JSON has the one word only: then nothing is known, as before.
+one that Slurm ends for a preemption look alike (all versions). From 23.11 on the JSON lists all of them. 22.05's
+scontrol has no such option and 23.02's JSON has the one word: then the answer stays unknown.
 """
 
 import msgspec
@@ -34,7 +34,7 @@ class _Answer(msgspec.Struct):
 
 
 def ended_as(text: str, job_id: int) -> str | None:
-    """The end among the job's states; None: not one that is known, or no such answer."""
+    """Returns the end among the job's states; None: no known end, or no such answer."""
     try:
         answer = msgspec.json.decode(text, type=_Answer)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

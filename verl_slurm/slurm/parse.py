@@ -1,11 +1,11 @@
-"""What Slurm's commands print, into structs. Pure.
+"""Parses the output of Slurm's commands into structs. Pure.
 
-`scontrol show job` is read in its many-line form, not with `-o`: there every free text (job name, command,
-work directory, comment) ends its line, so a job named `x JobState=COMPLETED` cannot forge a field. A field
-that comes twice all the same (a newline in a name) is refused.
+`scontrol show job` is read in its many-line form, not with `-o`: there every free text (job name, command, work
+directory, comment) ends its line, so a job named `x JobState=COMPLETED` cannot forge a field. A field that comes twice
+nevertheless (a newline in a name) is refused.
 
-Times: the client asks for seconds since the epoch (`SLURM_TIME_FORMAT=%s`), free of time zones and summer
-time; the usual local `2026-11-21T00:42:58` is understood too. All datetimes here are in UTC.
+Times: the client asks for seconds since the epoch (`SLURM_TIME_FORMAT=%s`), free of time zones and summer time; the
+usual local `2026-11-21T00:42:58` is understood too. All datetimes here are in UTC.
 """
 
 import re
@@ -39,7 +39,7 @@ _KEY = re.compile(r"[A-Za-z][\w/:.*-]*")
 
 
 def parse_time(text: str) -> datetime | None:
-    """Slurm's time, or None for its many words for "none".
+    """Parses Slurm's time; returns None for its many words for "none".
 
     Raises:
         ValueError: neither.
@@ -52,7 +52,7 @@ def parse_time(text: str) -> datetime | None:
 
 
 def parse_states(text: str) -> dict[int, tuple[str, str]]:
-    """Lines of `commands.list_states`: number to (state, reason); a reason of None is empty."""
+    """Parses lines of `commands.list_states`: number to (state, reason); a reason of None is empty."""
     found: dict[int, tuple[str, str]] = {}
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
@@ -63,7 +63,7 @@ def parse_states(text: str) -> dict[int, tuple[str, str]]:
 
 
 def parse_seconds(text: str) -> int | None:
-    """`[days-]hours:minutes:seconds`, `minutes:seconds` or plain seconds; None: unlimited or not set.
+    """Parses `[days-]hours:minutes:seconds`, `minutes:seconds` or plain seconds; None: unlimited or not set.
 
     Raises:
         ValueError: none of these.
@@ -80,7 +80,7 @@ def parse_seconds(text: str) -> int | None:
 
 
 def _records(text: str) -> list[dict[str, str]]:
-    """Blocks of `Key=value` lines, blank lines between."""
+    """Yields blocks of `Key=value` lines, separated by blank lines."""
     blocks: list[dict[str, str]] = []
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         fields: dict[str, str] = {}
@@ -95,7 +95,7 @@ def _read_line(line: str, fields: dict[str, str]) -> None:
     while line:
         key, equals, rest = line.partition("=")
         if not equals or _KEY.fullmatch(key) is None:
-            # a word that belongs to the value before (`Power= `, `OS=Linux 6.1 #1 SMP`): nothing we read
+            # a word that belongs to the value before (`Power= `, `OS=Linux 6.1 #1 SMP`), in no field that we read
             line = line.partition(" ")[2].lstrip()
             continue
         if key in _FREE_TEXT and not (key == "Reason" and " Dependency=" in rest):
@@ -117,11 +117,11 @@ def _unreadable(found: str) -> SlurmMissing:
 
 
 def parse_job(text: str, job_id: int) -> JobFacts:
-    """The output of `scontrol show job ID`.
+    """Parses the output of `scontrol show job ID`.
 
     Args:
-        text: what it printed; several records where ID is an array or a heterogeneous job.
-        job_id: the record wanted.
+        text: the output; several records if ID is an array or a heterogeneous job.
+        job_id: the wanted record.
 
     Raises:
         NotFound: no such record.
@@ -173,7 +173,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
 
 
 def _array_task(fields: dict[str, str]) -> str | None:
-    """None where it is no task, or where the record stands for several that wait (`ArrayTaskId=2-8%1`)."""
+    """Returns None for a job that is no task, or for a record of several waiting tasks (`ArrayTaskId=2-8%1`)."""
     task = f"{fields.get('ArrayJobId', '')}_{fields.get('ArrayTaskId', '')}"
     return task if re.fullmatch(r"\d{1,10}_\d{1,10}", task, re.ASCII) else None
 
@@ -183,7 +183,7 @@ def _optional(value: str) -> str | None:
 
 
 def parse_node(text: str, name: str) -> NodeFacts:
-    """The output of `scontrol show node NAME`.
+    """Parses the output of `scontrol show node NAME`.
 
     Raises:
         NotFound: no such node.
@@ -205,7 +205,7 @@ def parse_node(text: str, name: str) -> NodeFacts:
 
 
 def parse_lost_nodes(text: str) -> tuple[str, ...]:
-    """The output of `scontrol show node LIST`: the names of those that are DOWN or do not respond."""
+    """Returns the names of DOWN or not responding nodes in the output of `scontrol show node LIST`."""
     return tuple(
         fields["NodeName"]
         for fields in _records(text)
@@ -217,16 +217,16 @@ _USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", 
 
 
 def parse_usable_nodes(text: str) -> dict[str, str]:
-    """The output of `commands.list_nodes`: the nodes that jobs run on now or may at once, and of what kind each is.
+    """Parses the output of `commands.list_nodes`: the nodes that jobs run on now or may at once, and the kind of each.
 
     Returns:
-        By name `features|generic resources`; nodes with the same words are taken for alike.
+        By name `features|generic resources`; nodes with the same words count as alike.
     """
     usable: dict[str, str] = {}
     for line in text.splitlines():
         name, _, rest = line.strip().partition("|")
         state, _, kind = rest.partition("|")
-        # `idle*` does not respond, `idle~` is powered down: nothing to count on
+        # `idle*` does not respond, `idle~` is powered down: neither counts
         if state in _USABLE:
             usable[name] = kind
     return usable
@@ -240,7 +240,7 @@ def _node_state(text: str) -> frozenset[str]:
 
 
 def parse_partition(text: str, name: str) -> PartitionFacts:
-    """The output of `scontrol show partition NAME`.
+    """Parses the output of `scontrol show partition NAME`.
 
     Raises:
         NotFound: no such partition.
@@ -257,7 +257,7 @@ def parse_partition(text: str, name: str) -> PartitionFacts:
 
 
 def parse_default_partition(text: str) -> PartitionFacts:
-    """The output of `scontrol show partition`: the one that jobs go to which name none.
+    """Returns the default partition in the output of `scontrol show partition`.
 
     Raises:
         NotFound: there is no default.
@@ -291,7 +291,7 @@ def _partition(fields: dict[str, str]) -> PartitionFacts:
 
 
 def parse_config(text: str) -> dict[str, str]:
-    """The output of `scontrol show config`: `Name = value` lines, by name."""
+    """Parses the output of `scontrol show config`: `Name = value` lines, by name."""
     config: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
@@ -301,7 +301,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 
 def parse_config_time(text: str) -> datetime | None:
-    """When slurmctld said that, by its own clock: the first line of `scontrol show config`; None: it is not there."""
+    """Returns slurmctld's time, from the first line of `scontrol show config`; None if it is missing."""
     match = re.match(r"Configuration data as of (\S+)$", text, re.MULTILINE)
     try:
         return None if match is None else parse_time(match[1])
@@ -310,7 +310,7 @@ def parse_config_time(text: str) -> datetime | None:
 
 
 def parse_hostnames(text: str) -> list[str]:
-    """The output of `scontrol show hostnames LIST`: one name a line.
+    """Parses the output of `scontrol show hostnames LIST`: one name per line.
 
     Raises:
         SlurmMissing: a line that is no host name.

@@ -1,4 +1,4 @@
-"""What may be requeued, what became of it, and which answers of Slurm's count. Pure."""
+"""Decides what may be requeued, what became of a requeue, and which answers of Slurm count. Pure."""
 
 from datetime import datetime
 from typing import Literal
@@ -12,30 +12,30 @@ __all__ = ["RequeueOutcome", "is_answer", "refuse_requeue"]
 
 
 class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of a wish to requeue, as read back from Slurm."""
+    """Outcome of a request to requeue, as read back from Slurm."""
 
     kind: Literal["requeued", "already_requeued", "cancelled", "forbidden", "refused", "unconfirmed"]
-    """`requeued`: by us. `already_requeued`: Slurm or somebody was first. `cancelled`: the user has ended the
-    job, and it stays so. `forbidden`: this job may not be requeued, another one may follow it.
-    `refused`: Slurm said no. `unconfirmed`: the request died on its way (it may have arrived), or Slurm said yes,
-    but reading back fails."""
+    """`requeued`: by us. `already_requeued`: Slurm or somebody was first. `cancelled`: the user has ended the job, and
+    it stays so. `forbidden`: this job may not be requeued, another one may follow it. `refused`: Slurm refused.
+    `unconfirmed`: the request was lost on its way (it may have arrived), or Slurm accepted it, but reading back fails.
+    """
     detail: str
     start_time: datetime | None = None
-    """The earliest start of the next run, as Slurm has it. It holds only if the job has left all its nodes by
-    then; one that is still completing gets Slurm's own delay on top (measured: 10 s asked, gone after 14 s,
-    so 25 s more with cred_expire=25). So end the ranks first, and leave at once."""
+    """The earliest start of the next run, as Slurm has it. It holds only if the job has left all its nodes by then; one
+    that is still completing gets Slurm's own delay on top (measured: 10 s asked, gone after 14 s, so 25 s more with
+    cred_expire=25). So end the ranks first, and leave at once."""
     delay_kept: bool = False
-    """Whether that is the short delay asked for."""
+    """Whether that is the short delay that was requested."""
     seconds: float = 0.0
 
     @property
     def will_run_again(self) -> bool:
-        """Whether the job is queued."""
+        """Returns whether the job is queued."""
         return self.kind in {"requeued", "already_requeued"}
 
 
 def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
-    """Whether the job must not be requeued (any more), and why; None: go on. Pure.
+    """Returns why the job must not be requeued (any more); None: go on. Pure.
 
     Args:
         facts: read just before.
@@ -47,9 +47,8 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
             detail=f"Restarts={facts.restarts}, this run is {own_restarts}; JobState={facts.state}",
             start_time=facts.eligible_time,
         )
-    # after scancel the job is COMPLETING with Restarts unchanged, then CANCELLED; scontrol requeue would
-    # revive it (rc 0, seen), so a job that ends is left alone, unless Slurm itself says that it is the time
-    # limit, a preemption, or that something broke
+    # after scancel the job is COMPLETING with Restarts unchanged, then CANCELLED; scontrol requeue would revive it (rc
+    # 0, seen). So an ending job is left alone, unless Slurm itself names the time limit, a preemption, or a failure
     timed_out = facts.state in {"COMPLETING", "TIMEOUT"} and facts.reason == "TimeLimit"
     not_wanted = timed_out or facts.preempted or facts.failed
     if facts.state.startswith("CANCELLED") or (facts.state == "COMPLETING" and not not_wanted):
@@ -71,13 +70,14 @@ _NO_ANSWER = (
     "communication",
     "zero bytes",
     "standby mode",
-    "rate limit",  # 23.02 and newer, where slurmctld limits how often one user may ask
+    "rate limit",  # 23.02 and newer, where slurmctld limits a user's requests
     "try again later",  # a job in transition
 )
-"""Words of Slurm's errors that say: slurmctld was not reached, or its answer was not, or ask again (slurm_errno.c)."""
+"""Words of Slurm's errors that mean: slurmctld was not reached, or its answer was lost, or ask again
+(slurm_errno.c)."""
 
 
 def is_answer(done: Completed) -> bool:
-    """Whether a request that failed was answered by slurmctld, and not killed or lost on its way. Pure."""
+    """Returns whether slurmctld answered a failed request, as opposed to one killed or lost on its way. Pure."""
     said = done.stderr.lower()
     return done.exit_code >= 0 and not any(words in said for words in _NO_ANSWER)

@@ -1,12 +1,11 @@
-"""One command to its end: a deadline, capped output, and no signal of the job's end may stop it.
+"""Runs one command to its end: with a deadline and capped output, and unharmed by the signals of the job's end.
 
-A requeue sends TERM to every process of the job within milliseconds, this command too; so it starts with
-TERM, USR1, USR2, INT and HUP blocked. A blocked mask survives exec (a handler does not), and it is set in the
-calling thread only, between two lines, so nothing else that is started meanwhile inherits it. SIGKILL after
-KillWait still ends it.
+A requeue sends TERM to every process of the job within milliseconds, this command too; so it starts with TERM, USR1,
+USR2, INT and HUP blocked. A blocked mask survives exec (a handler does not). It is set in the calling thread alone,
+between two lines, so no other process that starts meanwhile inherits it. SIGKILL after KillWait still ends it.
 
-Blocking: the client calls it in a worker thread. That keeps asyncio's child watching and a `preexec_fn`,
-which is unsafe beside threads, out of it.
+Blocking: the client calls it in a worker thread. That avoids asyncio's child watching and a `preexec_fn`, which is
+unsafe beside threads.
 """
 
 import os
@@ -23,7 +22,7 @@ from verl_slurm.base.errors import SlurmMissing
 __all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command"]
 
 MAX_OUTPUT_BYTES = 2**20
-"""Of each stream. A `scontrol show job` is 2 kB; a stub or a wrapper that babbles is cut off here."""
+"""Limit of each stream. A `scontrol show job` is 2 kB; a broken stub or wrapper is cut off here."""
 _BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP}
 
 
@@ -37,7 +36,7 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Completed:
-    """Run it and read what it says.
+    """Runs a command and reads its output.
 
     Args:
         argv: the program's absolute path and its arguments.
@@ -45,7 +44,7 @@ def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Co
         timeout_s: seconds until it is killed.
 
     Raises:
-        SlurmMissing: not to be started, no end in time, or endless output. It is dead then.
+        SlurmMissing: the command cannot be started, does not end in time, or prints endlessly. It is dead then.
     """
     began = time.monotonic()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
@@ -72,7 +71,7 @@ def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Co
 
 
 def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) -> tuple[str, str]:
-    """Both streams to their ends, or TimeoutExpired at the deadline."""
+    """Reads both streams to their ends; raises TimeoutExpired at the deadline."""
     assert process.stdout is not None
     assert process.stderr is not None
     said = {process.stdout.fileno(): bytearray(), process.stderr.fileno(): bytearray()}

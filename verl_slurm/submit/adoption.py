@@ -1,4 +1,4 @@
-"""The run that takes over verl's existing checkpoints: found, or made from a configuration, and held meanwhile."""
+"""Finds or makes the run that takes over verl's existing checkpoints, and holds it meanwhile."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,17 +16,17 @@ __all__ = ["hold_run", "plan_run"]
 
 
 def plan_run(target: Path, overrides: Sequence[str] = ()) -> SubmissionPlan:
-    """All that can be said of the run that `target` is or describes; makes nothing.
+    """Plans the run that `target` is or describes; makes nothing.
 
     Args:
         target: a run's directory, or a YAML file.
-        overrides: `key=value` words, for one that does not exist yet.
+        overrides: `key=value` words, for a run that does not exist yet.
 
     Raises:
-        ConfigError: its loop is not verl's; or an existing run and overrides, which `submit` is for.
+        ConfigError: its loop is not verl's; or overrides for an existing run, which `submit` is for.
         NotFound, DataError, PermissionRefused, NoRoom, Fenced: `submission.plan_submission`.
     """
-    # As for a run that is only prepared: what Slurm thinks of it is asked when it is submitted.
+    # As for a run that is only prepared: Slurm's verdict is asked for at submission.
     plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False)
     if plan.config.trainer.backend != "verl":
         raise ConfigError(
@@ -41,12 +41,13 @@ def plan_run(target: Path, overrides: Sequence[str] = ()) -> SubmissionPlan:
 
 @contextmanager
 def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
-    """The run, made if it does not exist, with no job of it alive and no other submit at work while this holds.
+    """Yields the run, made if it does not exist. While this holds, no job of it is alive and no other submit is at
+    work.
 
-    A run that was made stays when what is done with it fails: it is one that was prepared.
+    A run that was made stays if the work with it fails: it is then a prepared run.
 
     Raises:
-        Fenced: it has a job, or somebody else holds it.
+        Fenced: it has a job, or another process holds it.
     """
     paths = RunPaths(plan.run_dir)
     if plan.new_run:

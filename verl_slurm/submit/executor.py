@@ -1,12 +1,12 @@
 """Submits through submitit, whose job `start_job` then becomes.
 
-A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), because
-it needs an environment without the variables of a job we may be inside of, a umask of 077 (submitit's files
-are pickles), and, for the local executor, a session of its own: submitit's local controller is a child that
-must outlive the terminal, must not get its Ctrl-C and must not hold our standard output open.
+A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), for three reasons.
+Its environment must lack the variables of a job that we may be inside of. Its umask must be 077, because submitit's
+files are pickles. And the local executor needs a session of its own. submitit's local controller is a child that must
+outlive the terminal, must not get its Ctrl-C and must not hold our standard output open.
 
-The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are
-not used: the lead starts its next attempt itself.
+The local controller runs the lead once and waits. Its time limit and its own requeue (exit code 144) are not used:
+the lead starts its next attempt itself.
 """
 
 import asyncio
@@ -37,14 +37,14 @@ _NO_LIMIT_MIN = 366 * 24 * 60
 
 
 class _Answer(msgspec.Struct, frozen=True):
-    """What the child says on its last line of standard output."""
+    """The child's answer, on its last line of standard output."""
 
     job_id: str = ""
     error: str = ""
 
 
 def render_script(plan: SubmissionPlan) -> str:
-    """The batch script that submitit would hand to sbatch, byte for byte. Writes nothing.
+    """Returns the batch script that submitit would hand to sbatch, byte for byte. Writes nothing.
 
     Raises:
         SlurmMissing: submitit finds no srun.
@@ -55,19 +55,19 @@ def render_script(plan: SubmissionPlan) -> str:
 
 
 def local_command(plan: SubmissionPlan) -> str:
-    """The command that the local executor would start."""
+    """Returns the command that the local executor would start."""
     folder = RunPaths(plan.run_dir).logs
     return shlex.join([sys.executable, "-P", "-u", "-m", _ENTRY, str(folder)])
 
 
 def submit_job(plan: SubmissionPlan) -> str:
-    """Submit; `RUN/run.yaml` must be written.
+    """Submits the job; `RUN/run.yaml` must exist.
 
     Returns:
         The job id: Slurm's, or the process id of submitit's local controller.
 
     Raises:
-        SlurmRefused: sbatch said no; the error quotes it.
+        SlurmRefused: sbatch refused; the error quotes it.
         SlurmMissing: no answer in time.
     """
     environment = submission_environment(os.environ, plan.config)
@@ -98,7 +98,7 @@ def submit_job(plan: SubmissionPlan) -> str:
 
 
 def main(run_dir: str, cluster: Cluster) -> int:
-    """The child: submit and answer in one JSON line."""
+    """Runs as the child: submits and answers in one JSON line."""
     os.umask(0o077)
     # The local controller inherits 1 and 2; the answer goes out through a descriptor that it does not get.
     answer_fd = os.dup(1)
@@ -151,19 +151,19 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
 
 
 def _entry_of(executor: Any) -> str:
-    """submitit's own command, with our entry in the place of its module."""
+    """Returns submitit's own command, with our entry in place of its module."""
     return f"{executor.python} -u -m {_ENTRY} {shlex.quote(str(executor.folder))}"
 
 
 def _stay_private_to_this_process() -> None:
-    """Nothing of the controller's goes to the pipe that the parent reads to its end."""
+    """Keeps the controller's output off the pipe that the parent reads to its end."""
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     os.close(null)
 
 
 def _sbatch_words(error: Exception) -> str:
-    """`sbatch: error: Batch job submission failed: Invalid partition name specified` → its last part."""
+    """Shortens `sbatch: error: Batch job submission failed: Invalid partition name specified` to its last part."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[-1] if lines else type(error).__name__
     return text.removeprefix("sbatch: error: ")

@@ -1,4 +1,4 @@
-"""What is decided of a submission before anything is made. Pure."""
+"""The decisions about a submission before anything is made. Pure."""
 
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,7 @@ Cluster = Literal["slurm", "local"]
 
 
 class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """All that is decided before anything is made."""
+    """The decisions about one submission before anything is made."""
 
     config: RunConfig
     """Paths absolute; builtin: names already replaced, except in a dry run."""
@@ -27,6 +27,6 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[tuple[str, str], ...] = ()
     """Model, data and reward that the run takes; empty for a guest."""
     checked: tuple[str, ...] = ()
-    """What was looked at and found good."""
+    """The items that were checked and found good."""
     notes: tuple[str, ...] = ()
-    """What the user should know, e.g. that the local executor was chosen."""
+    """Notes for the user, e.g. that the local executor was chosen."""

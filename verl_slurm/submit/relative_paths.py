@@ -1,11 +1,12 @@
-"""What a relative path of a configuration is relative to.
+"""Resolves the relative paths of a configuration.
 
-One rule for every key that names an input: a path written in the YAML goes by the YAML's directory, a path given on the
-command line by the working directory. `run_dir`, an output, always goes by the working directory: a shipped example
-must not write into the installed package.
+One rule holds for every key that names an input. A path written in the YAML is relative to the YAML's directory; a
+path given on the command line is relative to the working directory. `run_dir`, an output, is always relative to the
+working directory: a shipped example must not write into the installed package.
 
-Up to d841de5 every path went by the working directory. So one that exists there, and not beside the YAML, is still
-taken, with a note. One that exists in both places is refused: a run must not start on other data than was meant.
+Up to d841de5 every path was relative to the working directory. So a path that exists there, and not beside the YAML,
+is still taken, with a note. One that exists in both places is refused: a run must not start on other data than was
+meant.
 """
 
 import os
@@ -19,7 +20,7 @@ __all__ = ["Places", "given_keys"]
 
 
 def given_keys(overrides: Iterable[str], verl: Iterable[str] = ()) -> frozenset[str]:
-    """The dotted keys that words of the command line set."""
+    """Returns the dotted keys that words of the command line set."""
     own = {word.partition("=")[0] for word in overrides}
     return frozenset(own | {f"verl.{word.partition('=')[0].lstrip('+')}" for word in verl})
 
@@ -29,8 +30,8 @@ class Places:
 
     Args:
         caller: the working directory of `submit`.
-        source: the YAML file; None: all paths go by `caller`.
-        given: keys of the command line, as `given_keys` says.
+        source: the YAML file; None: all paths are relative to `caller`.
+        given: keys of the command line, from `given_keys`.
     """
 
     def __init__(self, caller: Path, source: Path | None = None, given: frozenset[str] = frozenset()) -> None:
@@ -38,22 +39,22 @@ class Places:
         self._beside = self._caller if source is None else Path(os.path.abspath(source)).parent
         self._given = given
         self.notes: list[str] = []
-        """What the user should know of paths that were taken by the former rule."""
+        """Notes for the user about paths that were taken by the former rule."""
 
     def output(self, text: str) -> str:
-        """`run_dir`."""
+        """Resolves `run_dir`."""
         return os.path.abspath(self._caller / Path(text).expanduser())
 
     def path(self, key: str, text: str) -> str:
-        """The absolute path of an input.
+        """Returns the absolute path of an input.
 
         Raises:
-            ConfigError: it exists beside the YAML and in the working directory, and they are not the same.
+            ConfigError: it exists beside the YAML and in the working directory, and the two are not the same.
         """
         return os.path.abspath(self._base(key, text) / Path(text).expanduser())
 
     def base_of_reward(self, text: str) -> Path:
-        """The directory that a reward's file or model is relative to."""
+        """Returns the directory that a reward's file or model is relative to."""
         spec = parse_reward(text)
         named = spec is not None and (spec.kind == "classifier" or spec.is_file)
         return self._base("model.reward", spec.name) if spec is not None and named else self._caller

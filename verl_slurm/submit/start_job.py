@@ -1,7 +1,7 @@
-"""Stands in the batch script where submitit has `submitit.core._submit`: it unpickles our job, and no other.
+"""Replaces `submitit.core._submit` in the batch script: it unpickles our job, and no other.
 
-submitit finds its pickle by a path. In a directory that others may write, one of them can put another file there while
-the job is queued. So the folder is opened once and must be ours; submitit gets the open one, `/proc/self/fd/N`.
+submitit finds its pickle by a path. In a directory that other users may write, one of them can put another file there
+while the job is queued. So the folder is opened once and must be ours; submitit gets the open one, `/proc/self/fd/N`.
 """
 
 import os
@@ -15,7 +15,7 @@ __all__ = ["main"]
 
 
 def main(folder: Path) -> int:
-    """Become what was submitted; returns the exit code of a refusal."""
+    """Becomes the submitted job; returns the exit code of a refusal."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         require_own(os.fstat(fd), folder)

@@ -1,9 +1,7 @@
-"""The order of a submission: check everything, make, queue. Whatever fails leaves nothing half-made.
+"""A submission, in order: check everything, make, queue. A failure leaves nothing half-made.
 
-```
-plan_submission   config → paths → run directory → model, data → Slurm → an existing run; makes nothing
-carry_out         built-ins → fingerprint → RUN/, run.yaml → sbatch → `submitted`; undone on failure
-```
+``` plan_submission   config → paths → run directory → model, data → Slurm → an existing run; makes nothing carry_out
+built-ins → fingerprint → RUN/, run.yaml → sbatch → `submitted`; undone on failure ```
 """
 
 import fcntl
@@ -70,7 +68,7 @@ _BY_LENGTH = ("linear", "cosine", "wsd")
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """The result of a submission."""
 
     run_dir: str
     cluster: str
@@ -91,14 +89,14 @@ def plan_submission(
     ask_slurm: bool = True,
     base: Path | None = None,
 ) -> SubmissionPlan:
-    """Check all that can be checked without making anything.
+    """Checks everything that can be checked without making anything.
 
     Args:
         source: a YAML file, or a run directory (then its run.yaml: the same run again).
         overrides: `key=value` words.
-        verl: those for verl itself.
-        cluster: `auto` is Slurm where its commands are.
-        ask_slurm: False: for a run that is only prepared.
+        verl: words for verl itself.
+        cluster: `auto` is Slurm if its commands are there.
+        ask_slurm: False for a run that is only prepared.
         base: what the command line's paths are relative to (`relative_paths`); default: the working directory.
 
     Raises:
@@ -116,7 +114,7 @@ def plan_submission(
     check_run_dir(paths.root)
     checked = ["configuration", "run directory"]
     if config.slurm.container is None:
-        # Ranks run in the environment that submits; in a container's own, the job finds out.
+        # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
         packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
     inputs: list[tuple[str, str]] = []
@@ -198,15 +196,15 @@ def _reshaped(former: RunConfig, config: RunConfig) -> str:
 def carry_out(
     plan: SubmissionPlan, *, prepare_only: bool = False, confirm_drift: Confirm | None = None
 ) -> Submitted:
-    """Make the run directory and queue the job.
+    """Makes the run directory and queues the job.
 
     Args:
         plan: from `plan_submission`.
         prepare_only: make everything, queue nothing (for a script of `sbatch/`).
-        confirm_drift: `--force-resume`: asked when the data has changed; None: refuse.
+        confirm_drift: `--force-resume`: called if the data has changed; None: refuse.
 
     Raises:
-        DatasetDrift: the data has changed and nobody confirmed.
+        DatasetDrift: the data has changed and the user did not confirm.
         SlurmRefused, SlurmMissing: sbatch. Everything made so far is removed again.
     """
     config = build_builtins(plan.config)
@@ -261,7 +259,7 @@ def carry_out(
 
 
 def refuse_living(paths: RunPaths) -> None:
-    """Raises Fenced where the run has a job."""
+    """Raises Fenced if the run has a job."""
     try:
         job = last_job(paths)
     except NotFound:
@@ -270,8 +268,8 @@ def refuse_living(paths: RunPaths) -> None:
     if ended:
         settle(paths, job)
     state = job_state(paths, job)
-    # Slurm takes a moment to notice an end that the daemon has written down already. But a job that waits
-    # again after its end was requeued by somebody.
+    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
+    # end was requeued by somebody.
     if not state.over and not (ended and not state.waits):
         raise Fenced(
             "the run has a job already",
@@ -282,10 +280,10 @@ def refuse_living(paths: RunPaths) -> None:
 
 
 def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> None:
-    """Whether the data is that of the run's first start, as `carry_out` asks. Makes nothing.
+    """Checks that the data is that of the run's first start, as `carry_out` does. Makes nothing.
 
     Raises:
-        DatasetDrift: the data has changed and nobody confirmed.
+        DatasetDrift: the data has changed and the user did not confirm.
     """
     if plan.begun:
         _confirmed_drift(plan, data_root(plan.config), confirm_drift)
@@ -294,7 +292,7 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
 def _confirmed_drift(
     plan: SubmissionPlan, root: Path | None, confirm_drift: Confirm | None
 ) -> tuple[prints.Survey | None, prints.Drift | None]:
-    """What has changed in the data of a run that has begun; one that has not may start on other data."""
+    """Returns the changes in the data of a run that has begun; a run that has not may start on other data."""
     if root is None:
         return None, None
     paths = RunPaths(plan.run_dir)
@@ -318,7 +316,7 @@ def _changes(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
 
 
 def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
-    """What the run has trained with. Its run.yaml says so only where it was not edited since."""
+    """Returns the configuration that the run has trained with. Its run.yaml says so unless it was edited since."""
     written = load_resolved(paths.run_yaml)
     if not begun:
         return written
@@ -327,11 +325,11 @@ def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
 
 
 def _run_yaml_of(directory: Path) -> Path:
-    """The run.yaml of a run that lies where it was made.
+    """Returns the run.yaml of a run that lies where it was made.
 
     Raises:
         NotFound: no run.
-        ConfigError: a copy: submitted, it would go on with the original.
+        ConfigError: a copy: if submitted, it would continue the original.
     """
     source = directory / "run.yaml"
     if not source.is_file():
@@ -350,7 +348,7 @@ def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
 
 
 def _make_root(undo: ExitStack, root: Path) -> None:
-    """Make the run directory. On failure what we made of it and its parents goes again, if empty."""
+    """Makes the run directory. On failure, removes the directories that it made, if empty."""
     missing = [root, *root.parents]
     missing = missing[: next(i for i, place in enumerate(missing) if place.exists())]
     for place in reversed(missing):
@@ -377,9 +375,9 @@ def _remove_new(directory: Path, before: set[str]) -> None:
 
 
 def _keep(undo: ExitStack, path: Path) -> None:
-    """Put the present content of `path`, if any, back on failure."""
+    """Restores the present content of `path`, if any, on failure."""
     if path.is_file():
-        undo.callback(write_file, path, read_regular(path, FINGERPRINT))  # of what is kept, the largest
+        undo.callback(write_file, path, read_regular(path, FINGERPRINT))  # the largest of the kept files
 
 
 def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
@@ -389,7 +387,7 @@ def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
 
 @contextmanager
 def only_submitter(paths: RunPaths) -> Iterator[None]:
-    """Two `submit`s of one run at once would queue two jobs."""
+    """Holds a lock: two `submit`s of one run at once would queue two jobs."""
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -399,7 +397,7 @@ def only_submitter(paths: RunPaths) -> Iterator[None]:
                 "another submit is at work on this run", where=paths.root, remedy="wait until it has ended"
             ) from None
         except OSError:
-            pass  # a file system without locks: the lead's fencing still lets only one work
+            pass  # a file system without locks: the lead's fencing still lets one of them work
         yield
     finally:
         os.close(fd)

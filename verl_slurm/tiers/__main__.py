@@ -1,7 +1,7 @@
-"""`python -m verl_slurm.tiers sync|restore --run RUN`: what the daemon starts as a child. One JSON value on stdout.
+"""`python -m verl_slurm.tiers sync|restore --run RUN`: the daemon starts it as a child. One JSON value on stdout.
 
-A process of its own, so that boto3 is not in the daemon's memory, and so that it can be killed at any moment: an
-emergency save does not wait for an upload.
+It is a process of its own, so that boto3 stays out of the daemon's memory and the process can be killed at any moment:
+an emergency save does not wait for an upload.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from verl_slurm.tiers.fetch import fetch_newest
 from verl_slurm.tiers.mover import lower_priority, sync
 
 _SURVEY_S = 1800
-"""Until it is known what the tiers have. Backends bound themselves; a mount or a plug-in may not."""
+"""Seconds until the content of the tiers must be known. Backends limit themselves; a mount or a plug-in may not."""
 
 
 def main(args: list[str] | None = None) -> int:
-    """Returns the exit code; errors of ours are one line on standard error."""
+    """Returns the exit code; our own errors are one line on standard error."""
     parser = argparse.ArgumentParser(prog="python -m verl_slurm.tiers", description=__doc__)
     parser.add_argument("what", choices=("sync", "restore"), help="one pass; or the newest checkpoint back")
     parser.add_argument("--run", required=True, type=Path, help="the run's directory")

@@ -1,15 +1,15 @@
-"""What a tier's storage must promise.
+"""Specifies what a tier's storage must promise.
 
-A backend knows keys and bytes. What a checkpoint is, when it is whole and what may be removed, it need not know.
+A backend knows keys and bytes. It knows nothing of checkpoints: what one is, when it is whole, and what may be removed.
 
-Obligations, held by `tests/tiers/test_backends.py` for every backend:
+`tests/tiers/test_backends.py` checks these obligations for every backend:
 
-- one thread calls it (`read` and `blocks` may be called from several); one mover a run at a time, but another run's, or
-  a former attempt's, may work on the same storage;
+- one thread calls it (`read` and `blocks` may be called from several); one mover per run at a time, but another run's
+  mover, or a former attempt's, may work on the same storage;
 - `put` and `commit` are durable when they return, atomic (no reader sees half an object), and may be repeated;
 - `put` may be killed at any point; called again with the same bytes it does not send again what has arrived;
-- nothing that the storage says of itself is believed: whether the bytes are there is `holds`' question, and who asks
-  it is `transfer`;
+- nothing that the storage says of itself is believed: `holds` checks whether the bytes are there, and `transfer` calls
+  it;
 - every failure is a `TierError` of one line, without secrets in it; time-outs and retries are bounded inside.
 
 A plug-in is an entry point of the group `verl_slurm.tiers`: a callable that takes the `TierConfig` of `kind:
@@ -40,13 +40,13 @@ class ObjectInfo:
 
 
 class Source(Protocol):
-    """Bytes that are to be put: read by position, from several threads, more than once."""
+    """Bytes to be put: read by position, from several threads, more than once."""
 
     @property
     def size(self) -> int: ...
 
     def read(self, offset: int, size: int) -> bytes:
-        """Exactly `size` bytes from `offset`, fewer only at the end.
+        """Returns exactly `size` bytes from `offset`, fewer only at the end.
 
         Raises:
             OSError: they cannot be read.
@@ -56,42 +56,42 @@ class Source(Protocol):
 
 
 class Backend(Protocol):
-    """See the module."""
+    """A tier's storage; the module specifies its obligations."""
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every object whose key begins with `prefix`, in any order; uploads under way are none."""
+        """Lists every object whose key begins with `prefix`, in any order; uploads under way are left out."""
         ...
 
     def stat(self, key: str) -> ObjectInfo | None:
-        """The object, or None when there is none."""
+        """Returns the object, or None when there is none."""
         ...
 
     def read(self, key: str, offset: int, size: int) -> bytes:
-        """Bytes of an object, fewer only at its end. No such object: TierError."""
+        """Returns bytes of an object, fewer only at its end. No such object: TierError."""
         ...
 
     def blocks(self, key: str) -> Iterator[bytes]:
-        """All bytes of an object, in order, a few MiB at a time."""
+        """Yields all bytes of an object, in order, a few MiB at a time."""
         ...
 
     def put(self, key: str, source: Source, entry: FileEntry) -> int:
-        """Make `key` hold `source`; replaces what is there. Returns the bytes that were sent, those of former
-        attempts not counted. `entry` says what the bytes ought to be; the backend need not check it."""
+        """Makes `key` hold `source`; replaces what is there. Returns the bytes that were sent, without those of former
+        attempts. `entry` describes the expected bytes; the backend need not check it."""
         ...
 
     def commit(self, key: str, data: bytes) -> bool:
-        """Make `key` hold `data` unless it holds something; False when it does."""
+        """Makes `key` hold `data` unless it holds something; returns False when it does."""
         ...
 
     def holds(self, key: str, entry: FileEntry) -> str:
-        """Empty when `key` has the size and the digest of `entry`, asked of the medium and not of a memory; else
-        what is wrong, a short clause."""
+        """Returns an empty text when `key` has the size and the digest of `entry`, read from the medium and not from
+        memory; otherwise the fault, a short clause."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove an object; gone already is fine."""
+        """Removes an object; a missing one is no error."""
         ...
 
     def forget(self, prefix: str, keep: Collection[str] = ()) -> int:
-        """Give up uploads that are under way below `prefix`, but not below one of `keep`; returns how many."""
+        """Abandons uploads under way below `prefix`, except below one of `keep`; returns how many."""
         ...

@@ -1,4 +1,4 @@
-"""What lies where: every tier's checkpoints as the planner wants to know them, and the memory of what was read back."""
+"""Surveys every tier's checkpoints for the planner, and remembers what was read back."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ class OpenTier:
 
     Attributes:
         run: this run's `layout.run_prefix` in it.
-        backend: None: it could not be opened; `problem` says why.
+        backend: None: it could not be opened; `problem` holds the reason.
     """
 
     config: TierConfig
@@ -59,7 +59,7 @@ class Memory:
 
     @classmethod
     def load(cls, paths: RunPaths) -> "Memory":
-        """What is there; nothing where it is missing or damaged (it is a memory, not the truth)."""
+        """Returns the stored records; none if the file is missing or damaged (it is a memory, not the truth)."""
         try:
             data = read_regular(paths.tier_records, RECORD)
             return cls(paths, dict(decode_json(data, TierRecords, RECORD, doubles=False).tiers))
@@ -70,7 +70,7 @@ class Memory:
         return self.records.get(tier, {}).get(name)
 
     def set(self, tier: str, name: str, record: TierRecord | None) -> None:
-        """Remember, or forget, durably."""
+        """Sets or removes a record, durably."""
         if record is None:
             self.records.get(tier, {}).pop(name, None)
         else:
@@ -80,10 +80,10 @@ class Memory:
 
 
 def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) -> TierState:
-    """Tier 0. Its checkpoints count as verified where the mover has read them back, by copying or otherwise.
+    """Surveys tier 0. Its checkpoints count as verified if the mover has read them back, by copying or otherwise.
 
     Args:
-        keys: where given, what is not signed with one of them is refused, whatever is remembered.
+        keys: if given, a checkpoint that is not signed with one of them is refused, whatever is remembered.
     """
     copies = []
     for info in list_checkpoints(paths):
@@ -92,7 +92,7 @@ def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) ->
         try:
             manifest = read_manifest(info.path)
         except (OSError, VerlSlurmError):
-            continue  # gone since: pruned
+            continue  # pruned since the listing
         stamp = local_stamp(paths, info.name)
         refused = signature_problem(manifest, keys)
         record = memory.get(LOCAL_TIER, info.name)
@@ -119,7 +119,7 @@ def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) ->
 
 
 def local_stamp(paths: RunPaths, name: str) -> str:
-    """Tier 0's mark of a manifest."""
+    """Returns tier 0's mark of a manifest."""
     try:
         info = (paths.checkpoints / name / MANIFEST).stat()
     except OSError:
@@ -128,10 +128,10 @@ def local_stamp(paths: RunPaths, name: str) -> str:
 
 
 def tier_state(tier: OpenTier, memory: Memory, keys: Keyring | None = None) -> TierState:
-    """One tier: a single listing, and the manifests that are not remembered.
+    """Surveys one tier: a single listing, and the manifests that are not remembered.
 
     Args:
-        keys: where given, what is not signed with one of them is refused.
+        keys: if given, a checkpoint that is not signed with one of them is refused.
 
     Raises:
         TierError: it did not answer.
@@ -192,13 +192,13 @@ def _copy(
 
 
 def _counts(record: TierRecord, stamp: str, num_bytes: int, num_objects: int, keys: Keyring | None) -> bool:
-    """Whether what is remembered is of what lies there, and says all that is asked now."""
+    """Returns whether a record still matches the object and answers all that is asked now."""
     asked = record.signature == "good" if keys is not None else record.signature != "refused"
     return asked and (record.stamp, record.num_bytes, record.num_objects) == (stamp, num_bytes, num_objects)
 
 
 def _incomplete(manifest: Manifest, name: str, objects: dict[str, ObjectInfo]) -> str:
-    """What the listing alone says is wrong; the first of it."""
+    """Returns the first fault that the listing alone shows."""
     if manifest.name != name:
         return f"the manifest is of {manifest.name}"
     for entry in manifest.files:
@@ -213,10 +213,10 @@ def _incomplete(manifest: Manifest, name: str, objects: dict[str, ObjectInfo]) -
 def survey(
     paths: RunPaths, tiers: Sequence[OpenTier], memory: Memory, keys: Keyring | None = None
 ) -> list[TierState]:
-    """All tiers, tier 0 first. One that does not answer is in it, as unreachable.
+    """Surveys all tiers, tier 0 first. A tier that does not answer is listed as unreachable.
 
     Args:
-        keys: where given, what is not signed with one of them is refused.
+        keys: if given, a checkpoint that is not signed with one of them is refused.
     """
     states = [local_state(paths, memory, keys)]
     for tier in tiers:
@@ -243,10 +243,10 @@ def record_of(
     keys: Keyring | None = None,
     detail: str = "",
 ) -> TierRecord | None:
-    """What to remember of a checkpoint that was just read back in a tier; None when it is gone.
+    """Returns the record of a checkpoint that was just read back in a tier; None when it is gone.
 
     Args:
-        keys: that its signature was asked with.
+        keys: that its signature was checked with.
     """
     objects = {info.key: info for info in backend.list(checkpoint_prefix(run, manifest.name))}
     record_object = objects.get(checkpoint_prefix(run, manifest.name) + MANIFEST)
@@ -267,14 +267,14 @@ def record_of(
 
 
 def signature_word(manifest: Manifest, keys: Keyring | None) -> Literal["", "good", "refused"]:
-    """`TierRecord.signature`."""
+    """Returns `TierRecord.signature`."""
     if keys is None:
         return ""
     return "refused" if signature_problem(manifest, keys) else "good"
 
 
 def _time(text: str) -> datetime | None:
-    """A manifest's `created_utc`; None where it is no time with a zone."""
+    """Parses a manifest's `created_utc`; None if it is no time with a zone."""
     try:
         time = datetime.fromisoformat(text)
     except ValueError:

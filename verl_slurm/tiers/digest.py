@@ -1,7 +1,7 @@
-"""Tells whether a stream of bytes has the digest that a manifest entry says.
+"""Tells whether a stream of bytes has the digest in its manifest entry.
 
-The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests. The first chunk that
-does not match says so at once: of a terabyte, no more is fetched than up to the damage.
+The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests. The first wrong chunk
+ends the check: a damaged terabyte is fetched only up to the damage.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ __all__ = ["ContentCheck", "check_blocks"]
 
 
 class ContentCheck:
-    """Takes the bytes of one file in order, in blocks of any size, and says what is wrong with them."""
+    """Takes the bytes of one file in order, in blocks of any size, and reports their faults."""
 
     def __init__(self, entry: FileEntry) -> None:
         self._entry, self._size, self._chunk = entry, 0, 0
@@ -22,7 +22,7 @@ class ContentCheck:
         self._problem = leaf_problem(entry) or ""
 
     def update(self, data: bytes) -> str:
-        """Returns what is wrong so far, empty when nothing is."""
+        """Returns the fault so far; empty if there is none."""
         view = memoryview(data)
         while view and not self._problem:
             room = CHUNK_BYTES - self._size % CHUNK_BYTES
@@ -36,7 +36,7 @@ class ContentCheck:
         return self._problem
 
     def problem(self) -> str:
-        """Empty when all bytes of the entry came, and no others."""
+        """Returns an empty text when all bytes of the entry came, and no others; otherwise the fault."""
         if not self._problem and self._size != self._entry.size:
             return f"size {self._size}, expected {self._entry.size}"
         if not self._problem and self._chunk < leaf_count(self._entry.size):
@@ -55,7 +55,7 @@ class ContentCheck:
 
 
 def check_blocks(blocks: Iterable[bytes], entry: FileEntry) -> str:
-    """`ContentCheck` of a whole stream; stops at the first chunk that is wrong."""
+    """Runs `ContentCheck` on a whole stream; stops at the first chunk that is wrong."""
     check = ContentCheck(entry)
     for block in blocks:
         if problem := check.update(block):

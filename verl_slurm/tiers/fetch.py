@@ -1,6 +1,6 @@
-"""A checkpoint from a tier back into the run: staging, every byte checked, read back from the medium, renamed.
+"""Brings a checkpoint from a tier back into the run: staged, every byte checked, read back from the medium, renamed.
 
-Used by hand (`verl-slurm fetch-back`), and by a start that finds no checkpoint of its own that verifies.
+It is used by hand (`verl-slurm fetch-back`), and by a start that finds no checkpoint of its own that verifies.
 """
 
 import os
@@ -39,16 +39,16 @@ __all__ = ["Fetched", "fetch", "fetch_newest"]
 
 _FILES_AT_ONCE = 4
 _FETCH_S, _BYTES_PER_S = 600.0, 4 << 20
-"""A start waits so long for a checkpoint, and as long as its bytes take at this rate. A slower tier is given up."""
+"""Seconds that a start waits for a checkpoint, plus the time for its bytes at this rate. A slower tier is given up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fetched:
-    """What was brought back.
+    """Result of a fetch.
 
     Attributes:
         name: None: no tier has anything.
-        tier: it came from; empty: it was in the run already, whole.
+        tier: its source; empty: it was in the run already, whole.
     """
 
     name: str | None
@@ -59,14 +59,14 @@ class Fetched:
 def fetch(
     paths: RunPaths, config: RunConfig, name: str, *, tiers: Sequence[OpenTier] | None = None
 ) -> Fetched:
-    """Bring checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
+    """Brings checkpoint `name` into the run's own directory, from the nearest tier that has it whole.
 
-    One that is there and verifies is left alone; one that is there and damaged is set aside first. Where the run has
-    a key, both must be signed with it.
+    An existing copy that verifies stays; a damaged one is set aside first. If the run has a key, both must be signed
+    with it.
 
     Raises:
         NotFound: no tier that answers has it.
-        CheckpointCorrupt: none of those that have it gives back what its manifest says.
+        CheckpointCorrupt: none of those that have it returns what its manifest says.
         TierError: they stopped answering.
         KeyRefused: it is not signed with a key of the run; and PermissionRefused: `keys.load_keys`.
     """
@@ -86,14 +86,14 @@ def fetch_newest(
     tiers: Sequence[OpenTier] | None = None,
     on_limit: Callable[[float], None] = lambda seconds: None,
 ) -> Fetched:
-    """Bring the newest checkpoint that any tier has whole; an older one where the newest does not verify.
+    """Brings the newest checkpoint that any tier has whole; an older one if the newest does not verify.
 
     Args:
-        on_limit: told before each checkpoint how many seconds fetching and verifying it may take.
+        on_limit: called before each checkpoint with the seconds that fetching and verifying it may take.
 
     Raises:
-        TierError: nothing was found, but a tier that once had a checkpoint of this run does not answer: to begin
-            afresh would throw that away.
+        TierError: nothing was found, but a tier that once had a checkpoint of this run does not answer: starting from
+            nothing would throw that checkpoint away.
     """
     keys = load_keys(config.checkpoint.encryption)
     opened = open_tiers(paths, config) if tiers is None else tiers
@@ -149,7 +149,7 @@ def _fetch(
     name: str,
     keys: Keyring | None,
 ) -> str:
-    """Returns the tier it came from, empty when it was there."""
+    """Returns the tier that it came from; empty when it was there."""
     final = paths.checkpoints / name
     if os.path.lexists(final):
         verdict = verify(final, keys=keys)
@@ -206,12 +206,12 @@ def _failed(where: Path, error: OSError) -> TierError:
 
 
 def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring | None) -> int:
-    """Fetch into staging, verify there, with keys also who made it, rename; returns the bytes."""
+    """Fetches into staging, verifies there (with keys, the signature too) and renames; returns the bytes."""
     data = TierOrigin(backend, run, name).manifest()
     manifest = parse(data, where=f"{name}/{MANIFEST}")
     if manifest.name != name:
         raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
-    if keys is not None:  # before a terabyte comes that nobody may use
+    if keys is not None:  # before a terabyte arrives that may not be used
         authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
     private_dir(paths.checkpoints)
     final = paths.checkpoints / name
@@ -251,7 +251,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
         if os.path.lexists(final):
             there = verify(final, keys=keys)
-            if there.ok:  # saved by the run while we fetched
+            if there.ok:  # the run saved it while we fetched
                 return manifest.num_bytes
             move_to_quarantine(final, [str(problem) for problem in there.problems])
         rename(inner, final)
@@ -261,7 +261,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:
-    """A manifest may claim anything: without a key nothing says that it is one of ours.
+    """Requires room for it. A manifest may claim any size: without a key nothing proves that it is ours.
 
     Raises:
         NoRoom: the checkpoint does not fit.

@@ -1,4 +1,4 @@
-"""A checkpoint in a tier: the specification. Everything that writes or reads one goes by this page.
+"""Specifies a checkpoint in a tier, for everything that writes or reads one.
 
 ## 1. Names
 
@@ -10,30 +10,30 @@ PREFIX/RUN_NAME-RUN_ID/step_000012/...                     under the file's own 
 PREFIX/RUN_NAME-RUN_ID/step_000012/manifest.json           the commit record, the same bytes as in the run
 ```
 
-PREFIX is the tier's `prefix`. RUN_NAME is the config's `name`; RUN_ID is the 16 hex digits of `RUN/run_id`, made once a
-run, so that two runs of one name never meet. Everything else below PREFIX/RUN_NAME-RUN_ID/ is somebody else's and is
-neither read nor removed: keys are matched whole, and every path by the manifest's own rule (`format.path_problem`), so
+PREFIX is the tier's `prefix`. RUN_NAME is the config's `name`; RUN_ID is the 16 hex digits of `RUN/run_id`, made once
+per run, so that two runs of one name never meet. Everything else below PREFIX/RUN_NAME-RUN_ID/ belongs to others and is
+neither read nor removed. Keys are matched whole, and every path by the manifest's own rule (`format.path_problem`), so
 `../x` is never a path of ours.
 
 ## 2. Commit
 
 manifest.json is written LAST, after every object it names has been read back (or its checksum compared, `verify:
-checksum`), and only where none is there yet (S3: `If-None-Match: *`). So:
+checksum`), and only if none is there yet (S3: `If-None-Match: *`). So:
 
-- where the run has a key, a manifest that is not signed with it (`checkpoint/format/signature.py`) is neither copied
-  into a tier nor out of one, vouches for nothing there, and is never removed for that reason;
+- if the run has a key, a manifest that is not signed with it (`checkpoint/format/signature.py`) is neither copied into
+  a tier nor out of one, proves nothing there, and is never removed for that reason;
 - a checkpoint without a manifest does not exist in that tier;
 - one with a manifest was whole and verified in that tier when it was committed;
-- whoever dies in between leaves objects without a manifest. The next pass goes on where it broke off: objects that
-  are whole are read back and kept, S3 uploads continue behind the last part that the server itself lists, files
-  continue behind their last byte.
+- a mover that dies in between leaves objects without a manifest. The next pass continues there: whole objects are read
+  back and kept, S3 uploads continue after the last part that the server itself lists, files continue after their last
+  byte.
 
-The bytes are those of the run's own directory: what is encrypted at rest there is encrypted here.
+The bytes are those of the run's own directory: a checkpoint that is encrypted there is encrypted here.
 
 ## 3. Removal
 
-manifest.json FIRST, then the objects. Dying in between leaves a checkpoint that does not exist, whose remains the
-next pass removes once it is to go (or completes, if it is to stay).
+manifest.json FIRST, then the objects. A mover that dies in between leaves a checkpoint that does not exist. The next
+pass removes its remains if it is to go, or completes it if it is to stay.
 
 ## 4. What is remembered
 
@@ -69,17 +69,17 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TierRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is remembered of one checkpoint in one tier.
+    """Record of one checkpoint in one tier.
 
     Attributes:
         digest: of its manifest.
         stamp: the tier's own mark of the manifest object; another one means another manifest.
         num_bytes, num_objects: as the tier listed them, manifest included.
         ok: every byte was read back and matched; false: some did not.
-        checked_utc: when that was. ISO 8601.
-        detail: what was wrong.
-        signature: what a look with keys found; empty: nobody asked. Where the run has a key, only `good` counts as a
-            memory. `refused` counts for nothing: `accept_unsigned`, or an old key, may let it in tomorrow.
+        checked_utc: time of that check. ISO 8601.
+        detail: the fault.
+        signature: result of a check with keys; empty: it was not checked. If the run has a key, `good` alone counts as
+            a memory. `refused` counts for nothing: `accept_unsigned`, or an old key, may admit it tomorrow.
     """
 
     digest: str
@@ -101,19 +101,19 @@ class TierRecords(msgspec.Struct, frozen=True):
 
 
 def run_prefix(prefix: str, run_name: str, run_id: str) -> str:
-    """Where a run's objects lie in a tier; ends with `/`."""
+    """Returns the prefix of a run's objects in a tier; ends with `/`."""
     assert RUN_ID.fullmatch(run_id), run_id
     return f"{prefix}/{run_name}-{run_id}/"
 
 
 def checkpoint_prefix(run: str, name: str) -> str:
-    """Where one checkpoint's objects lie; ends with `/`. `run` is a `run_prefix`."""
+    """Returns the prefix of one checkpoint's objects; ends with `/`. `run` is a `run_prefix`."""
     assert checkpoint_order(name) is not None, name
     return f"{run}{name}/"
 
 
 def object_key(run: str, name: str, path: str) -> str:
-    """The key of one file of a checkpoint.
+    """Returns the key of one file of a checkpoint.
 
     Raises:
         ValueError: no manifest may name that path.
@@ -125,12 +125,12 @@ def object_key(run: str, name: str, path: str) -> str:
 
 
 def manifest_key(run: str, name: str) -> str:
-    """The key of the commit record."""
+    """Returns the key of the commit record."""
     return checkpoint_prefix(run, name) + MANIFEST
 
 
 def parse_key(run: str, key: str) -> tuple[str, str] | None:
-    """(checkpoint's name, path in it) of a key below `run`, or None when it is nobody's we know."""
+    """Splits a key below `run` into (checkpoint's name, path in it); None when it is not of our form."""
     if not key.startswith(run):
         return None
     name, slash, path = key.removeprefix(run).partition("/")

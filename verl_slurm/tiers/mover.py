@@ -1,11 +1,11 @@
-"""One pass over all tiers: look, plan, carry the plan out. May be killed at any point and run again.
+"""Runs one pass over all tiers: looks, plans, carries out the plan. May be killed at any point and run again.
 
-Copies first, nearest tier and newest checkpoint first; then removals, each only after its witnesses were read back
-once more (every byte, from that tier). What fails is written down and does not keep the rest from being done.
-Where the run has a key, nothing that is not signed with it is copied, or believed when something is to be removed.
+Copies come first, nearest tier and newest checkpoint first. Then come removals, each after its witnesses were read back
+once more (every byte, from that tier). A failure is recorded and does not stop the rest. If the run has a key, no
+checkpoint without its signature is copied, or counts as a witness for a removal.
 
-Every checkpoint that was copied or removed is one line in `events.jsonl`: `tier_copied`, `tier_removed`,
-`tier_failed`, `tier_unreachable`. The daemon writes to the same file; one line is one O_APPEND write.
+Every checkpoint that was copied or removed is one line in `events.jsonl`: `tier_copied`, `tier_removed`, `tier_failed`,
+`tier_unreachable`. The daemon writes to the same file; one line is one O_APPEND write.
 """
 
 import os
@@ -38,7 +38,7 @@ __all__ = ["Done", "Pass", "look", "lower_priority", "sync"]
 
 @dataclass(frozen=True, kw_only=True)
 class Done:
-    """What came of one action. `problem` is empty when it was carried out."""
+    """Result of one action. `problem` is empty when it was carried out."""
 
     action: Action
     problem: str = ""
@@ -48,10 +48,10 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """What a pass saw, planned and did; `done` has the copies and removals, in order.
+    """The survey, plan and results of a pass; `done` has the copies and removals, in order.
 
     Attributes:
-        unchecked: a look only: why no signature was checked, though the run has a key.
+        unchecked: for a look: why no signature was checked, though the run has a key.
     """
 
     states: tuple[TierState, ...]
@@ -61,7 +61,7 @@ class Pass:
 
     @property
     def ok(self) -> bool:
-        """Everything was reached and carried out."""
+        """Returns whether every tier was reached and every action carried out."""
         return all(state.reachable for state in self.states) and not any(d.problem for d in self.done)
 
 
@@ -70,9 +70,9 @@ def _now() -> datetime:
 
 
 def lower_priority() -> None:
-    """The last to get the processor and the disk: training comes first.
+    """Lowers the process's priority for processor and disk: training comes first.
 
-    Best effort 7 and not idle: on a busy disk the idle class may get nothing at all, ever.
+    Best effort 7 and not idle: on a busy disk the idle class may never get anything.
     """
     os.nice(19)
     try:
@@ -82,10 +82,10 @@ def lower_priority() -> None:
 
 
 def look(paths: RunPaths, config: RunConfig, *, now: Callable[[], datetime] = _now) -> Pass:
-    """The very plan that `sync` would carry out now. Changes nothing in any tier.
+    """Returns the very plan that `sync` would carry out now. Changes nothing in any tier.
 
-    Where the run's key cannot be read, as on a login node, `Pass.unchecked` says so, and `sync` would refuse. A copied
-    run may be looked at, too.
+    If the run's key cannot be read, as on a login node, `Pass.unchecked` tells so, and `sync` would refuse. A look at a
+    copied run is allowed, too.
     """
     keys, unchecked = None, ""
     try:
@@ -104,7 +104,7 @@ def sync(
     now: Callable[[], datetime] = _now,
     tiers: Sequence[OpenTier] | None = None,
 ) -> Pass:
-    """One pass.
+    """Runs one pass.
 
     Args:
         dry_run: plan it, and carry out nothing (`look`).
@@ -116,7 +116,8 @@ def sync(
         KeyRefused, PermissionRefused: `keys.load_keys`.
     """
     if tiers is None:
-        # A copy has the original's run id, and so the original's keys in every tier: it would replace and drop those.
+        # A copy has the original's run id, and so the original's keys in every tier: it would replace and drop those
+        # objects.
         require_in_place(paths.root, config, "offload")
     if dry_run:
         return look(paths, config, now=now)
@@ -216,14 +217,14 @@ class _Mover:
             raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
 
     def _say_refused(self, name: str, detail: str) -> None:
-        """One line in the journal for each that is not signed, not one a pass."""
+        """Writes one line to the journal for each unsigned checkpoint, once and not in every pass."""
         record = self._memory.get(LOCAL_TIER, name)
         if record is None or (record.signature, record.stamp) != ("refused", local_stamp(self._paths, name)):
             append_event(self._paths, TierFailed(LOCAL_TIER, name, "copy", detail))
             self._remember_local(name, ok=False, detail=detail)
 
     def _condemn(self, source: str, name: str, detail: str) -> None:
-        """Remember that a source does not hold what its manifest says; nothing is copied from it again."""
+        """Records that a source does not hold what its manifest says; nothing is copied from it again."""
         if source == LOCAL_TIER:
             self._remember_local(name, ok=False, detail=detail)
         else:
@@ -249,7 +250,7 @@ class _Mover:
         self._memory.set(LOCAL_TIER, name, record)
 
     def _read_back(self, tier_name: str, name: str) -> list[str]:
-        """Every byte of a checkpoint in a tier, and remember what came of it."""
+        """Reads every byte of a checkpoint in a tier, and records the result."""
         tier, backend = self._tiers[tier_name], self._backend(tier_name)
         problems = verify_copy(backend, tier.run, name, keys=self._keys)
         try:
@@ -290,7 +291,7 @@ class _Mover:
         return 0
 
     def _forget(self, tier_name: str, plan: Sequence[Action]) -> None:
-        """Uploads of checkpoints that nobody copies any more cost money for ever."""
+        """Abandons uploads of checkpoints that no pass copies any more: they would cost money until aborted."""
         tier = self._tiers[tier_name]
         wanted = [
             checkpoint_prefix(tier.run, action.name)

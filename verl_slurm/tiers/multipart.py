@@ -1,14 +1,14 @@
-"""An upload in parts that goes on where it broke off, by what the server itself says it has.
+"""Uploads an object in parts and continues after an interruption, by the parts that the server itself lists.
 
-1. ListMultipartUploads: is there one for this very key? (Others are not ours to touch.) Several: the one begun last;
-   the others are aborted, their parts would cost money for ever.
+1. ListMultipartUploads: finds an upload for this very key. (Others are not ours to touch.) Of several, the one begun
+  last continues; the others are aborted, since their parts would cost money until then.
 2. ListParts of it: a part counts when its number, size and ETag (MD5) are those of our bytes. All others are sent.
-3. Each part is sent with its Content-MD5; with `verify: checksum` the ETag that comes back must be that MD5.
-4. The whole has the digest of the manifest entry, or it is not completed.
-5. CompleteMultipartUpload names every part with its ETag. A reply that is lost is no failure: who called looks at the
-   object itself in the end.
+3. Each part is sent with its Content-MD5; with `verify: checksum` the returned ETag must be that MD5.
+4. The whole must have the digest of the manifest entry, or it is not completed.
+5. CompleteMultipartUpload names every part with its ETag. A lost reply is no failure: the caller looks at the object
+  itself in the end.
 
-No file of ours remembers anything: a mover that dies on one node is continued from another.
+No file of ours holds this state: after a mover dies on one node, another node continues its upload.
 """
 
 import base64
@@ -30,12 +30,13 @@ __all__ = ["MAX_PARTS", "MIN_PART_BYTES", "MultipartUpload", "abort_uploads", "p
 MAX_PARTS = 10_000
 """S3's own limit."""
 MIN_PART_BYTES = 8 << 20
-"""S3 demands 5 MiB; 8 MiB are a tenth of a second at 100 MB/s, so little is sent twice."""
+"""S3 demands 5 MiB; 8 MiB take a tenth of a second at 100 MB/s, so little is sent twice."""
 _ROUND = 1 << 20
 
 
 def part_size(size: int) -> int:
-    """Bytes a part for an object of `size` bytes: the smallest, in whole MiB, with which MAX_PARTS suffice.
+    """Returns the bytes per part for an object of `size` bytes: the smallest, in whole MiB, with which MAX_PARTS
+    suffice.
 
     A pure function of the size: the next attempt cuts at the same places. 8 MiB up to 78 GiB, 105 MiB for 1 TiB.
     """
@@ -44,7 +45,7 @@ def part_size(size: int) -> int:
 
 
 def require_content(key: str, problem: str) -> None:
-    """Refuse to send what is not what its manifest says: with `verify: checksum` nobody would look again.
+    """Refuses to send bytes that differ from their manifest: with `verify: checksum` no later check would find it.
 
     Raises:
         CheckpointCorrupt: there is a problem.
@@ -54,10 +55,10 @@ def require_content(key: str, problem: str) -> None:
 
 
 class MultipartUpload:
-    """One object's upload, once through.
+    """Uploads one object, once.
 
     Args:
-        size: bytes a part.
+        size: bytes per part.
         extra: further arguments of CreateMultipartUpload.
         compare: refuse an ETag that is not the MD5 of what was sent (encrypting servers have other ETags).
     """
@@ -78,12 +79,12 @@ class MultipartUpload:
         self._source, self._entry, self._size, self._extra = source, entry, size, extra
 
     def run(self, *, in_flight: int) -> int:
-        """Send what the server lacks and complete the upload; returns the bytes sent.
+        """Sends what the server lacks and completes the upload; returns the bytes sent.
 
         Raises:
-            CheckpointCorrupt: the source is not what `entry` says; nothing was completed.
-            TierError: the server says that it has other bytes than were sent.
-            botocore's own: it failed; what arrived stays there for the next attempt.
+            CheckpointCorrupt: the source differs from `entry`; nothing was completed.
+            TierError: the server reports other bytes than were sent.
+            botocore's own: the upload failed; what arrived stays there for the next attempt.
         """
         upload_id, there = self._begin()
         check = ContentCheck(self._entry)
@@ -130,7 +131,7 @@ class MultipartUpload:
         return sent
 
     def _begin(self) -> tuple[str, dict[int, tuple[int, str]]]:
-        """The upload to go on with, and the parts it has: number to (size, MD5)."""
+        """Returns the upload to continue, and the parts it has: number to (size, MD5)."""
         found = [
             upload
             for upload in _uploads(self._client, self._where["Bucket"], self._where["Key"])
@@ -174,14 +175,14 @@ class MultipartUpload:
                 **self._where, UploadId=upload_id, MultipartUpload={"Parts": parts}
             )
         except botocore.exceptions.ClientError as error:
-            # The reply to the first try was lost, and botocore asked again: there is an object now, or there is
+            # The reply to the first try was lost, and botocore asked again: either there is an object now or there is
             # none, and the caller looks.
             if error.response.get("Error", {}).get("Code") != "NoSuchUpload":
                 raise
 
 
 def abort_uploads(client: Any, bucket: str, prefix: str, keep: tuple[str, ...]) -> int:
-    """Give up the uploads below `prefix` but not below `keep`; returns how many."""
+    """Abandons the uploads below `prefix`, except below `keep`; returns how many."""
     count = 0
     for upload in list(_uploads(client, bucket, prefix)):
         if upload["Key"].startswith(keep):

@@ -1,4 +1,4 @@
-"""From a run to its tiers: the storages, the lock that keeps movers apart."""
+"""Opens the tiers of a run: their storages, and the lock that keeps movers apart."""
 
 import fcntl
 import os
@@ -23,7 +23,7 @@ ENTRY_POINTS = "verl_slurm.tiers"
 
 
 def open_backend(tier: TierConfig) -> Backend:
-    """The storage of `tier`. Connects to nothing yet.
+    """Returns the storage of `tier`. Does not connect yet.
 
     Raises:
         ConfigError: its plug-in, or boto3, is not installed.
@@ -53,7 +53,7 @@ def open_backend(tier: TierConfig) -> Backend:
 
 
 def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
-    """The configured tiers, nearest first. One that cannot be opened is in it, with the reason."""
+    """Opens the configured tiers, nearest first. One that cannot be opened is included, with the reason."""
     if not config.tiers:
         return []
     number = run_id(paths)
@@ -72,9 +72,9 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
 
 @contextmanager
 def mover_lock(paths: RunPaths) -> Iterator[None]:
-    """One mover a run. A lock of the kernel: it goes with its process, however that ends.
+    """Ensures one mover per run, by a lock of the kernel: it ends with its process, however that ends.
 
-    It saves work, safety does not rest on it: where a file system does not share locks between nodes, two movers
+    The lock saves work, and safety does not rest on it: if a file system does not share locks between nodes, two movers
     write the same bytes under the same keys.
 
     Raises:

@@ -1,22 +1,22 @@
-"""What moves where, what goes, and why: pure. `mover.py` carries the very plan out.
+"""Decides what moves where, what goes, and why. Pure. `mover.py` carries out the plan.
 
-Newer is what a later attempt saved, and of one attempt the later step: a run that was told to go back to step
-500 leaves a step 1000 in its tiers that is not newer than its own 501. The rules, in the order in which they bind:
+A checkpoint is newer if a later attempt saved it, and within one attempt by its step. A run that was told to go back to
+step 500 leaves a step 1000 in its tiers that is not newer than its own 501. The rules, in the order in which they bind:
 
-1. The last good checkpoint (the newest that is verified in any tier) is never removed, from nowhere; nor is the newest
-   verified one of a tier from that tier.
+1. The last good checkpoint (the newest that is verified in any tier) is never removed from any tier, nor is the newest
+  verified one of a tier from that tier.
 2. An archive, a tier without `keep_days`, and tier 0 (the run's own directory, where `checkpoint.keep_last` decides)
-   lose nothing here.
-3. A checkpoint goes from a tier when it is older than that tier's `keep_days`, no later tier still waits for it, AND
-   it is verified in a later tier, or a newer one is verified in the next tier (of the last tier: in that tier
-   itself). These witnesses must themselves stay, and the mover reads them back once more before it removes anything.
-   A later tier that does not answer waits for whatever it would keep.
-4. A checkpoint that is not verified never counts as a copy. One that cannot be seen (its tier does not answer) neither.
-5. Every checkpoint that is good somewhere is copied to every later tier in which it would not be too old at once; the
-   last good one, and the newest that may be good, to all of them.
-6. Objects in a tier without a commit record, of a checkpoint that is whole nowhere, are litter of a dead upload. They
-   go once a newer checkpoint is verified there, from an archive too: no such checkpoint ever existed in that tier. A
-   commit record that this code cannot read is no litter: it stays.
+  lose nothing here.
+3. A checkpoint goes from a tier when it is older than that tier's `keep_days`, no later tier still waits for it, AND it
+  is verified in a later tier, or a newer one is verified in the next tier (for the last tier: in that tier itself).
+  These witnesses must themselves stay, and the mover reads them back once more before it removes anything. A later tier
+  that does not answer waits for whatever it would keep.
+4. An unverified checkpoint never counts as a copy, nor does one that cannot be seen (its tier does not answer).
+5. Every checkpoint that is good in some tier is copied to every later tier in which it would not be too old at once.
+  The last good one, and the newest that may be good, are copied to all of them.
+6. Objects in a tier without a commit record, of a checkpoint that is whole in no tier, are litter of a dead upload.
+  They go once a newer checkpoint is verified there, from an archive too: no such checkpoint ever existed in that tier.
+  A commit record that this code cannot read is no litter: it stays.
 """
 
 from collections.abc import Collection, Sequence
@@ -30,23 +30,23 @@ __all__ = ["Action", "TierCopy", "TierState", "last_good", "newest_first", "plan
 
 Kind = Literal["copy", "drop", "keep", "skip"]
 """copy: make it whole and verified there. drop: remove it there. keep: it is there and stays. skip: it is not there and
-need not be. The words of `checkpoint.decide.retention`, which decides for the run's own directory."""
+need not be. `checkpoint.decide.retention`, which decides for the run's own directory, uses the same words."""
 
 _Rank = tuple[int, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierCopy:
-    """One checkpoint as one tier has it.
+    """One checkpoint in one tier.
 
     Attributes:
         committed: a manifest that parses is there, and every object it names, in its size.
-        verified: every byte was read back there and matched (True), some did not (False), nobody looked (None).
+        verified: every byte was read back there and matched (True), some did not (False), not checked (None).
         digest: of the manifest; empty without one.
         epoch: the attempt that saved it; -1 without a manifest.
-        saved: when, by its manifest; None without one.
+        saved: time of the save, by its manifest; None without one.
         litter: not even a damaged commit record is there.
-        refused: no key of the run has signed it: never `verified`, never copied from; `detail` says why.
+        refused: no key of the run has signed it: never `verified`, never copied from; `detail` holds the reason.
         detail: why it is not committed, or what does not match.
     """
 
@@ -67,7 +67,7 @@ class TierCopy:
 
     @property
     def usable(self) -> bool:
-        """May be copied from: the mover checks every byte on the way."""
+        """Returns whether it may be copied from: the mover checks every byte on the way."""
         return self.committed and self.verified is not False
 
 
@@ -76,8 +76,8 @@ class TierState:
     """One tier, as far as it could be seen.
 
     Attributes:
-        keep_days: None: for ever.
-        reachable: False: it did not answer; `copies` is empty and says nothing.
+        keep_days: None: permanently.
+        reachable: False: it did not answer; `copies` is empty and tells nothing.
         local: tier 0.
     """
 
@@ -95,7 +95,7 @@ class Action:
 
     Attributes:
         source: of a copy: the tier to read from; the tier itself when it only has to be read back there.
-        replace: of a copy: what is there under that name is another, older checkpoint and goes first.
+        replace: of a copy: another, older checkpoint has that name there and goes first.
         witnesses: of a removal: (tier, checkpoint) that must still verify when it is carried out.
     """
 
@@ -109,21 +109,21 @@ class Action:
 
 
 def last_good(states: Sequence[TierState]) -> str | None:
-    """The newest checkpoint that is verified in any tier that answers."""
+    """Returns the newest checkpoint that is verified in any tier that answers."""
     names = {copy.name for state in states if state.reachable for copy in state.copies if copy.good}
     ranks = _ranks(states)
     return max(names, key=lambda name: ranks[name]) if names else None
 
 
 def newest_first(states: Sequence[TierState]) -> list[str]:
-    """What could be brought back from these tiers."""
+    """Lists what could be brought back from these tiers."""
     names = {copy.name for state in states if state.reachable for copy in state.copies if copy.usable}
     ranks = _ranks(states)
     return sorted(names, key=lambda name: ranks[name], reverse=True)
 
 
 def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
-    """One action for every checkpoint in every tier that answers, nearest tier first, newest checkpoint first.
+    """Plans one action for every checkpoint in every tier that answers, nearest tier first, newest checkpoint first.
 
     Args:
         states: all tiers, tier 0 first, then as the config lists them.
@@ -176,7 +176,7 @@ def _copying(
     needed: Collection[str | None],
     now: datetime,
 ) -> Action | None:
-    """Whether `name` is to be brought here; None when that is no question."""
+    """Decides whether `name` is to be copied here; None if the question does not arise."""
     state = states[index]
     if state.local:
         return None
@@ -228,7 +228,7 @@ def _copying(
 
 
 def _succeeds(state: TierState, other: TierCopy, copy: TierCopy) -> bool:
-    """Whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
+    """Returns whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
     return other.epoch > copy.epoch or (state.local and other.epoch == copy.epoch)
 
 
@@ -243,7 +243,7 @@ def _removal(
     ranks: dict[str, _Rank],
     now: datetime,
 ) -> Action:
-    """Whether what is here goes (rules 1 to 3, 6)."""
+    """Decides whether the copy here goes (rules 1 to 3, 6)."""
     state, name = states[index], copy.name
     if state.local:
         return _keep(state, name, "tier 0: checkpoint.keep_last decides")
@@ -299,7 +299,7 @@ def _keep(state: TierState, name: str, reason: str) -> Action:
 
 
 def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
-    """How new each checkpoint is: the attempt that saved it last, then its step and safe point."""
+    """Ranks how new each checkpoint is: by the last attempt that saved it, then by its step and safe point."""
     epochs: dict[str, int] = {}
     for copy in (copy for state in states for copy in state.copies):
         epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)

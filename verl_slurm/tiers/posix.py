@@ -1,11 +1,11 @@
-"""A tier that is a directory: node NVMe, a second file system, a tape library's front. Also the archive's.
+"""Implements a tier in a directory: node NVMe, a second file system, a tape library's front. Archives use it, too.
 
 Objects are files below `path`/PREFIX. Each is written under a name that no manifest may hold (`~NAME.DIGEST.part`),
-fsynced, renamed, and its directory fsynced; an attempt that broke off is continued behind its last byte, since the
-bytes are read back from the medium in the end (`holds`) and thrown away if they do not match.
+fsynced, renamed, and its directory fsynced. An interrupted attempt continues after its last byte, since `holds` reads
+the bytes back from the medium in the end and they are discarded if they do not match.
 
-`path` itself is never made: where a disk is not mounted, its mount point would fill the root file system instead.
-What POSIX, NFS and Lustre promise and do not promise: `verl_slurm.base.files`.
+`path` itself is never made: if a disk is not mounted, its mount point would fill the root file system instead.
+`verl_slurm.base.files` tells what POSIX, NFS and Lustre promise.
 """
 
 import errno
@@ -33,7 +33,7 @@ _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.E
 
 
 class PosixBackend:
-    """See the module, and `backend.Backend` for what each method promises."""
+    """Stores objects in a directory; `backend.Backend` specifies each method."""
 
     def __init__(self, tier: TierConfig) -> None:
         assert tier.path is not None, "config.tier_checks"
@@ -83,7 +83,8 @@ class PosixBackend:
                 sent = _continue(fd, source)
                 os.fsync(fd)  # noqa: TID251 - of a file that is not new: an interrupted transfer goes on
             except OSError:
-                # A second fsync would lie about these pages (`verl_slurm.base.files`): begin anew next time.
+                # A second fsync would report a false success for these pages (`verl_slurm.base.files`): the next
+                # attempt starts anew.
                 part.unlink(missing_ok=True)
                 raise
             finally:
@@ -105,7 +106,7 @@ class PosixBackend:
 
     @staticmethod
     def _link(temp: Path, final: Path) -> bool:
-        """A link fails where the name is taken; a rename would replace it."""
+        """A link fails if the name is taken; a rename would replace it."""
         try:
             os.link(temp, final, follow_symlinks=False)
         except FileExistsError:
@@ -125,7 +126,7 @@ class PosixBackend:
             self._require_root()
             try:
                 with open_directory(self._root.joinpath(*folders)) as folder:
-                    # One thread: the training needs the others. Its path is that of the object here, not in the run.
+                    # One thread: the training needs the others. The path is that of the object here, not in the run.
                     here = Reading(msgspec.structs.replace(entry, path=name))
                     read_checked(folder, [here], threads=1, on_problem=problems.__setitem__)
             except FileNotFoundError:
@@ -146,7 +147,7 @@ class PosixBackend:
             except (FileNotFoundError, NotADirectoryError):
                 return
             fsync_path(path.parent)
-            # Directories that are empty now; the tier's own prefix may stay.
+            # Remove directories that are empty now; the tier's own prefix may stay.
             for folder in list(path.parents)[: key.count("/") - 1]:
                 try:
                     folder.rmdir()
@@ -168,7 +169,7 @@ class PosixBackend:
 
     @contextmanager
     def _open(self, key: str) -> Iterator[int]:
-        """No name below the tier's directory may be a link."""
+        """Opens a file; no name below the tier's directory may be a link."""
         with open_directory(self._root) as root, open_below(root, key) as fd:
             yield fd
 
@@ -217,7 +218,7 @@ def _info(key: str, info: os.stat_result) -> ObjectInfo:
 
 
 def _continue(fd: int, source: Source) -> int:
-    """Append what is missing; returns how much that was."""
+    """Appends what is missing; returns the bytes appended."""
     here = os.fstat(fd).st_size
     offset = here if here <= source.size else 0
     os.ftruncate(fd, offset)

@@ -1,8 +1,8 @@
-"""A tier that is a bucket: Amazon S3, Ceph, MinIO, anything that speaks the protocol. boto3 is imported here alone.
+"""Implements a tier in a bucket: Amazon S3, Ceph, MinIO, or another server of the protocol. Imports boto3.
 
-What is believed of a server: nothing about content. Every request that carries bytes carries their Content-MD5, so that
-what is damaged on the way is refused there; and after that the object is fetched again and hashed (`verify: reread`),
-or, where the user chose `checksum`, every part's ETag was compared with the MD5 of what was sent.
+A server's statements about content are not believed. Every request that carries bytes carries their Content-MD5, so the
+server refuses bytes that were damaged on the way. After that the object is fetched again and hashed (`verify: reread`).
+If the user chose `checksum`, every part's ETag was compared with the MD5 of what was sent.
 
 Credentials come from the standard chain alone (environment, ~/.aws, container and instance roles). They are in no
 config, argument, error or log of ours: errors carry the server's code and the HTTP status, never its prose or headers.
@@ -33,7 +33,8 @@ _BLOCK = 4 << 20
 _PIECE, _PROGRESS = 32 << 10, 16 << 10
 _CONNECT_S, _READ_S = 10, 60
 _ATTEMPTS = 5
-"""Of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut connections."""
+"""Attempts of each request: botocore's `standard` mode backs off with jitter for 5xx, 429, time-outs and cut
+connections."""
 _IN_FLIGHT = 4
 """Parts sent at once; each is held in memory."""
 _MISSING = {"404", "NoSuchKey", "NotFound"}
@@ -42,11 +43,11 @@ _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
 
 
 class S3Backend:
-    """See the module, and `backend.Backend` for what each method promises.
+    """Stores objects in a bucket; `backend.Backend` specifies each method.
 
     Args:
-        attempts: of each request; tests lower it, since botocore's pauses cannot be.
-        read_s: patience with a server that says nothing.
+        attempts: of each request; tests lower it, since botocore's pauses are fixed.
+        read_s: seconds to wait for a silent server.
         bounds: of `BoundedClient`.
     """
 
@@ -65,10 +66,10 @@ class S3Backend:
                     read_timeout=read_s,
                     retries={"mode": "standard", "total_max_attempts": attempts},
                     max_pool_connections=_IN_FLIGHT + 2,
-                    # A server that is not Amazon's need not answer to BUCKET.HOST.
+                    # A server other than Amazon's need not answer to BUCKET.HOST.
                     s3={"addressing_style": "path" if tier.endpoint else "auto"},
                     signature_version="s3v4",
-                    # The newer CRC trailers are unknown to many servers; Content-MD5 is known to all.
+                    # Many servers do not know the newer CRC trailers; all know Content-MD5.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
                 ),
@@ -112,7 +113,7 @@ class S3Backend:
         return self._resumed(key, 0, None)
 
     def _resumed(self, key: str, first: int, size: int | None) -> Iterator[bytes]:
-        """A stream that breaks off is taken up again behind the last byte, a bounded number of times."""
+        """Resumes an interrupted stream after the last byte, a bounded number of times."""
         offset, broken = first, 0
         while size is None or offset < first + size:
             began = offset
@@ -122,7 +123,7 @@ class S3Backend:
                     yield block
                 return
             except BROKEN as error:
-                # Cut every few KiB it still arrives; one that gives a byte each time is no server.
+                # A stream that is cut every few KiB still arrives; one that yields a byte each time is a broken server.
                 broken = 0 if offset - began >= _PROGRESS else broken + 1
                 if broken >= _ATTEMPTS:
                     raise self._failure(key, type(error).__name__) from None
@@ -130,7 +131,7 @@ class S3Backend:
     def _stream(self, key: str, offset: int, size: int | None) -> Iterator[bytes]:
         last = "" if size is None else str(offset + size - 1)
         span = {"Range": f"bytes={offset}-{last}"} if offset or last else {}
-        with self._errors(key):  # what botocore has tried again in vain is not tried again
+        with self._errors(key):  # botocore has already retried it in vain
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=key, **span)
             except botocore.exceptions.ClientError as error:
@@ -138,10 +139,10 @@ class S3Backend:
                     return
                 raise
         self._require_range(key, answer, offset)
-        # In small pieces: what a read has got before the line is reset is lost with it.
+        # In small pieces: a reset loses what the current read has received.
         pieces, got, ended = answer["Body"].iter_chunks(_PIECE), 0, False
         try:
-            # A server that ignores the end of a range may send anything.
+            # A server that ignores the end of a range may send any number of bytes.
             while not ended and (size is None or got < size):
                 wanted = _BLOCK if size is None else min(_BLOCK, size - got)
                 block, broken, ended = self._client.block(pieces, wanted)
@@ -158,7 +159,7 @@ class S3Backend:
         answer["Body"].close()
 
     def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
-        """A server that ignores the range would give the bytes of another place."""
+        """Requires the right range: a server that ignores it would send the bytes of another place."""
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             raise self._failure(key, "another range than was asked for")
 
@@ -206,7 +207,7 @@ class S3Backend:
                     return False
                 if _code(error) != "NotImplemented":
                     raise
-                if self.stat(key) is not None:  # a server from before 2024: the best it can do
+                if self.stat(key) is not None:  # a server from before 2024 knows nothing better
                     return False
                 put()
         return True
@@ -218,7 +219,7 @@ class S3Backend:
         if head["ContentLength"] != entry.size:
             return f"size {head['ContentLength']}, expected {entry.size}"
         if self._tier.verify == "checksum":
-            # Set when the upload was begun; the object came to be only after every part's ETag had matched.
+            # Set when the upload began; the object exists only after every part's ETag had matched.
             told = head.get("Metadata", {}).get("sha256")
             return "" if told == entry.sha256 else f"sha256 {told} in its metadata, expected {entry.sha256}"
         return check_blocks(self.blocks(key), entry)
@@ -238,7 +239,7 @@ class S3Backend:
         except botocore.exceptions.ClientError as error:
             raise self._failure(key, _code(error), error) from None
         except BROKEN as error:
-            # The type alone: the text of some has URLs with signatures, or configuration values, in it.
+            # The type alone: the text of some errors contains URLs with signatures, or configuration values.
             raise self._failure(key, type(error).__name__) from None
 
     def _failure(
@@ -265,7 +266,7 @@ _REMEDIES = {
 
 
 def _code(error: botocore.exceptions.ClientError) -> str:
-    """The server's own code, as a word: nothing else of its answer is repeated."""
+    """Returns the server's own code, as a word: nothing else of its answer is repeated."""
     code = str(error.response.get("Error", {}).get("Code", "unknown"))
     return code if code.isascii() and code.replace("-", "").isalnum() and len(code) <= 64 else "unknown"
 

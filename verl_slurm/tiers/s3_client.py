@@ -1,7 +1,7 @@
 """Bounds what a server can make boto3 do: bytes of an answer, pages and keys of a listing, and time.
 
-botocore reads the body of an answer whole, follows a listing as long as the server says that there is more, and waits
-as long as a byte comes now and then. A bucket's operator could so fill a job's memory and hold up its start.
+botocore reads the body of an answer whole, follows a listing as long as the server announces more, and waits as long as
+a byte comes now and then. So a bucket's operator could fill a job's memory and delay its start.
 """
 
 import queue
@@ -20,13 +20,13 @@ __all__ = ["BROKEN", "MOST_BODY_BYTES", "MOST_KEYS", "BoundedClient"]
 _T = TypeVar("_T")
 
 MOST_BODY_BYTES = 8 << 20
-"""Of an answer that is no object: a page of 1,000 keys of 1 KiB each, every byte of them percent-encoded, is 3 MiB."""
+"""Bytes of an answer that is no object: a page of 1,000 keys of 1 KiB each, every byte percent-encoded, is 3 MiB."""
 MOST_KEYS = 1_000_000
-"""Of one listing: 4,096 ranks with 6 files each, and 40 checkpoints. About 0.5 GB of memory."""
+"""Keys of one listing: 4,096 ranks with 6 files each, and 40 checkpoints. About 0.5 GB of memory."""
 _SPARE_PAGES = 100
-"""A page brings a key; so many may bring none."""
+"""Pages of a listing that may bring no key."""
 _CALL_S = 120.0
-"""For a request with all of botocore's attempts, besides the time for its bytes at this rate."""
+"""Seconds for a request with all of botocore's attempts, in addition to the time for its bytes at this rate."""
 _BYTES_PER_S = 256 << 10
 _KEYS_PER_S = 100
 _ENTRIES = ("Contents", "Parts", "Uploads")
@@ -40,7 +40,7 @@ BROKEN = (
 
 
 class BoundedClient:
-    """boto3's S3 client with these bounds; its methods are the client's own.
+    """Wraps boto3's S3 client in these bounds; its methods are the client's own.
 
     Args:
         where: for errors.
@@ -69,7 +69,7 @@ class BoundedClient:
         return call
 
     def pages(self, operation: str, **words: Any) -> Iterator[dict[str, Any]]:
-        """The pages of a listing."""
+        """Yields the pages of a listing."""
         pages = iter(self._client.get_paginator(operation).paginate(**words))
         began = time.monotonic()
         num_pages = num_keys = 0
@@ -92,10 +92,10 @@ class BoundedClient:
             yield page
 
     def block(self, pieces: Iterator[bytes], size: int) -> tuple[bytes, Exception | None, bool]:
-        """Join pieces to at least `size` bytes.
+        """Joins pieces to at least `size` bytes.
 
         Returns:
-            What came, what broke the stream, and whether it has ended.
+            The bytes, the error that broke the stream, and whether it has ended.
         """
 
         def collect() -> tuple[bytes, Exception | None, bool]:
@@ -112,8 +112,8 @@ class BoundedClient:
         return self._in_time(collect, size / _BYTES_PER_S)
 
     def _in_time(self, call: Callable[[], _T], more_s: float = 0.0) -> _T:
-        """`call` on a thread, which is left behind where it takes too long: no time-out of a socket ends a read that
-        gets a byte now and then."""
+        """Runs `call` on a thread, which is abandoned if it takes too long: no socket time-out ends a read that gets a
+        byte now and then."""
         answers: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -133,9 +133,9 @@ class BoundedClient:
         return answer  # type: ignore[return-value]
 
     def _send(self, request: Any, **_: Any) -> Any:
-        """In place of botocore's own sending: the body is read here, up to the bound, unless it is an object."""
+        """Replaces botocore's own sending: reads the body here, up to the bound, unless it is an object."""
         is_object = request.stream_output
-        request.stream_output = True  # or it is read in there
+        request.stream_output = True  # otherwise botocore reads it
         response = self._session.send(request)
         if not is_object or response.status_code >= 300:
             response.raw = _Capped(response.raw, self._refused)

@@ -1,4 +1,4 @@
-"""One checkpoint from one place to another tier, and the look whether it is whole there (`layout.py`, section 2).
+"""Copies one checkpoint into a tier, and verifies that it is whole there (`layout.py`, section 2).
 
 Memory: a block of 4 MiB, or the parts in flight of an upload; never a whole file.
 """
@@ -26,14 +26,14 @@ _BLOCK = 4 << 20
 
 
 class Origin(Protocol):
-    """Where a checkpoint is copied from."""
+    """The place that a checkpoint is copied from."""
 
     def manifest(self) -> bytes:
-        """The bytes of its manifest.json, not yet parsed."""
+        """Returns the bytes of its manifest.json, not yet parsed."""
         ...
 
     def open(self, path: str) -> AbstractContextManager[Source]:
-        """One of its files."""
+        """Opens one of its files."""
         ...
 
 
@@ -72,7 +72,7 @@ class _FileSource:
 
 
 def _unreadable(where: Path, error: OSError) -> TierError:
-    """Not `CheckpointCorrupt`: what cannot be read now may be whole, or was pruned while we read."""
+    """Not `CheckpointCorrupt`: a file that cannot be read now may be whole, or was pruned while we read."""
     return TierError(
         "the checkpoint cannot be read",
         where=where,
@@ -113,7 +113,7 @@ class _ObjectSource:
 
 @dataclass(frozen=True, kw_only=True)
 class Transferred:
-    """What a copy took.
+    """Result of a copy.
 
     Attributes:
         num_bytes: of the checkpoint.
@@ -134,18 +134,18 @@ def copy_checkpoint(
     keys: Keyring | None = None,
     on_file: Callable[[str], None] | None = None,
 ) -> Transferred:
-    """Make checkpoint `name` whole and verified in the tier behind `backend`. May be killed and called again.
+    """Makes checkpoint `name` whole and verified in the tier of `backend`. May be killed and called again.
 
     Args:
         run: the tier's `layout.run_prefix`.
-        keys: where given, the origin's manifest must be signed with one of them.
-        on_file: hears of every file that is done.
+        keys: if given, the origin's manifest must be signed with one of them.
+        on_file: called for every finished file.
 
     Raises:
-        CheckpointCorrupt: the origin does not hold what its manifest says, or somebody else made that; the tier has
-            no commit record then.
+        CheckpointCorrupt: the origin does not hold what its manifest says, or another writer made that manifest; the
+            tier has no commit record then.
         KeyRefused: the origin's manifest is not signed with a key of ours.
-        TierError: the tier failed, or gave back other bytes twice.
+        TierError: the tier failed, or returned other bytes twice.
     """
     data = origin.manifest()
     manifest = parse(data, where=f"{name}/{MANIFEST}")
@@ -159,7 +159,7 @@ def copy_checkpoint(
         problems = verify_copy(backend, run, name, expected=data)
         if not problems:
             return Transferred(manifest=manifest, num_bytes=manifest.num_bytes, sent=0)
-        backend.delete(record)  # while it is being mended it does not exist
+        backend.delete(record)  # while it is being repaired it does not exist
     sent = 0
     for entry in manifest.files:
         sent += _copy_file(origin, backend, object_key(run, name, entry.path), entry)
@@ -167,7 +167,7 @@ def copy_checkpoint(
             on_file(entry.path)
     _remove_strangers(backend, run, manifest)
     if not backend.commit(record, data) and backend.read(record, 0, len(data) + 1) != data:
-        # Somebody else committed another checkpoint of that name meanwhile: a former attempt that still breathes.
+        # Another process committed another checkpoint of that name meanwhile: a former attempt that still runs.
         raise TierError(
             "another process wrote this checkpoint at the same time",
             where=record,
@@ -181,7 +181,7 @@ def copy_checkpoint(
 
 
 def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> int:
-    """Put one file and have it read back; once more from the start when other bytes come back."""
+    """Puts one file and has it read back; repeats from the start when other bytes come back."""
     there = backend.stat(key)
     if there is not None and there.size == entry.size and not backend.holds(key, entry):
         return 0
@@ -196,7 +196,7 @@ def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> 
             if not problem:
                 return sent
             backend.delete(key)
-            # Whose fault is it? The source is asked only now: a healthy copy reads it once.
+            # Finds the side at fault. The source is read again only now: a healthy copy reads it once.
             wrong = _check_source(source, entry)
             if wrong:
                 raise CheckpointCorrupt("the source is damaged", where=key, found=wrong)
@@ -217,7 +217,7 @@ def _check_source(source: Source, entry: FileEntry) -> str:
 
 
 def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
-    """Objects of an earlier attempt with other files: a checkpoint is exactly what its manifest names."""
+    """Removes objects of an earlier attempt with other files: a checkpoint is exactly what its manifest names."""
     prefix = checkpoint_prefix(run, manifest.name)
     wanted = {prefix + entry.path for entry in manifest.files}
     for info in list(backend.list(prefix)):
@@ -228,14 +228,14 @@ def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
 def verify_copy(
     backend: Backend, run: str, name: str, *, expected: bytes | None = None, keys: Keyring | None = None
 ) -> list[str]:
-    """What is wrong with checkpoint `name` in a tier; every object is read back. Empty: nothing.
+    """Reads back every object of checkpoint `name` in a tier and returns its fault; empty if there is none.
 
     Args:
         expected: the manifest it should have; None: whichever verifies by itself.
-        keys: where given, it must be signed with one of them; if it is not, nothing more is read.
+        keys: if given, it must be signed with one of them; if it is not, nothing more is read.
 
     Raises:
-        TierError: the tier did not answer: that says nothing about the checkpoint.
+        TierError: the tier did not answer: that tells nothing about the checkpoint.
     """
     key = manifest_key(run, name)
     info = backend.stat(key)

@@ -1,7 +1,7 @@
 """Entry of one rank: `-m verl_slurm.trainer --run RUN_DIR --epoch E --resume NAME`.
 
-The first word to the daemon goes out before torch is imported. Signals are not handled here: under the daemon
-TERM, USR1 and CONT arrive ignored, and run by hand they end the process as usual.
+The first message to the daemon is sent before torch is imported. Signals are not handled here: under the daemon TERM,
+USR1 and CONT arrive ignored, and run by hand they end the process as usual.
 """
 
 import argparse
@@ -26,7 +26,7 @@ __all__ = ["main", "run_and_leave"]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one rank to its end; the exit code is 0 when it finished or stopped as asked."""
+    """Runs one rank to its end. The exit code is 0 if the rank finished or stopped as asked."""
     parser = argparse.ArgumentParser(prog="verl_slurm.trainer", description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's directory")
     parser.add_argument("--epoch", type=int, required=True, help="the attempt that may write")
@@ -82,12 +82,12 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
 
 
 def run_and_leave() -> NoReturn:
-    """`main`, and out without the interpreter's own end.
+    """Runs `main` and exits without the interpreter's own shutdown.
 
-    At its end torch 2.13 destroys threads that still run: about one in ten processes that used FSDP2 dies
-    with SIGABRT ("terminate called without an active exception") after all its work is done, and the launcher
-    takes that for a crash. Everything that must be written is flushed and closed by then; and leaving at once
-    is a few tenths of a second sooner.
+    At shutdown torch 2.13 destroys threads that still run. About one in ten processes that used FSDP2 then dies with
+    SIGABRT ("terminate called without an active exception") after all its work is done. The launcher takes that for a
+    crash. By then everything that must be written is flushed and closed. Leaving at once also saves a few tenths of a
+    second.
     """
     die_with_launcher()
     code = int(ExitCode.INTERNAL)

@@ -1,4 +1,4 @@
-"""Conversations to text, by the tokenizer's chat template or one of the user's; what the policy is then asked."""
+"""Renders conversations as text, by the tokenizer's chat template or by one of the user's."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ __all__ = ["as_text", "plain_text"]
 
 
 def plain_text(where: str, prompt: Prompt) -> str:
-    """The prompt as it is, which must be text.
+    """Returns the prompt unchanged; it must be text.
 
     Raises:
         DataError: it is a conversation.
@@ -24,7 +24,7 @@ def plain_text(where: str, prompt: Prompt) -> str:
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callable[[str, Prompt], str]:
-    """(place, prompt) → the text whose tokens the policy sees.
+    """Returns a function (place, prompt) → the text whose tokens the policy sees.
 
     Args:
         template: a chat template; None: the tokenizer's own.
@@ -42,7 +42,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callabl
             text = tokenizer.apply_chat_template(
                 prompt, tokenize=False, add_generation_prompt=True, chat_template=template
             )
-        # Templates are programs: one meets what it did not expect as any of these.
+        # Templates are programs, and unexpected input surfaces as any of these.
         except (TemplateError, ValueError, TypeError, KeyError) as error:
             raise DataError(
                 "the chat template refuses a prompt",

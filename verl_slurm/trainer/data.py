@@ -1,8 +1,8 @@
-"""Prompts: read once, tokenised once, handed out in an order that is a function of (seed, epoch).
+"""Prompts: read once, tokenised once, and handed out in an order that is a function of (seed, epoch).
 
-`sample_id` counts the responses asked for over the whole run, n to each prompt, one after the other
-(`rollout.samples_per_prompt`): it names an epoch, a prompt (`sample_id // n`) and which of its responses it is, so an
-offset is all the state there is, and a response's noise needs no other name.
+`sample_id` counts the responses of the whole run, n consecutive ones for each prompt (`rollout.samples_per_prompt`). It
+identifies an epoch, a prompt (`sample_id // n`) and one of its responses. So an offset is the whole state, and the
+noise of a response needs no other key.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,16 +25,16 @@ __all__ = ["Batch", "PromptData", "Recorded", "load_tokenizer", "read_sides"]
 Batch = dict[str, torch.Tensor]
 """Column name to CPU tensor; the first dimension is the sample."""
 Recorded = Mapping[str, Mapping[str, Content]]
-"""`data.root` and `data.eval_root`, each with size and SHA-256 of its files by relative path."""
+"""Maps `data.root` and `data.eval_root` to the size and SHA-256 of their files by relative path."""
 
 _ENCODED_AT_ONCE = 1024
 
 
 def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
-    """The model's own tokenizer; a pad token is chosen where it has none.
+    """Loads the model's own tokenizer, and chooses a pad token if it has none.
 
     Raises:
-        DataError: none there, or one without an end-of-sequence token.
+        DataError: there is none, or it has no end-of-sequence token.
     """
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -67,7 +67,7 @@ def _read_rows(
     render: Callable[[str, Prompt], str],
     key: str = "data.root",
 ) -> list[Row]:
-    """All (prompt, answer) below `root`, by file name, then row."""
+    """Reads all (prompt, answer) below `root`, by file name, then row."""
     files = None if recorded is None else recorded[key]
     found = prompts_below(root, config, files, key=key)
     return [(render(where, prompt), answer) for where, prompt, answer in found]
@@ -80,10 +80,10 @@ def read_sides(
     recorded: Recorded | None = None,
     render: Callable[[str, Prompt], str] = plain_text,
 ) -> Sides:
-    """What trains, and what is held out (`trainer.split`).
+    """Returns the prompts that train and the held-out ones (`trainer.split`).
 
     Args:
-        recorded: what the files must be; None: whatever lies there.
+        recorded: what the files must be; None: any files are accepted.
         render: place and prompt → text, for prompts that are conversations.
 
     Raises:
@@ -116,9 +116,9 @@ class PromptData:
         tokenizer: the model's.
         config: names of the keys, longest prompt, whether to shuffle.
         seed: the run's seed; it alone decides the order of every epoch.
-        held_out: at most so many of the held-out prompts, never shuffled; None: those that train.
+        held_out: at most this many of the held-out prompts, never shuffled; None: those that train.
         samples_per_prompt: n.
-        recorded: what the files must be; None: whatever lies there.
+        recorded: what the files must be; None: any files are accepted.
         template: the text of a chat template, instead of the tokenizer's.
 
     Raises:
@@ -148,7 +148,7 @@ class PromptData:
         self._per_prompt = samples_per_prompt
         self._order: tuple[int, list[int]] = (-1, [])
         self._length, self._pad = config.max_prompt_tokens, int(tokenizer.pad_token_id)
-        # Token ids end to end: padded, a data set of a million prompts would take gigabytes on every rank.
+        # Token ids are stored end to end: padded, a data set of a million prompts would take gigabytes on every rank.
         parts, lengths = [], []
         for start in range(0, len(rows), _ENCODED_AT_ONCE):
             texts = self._prompts[start : start + _ENCODED_AT_ONCE]
@@ -168,11 +168,11 @@ class PromptData:
         self._ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
 
     def __len__(self) -> int:
-        """Prompts in one epoch."""
+        """Returns the number of prompts in one epoch."""
         return len(self._prompts)
 
     def row(self, sample_id: int) -> int:
-        """Which line (counted over all files) the `sample_id`-th response of the run answers."""
+        """Returns the line (counted over all files) that the `sample_id`-th response of the run answers."""
         epoch, position = divmod(sample_id // self._per_prompt, len(self))
         if not self._shuffle:
             return position
@@ -182,7 +182,7 @@ class PromptData:
         return self._order[1][position]
 
     def batch(self, offset: int, num: int) -> Batch:
-        """What the responses `offset .. offset + num` of the run answer.
+        """Returns the prompts that the responses `offset .. offset + num` of the run answer.
 
         Returns:
             sample_id int64 [N]; prompt_ids int64 [N, P], left-padded; prompt_mask bool [N, P];
@@ -200,9 +200,9 @@ class PromptData:
         return {"sample_id": sample_id, "prompt_ids": ids, "prompt_mask": mask}
 
     def prompts(self, sample_ids: torch.Tensor) -> list[str]:
-        """The prompts' text, one for each sample id."""
+        """Returns the text of the prompt for each sample id."""
         return [self._prompts[self.row(int(sample_id))] for sample_id in sample_ids]
 
     def answers(self, sample_ids: torch.Tensor) -> list[str]:
-        """The right answers, one for each sample id."""
+        """Returns the right answer for each sample id."""
         return [self._answers[self.row(int(sample_id))] for sample_id in sample_ids]

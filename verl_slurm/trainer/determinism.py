@@ -1,8 +1,9 @@
-"""The same kernels every time: what it takes, and what is said where there is no such kernel.
+"""Forces deterministic kernels, and explains the refusal where an operator has none.
 
-Strict, and not as warnings: with `warn_only` torch *keeps* the nondeterministic backward pass of its attention kernels
-on CUDA (flash and memory-efficient alike, see attention_backward.cu), so every update would differ in its last bits.
-What the trainer itself computes has a deterministic kernel for everything; a model that has not is refused by name.
+The mode is strict, not `warn_only`. With warnings torch *keeps* the nondeterministic backward pass of its attention
+kernels on CUDA (flash and memory-efficient alike, see attention_backward.cu). Every update would differ in its last
+bits. All that the trainer itself computes has a deterministic kernel. A model that uses an operator without one is
+refused by name.
 """
 
 import os
@@ -16,21 +17,21 @@ from verl_slurm.base.errors import ConfigError
 __all__ = ["explaining", "settle", "warned_only"]
 
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
-"""The settings that cuBLAS promises reproducible results for (its documentation, "Results reproducibility")."""
+"""The settings for which cuBLAS promises reproducible results (its documentation, "Results reproducibility")."""
 _NO_KERNEL = "does not have a deterministic implementation"
-"""What torch says, in `at::Context::alertNotDeterministic`."""
+"""torch's text in `at::Context::alertNotDeterministic`."""
 
 
 def settle(device: torch.device, *, deterministic: bool) -> None:
-    """Before the first work on `device`, once a process.
+    """Sets up determinism. Call once per process, before the first work on `device`.
 
     Raises:
-        ConfigError: the environment has cuBLAS do otherwise.
+        ConfigError: the environment sets cuBLAS to something else.
     """
     if not deterministic:
         return
     if device.type == "cuda":
-        # cuBLAS reads it when its first handle is made; without it torch refuses matrix products.
+        # cuBLAS reads it when it makes its first handle. Without it torch refuses matrix products.
         found = os.environ.setdefault(_WORKSPACE, _WORKSPACES[0])
         if found not in _WORKSPACES:
             raise ConfigError(
@@ -42,14 +43,14 @@ def settle(device: torch.device, *, deterministic: bool) -> None:
             )
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    # torch would fill all new memory with NaN, to show up operators that read it before they write it. No number
-    # changes without, and a step of a small model has thousands of such fills, a twentieth of its CPU time.
+    # By default torch fills all new memory with NaN, to expose operators that read it before they write it. Turning
+    # that off changes no number. A step of a small model has thousands of such fills, a twentieth of its CPU time.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 @contextmanager
 def explaining() -> Iterator[None]:
-    """Around all work: an operator that torch refuses is the configuration's affair, and no start changes it.
+    """Wraps all work. An operator that torch refuses is a configuration error, because a restart does not change it.
 
     Raises:
         ConfigError: instead of torch's own complaint.
@@ -70,9 +71,9 @@ def explaining() -> Iterator[None]:
 
 @contextmanager
 def warned_only(device: torch.device) -> Iterator[None]:
-    """Around an engine that brings kernels of its own, and only runs forward, on a GPU.
+    """Wraps an engine on a GPU that brings its own kernels and runs forward only.
 
-    What it samples is in the ledger and not sampled again, so a refusal would cost more than it saves.
+    Its samples are journaled and not sampled again, so a refusal would cost more than it saves.
     """
     if device.type != "cuda" or not torch.are_deterministic_algorithms_enabled():
         yield

@@ -1,8 +1,8 @@
-"""Which device a rank works on: decided at its start, before anything is loaded.
+"""Chooses the device of a rank at its start, before anything is loaded.
 
-What was configured wrongly is refused for good. A node that has lost a GPU which the run had before is another matter:
-that is a crash, and a later start, or another node, may mend it. `device: auto` is not taken for a wish to go on a
-thousand times slower on the CPU.
+A wrong configuration is refused permanently. A node that lost a GPU which the run had before is a crash instead: a
+later start, or another node, may fix it. `device: auto` does not permit falling back to the CPU, a thousand times
+slower.
 """
 
 import os
@@ -19,19 +19,19 @@ __all__ = ["DeviceLost", "choose_device"]
 
 
 class DeviceLost(VerlSlurmError):
-    """This run has worked on GPUs, and here there is none for this rank: a crash that another start may mend."""
+    """This run has worked on GPUs, and this rank has none now: a crash that another start may fix."""
 
     exit_code = ExitCode.INTERNAL
 
 
 def choose_device(config: RunConfig, local_rank: int) -> torch.device:
-    """The device of a rank.
+    """Chooses the device of a rank.
 
     Args:
         local_rank: among the ranks of this node.
 
     Raises:
-        ConfigError: no GPU, or not one for each rank of this node, where one is asked for.
+        ConfigError: a GPU is asked for, and this node has none or too few for its ranks.
         DeviceLost: the same, where there was one before.
     """
     wanted = config.distributed.device
@@ -50,7 +50,7 @@ def choose_device(config: RunConfig, local_rank: int) -> torch.device:
             remedy="see nvidia-smi on this node; to go on without GPUs on purpose, set it to cpu",
         )
     if available:
-        # NCCL would refuse two ranks on one GPU, in words that name neither.
+        # NCCL would refuse two ranks on one GPU with a message that names neither.
         raise ConfigError(
             "this node has fewer GPUs than ranks",
             where="distributed.device",

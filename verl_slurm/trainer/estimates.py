@@ -1,4 +1,4 @@
-"""From what was scored to what the updates need: the advantages of the configured algorithm."""
+"""Computes the advantages of the configured algorithm from the scores of a step."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -28,13 +28,13 @@ def estimate(
     config: RunConfig,
     total: Callable[[Sequence[float]], list[float]],
 ) -> Batch:
-    """Advantages, and where there is a critic its targets.
+    """Returns advantages and, with a critic, its targets.
 
     Args:
         scored: scores [N], old_logprobs, ref_logprobs, with a critic old_values [N, T]: this rank's, of a whole step,
-            the responses to a prompt one after the other.
+            with the responses to a prompt consecutive.
         mask: bool [N, T].
-        kl_coef: of the penalty; it has no part in this where the KL is in the loss.
+        kl_coef: of the penalty; unused where the KL is in the loss.
         total: sums numbers over all ranks; collective, called by PPO alone.
 
     Returns:

@@ -1,11 +1,10 @@
-"""Evaluation on the held-out prompts, in pieces, beside the training and without a trace in it.
+"""Evaluates on the held-out prompts, in pieces, without affecting the training.
 
-What it computes is a function of the actor's weights, the held-out prompts, the seed and the step. What it leaves
-behind is a few numbers of the step's row. Its noise has streams of its own, every generator is put back, and the
-sampler gets the weights that the next step samples with. So training goes on with the same bits whether it was made
-or not.
+The result is a function of the actor's weights, the held-out prompts, the seed and the step. It is a few numbers in the
+step's row. Its noise has its own streams, every generator is restored, and the sampler already has the weights that the
+next step samples with. So training continues with the same bits with or without an evaluation.
 
-Nothing of it is saved half done: a run that is stopped in the middle makes all of it again.
+A partial evaluation is not saved: a run that stops in the middle repeats all of it.
 """
 
 import torch
@@ -24,7 +23,7 @@ __all__ = ["Evaluator", "num_pieces"]
 
 
 def num_pieces(num_prompts: int, size: int, world_size: int) -> int:
-    """Micro-batches of `size` that every rank comes by; the last may leave some ranks without one.
+    """Returns how many micro-batches of `size` every rank goes through; in the last some ranks may have none.
 
     All ranks need the same number: between two pieces they agree on whether to go on.
     """
@@ -38,7 +37,7 @@ class Evaluator:
         data: the held-out prompts, all of them (`PromptData(held_out=...)`).
         size: prompts sampled at once.
         temperature: 0: greedy.
-        ranks: all that have a sampler; rank r of N has every N-th micro-batch from r on.
+        ranks: all that have a sampler; rank r of N takes every N-th micro-batch starting at r.
 
     Runs on every rank.
     """
@@ -63,24 +62,24 @@ class Evaluator:
         self._sums = [0.0] * 5
 
     def begun(self, step: int) -> bool:
-        """Whether the evaluation of this step is under way or done, in this process."""
+        """Returns whether this process has begun or finished the evaluation of this step."""
         return self._step == step
 
     def begin(self, step: int) -> None:
-        """From the start; the sampler has the weights already."""
+        """Starts an evaluation from its first piece. The sampler already has the weights."""
         self._step, self._done, self._sums = step, 0, [0.0] * 5
 
     @property
     def finished(self) -> bool:
-        """No piece is left to do, of the evaluation that was begun last, if one was."""
+        """Returns whether the evaluation begun last, if any, has no piece left."""
         return self._step is None or self._done == self._pieces
 
     def piece(self) -> None:
-        """The next micro-batch of this rank. Collective only if the sampler is."""
+        """Evaluates the next micro-batch of this rank. Collective only if the sampler is."""
         assert self._step is not None, "begin first"
         start = (self._done * self._ranks.world_size + self._ranks.rank) * self._size
         count = max(min(self._size, len(self._data) - start), 0)
-        # Without a prompt left, a sampler that works in groups is asked for nothing, together with the others.
+        # A sampler that works in groups must take part even when this rank has no prompt left.
         if count or self._sampler.collective:
             kept = rng.capture()
             try:
@@ -91,10 +90,11 @@ class Evaluator:
         self._done += 1
 
     def take(self) -> dict[str, float]:
-        """The numbers of a whole evaluation over all ranks, for the step's row; nothing if none was made. Collective.
+        """Returns the numbers of a whole evaluation over all ranks, for the step's row; empty if there was none.
+        Collective.
 
-        Names begin with `eval/`: reward and its deviation over the prompts, response_tokens a prompt, finished (the
-        share of responses that came to an end of their own), prompts.
+        Names begin with `eval/`: reward and its deviation over the prompts, response_tokens per prompt, finished (the
+        share of responses that ended by themselves), prompts.
         """
         if self._step is None or not self.finished:
             return {}

@@ -1,7 +1,6 @@
 """The training of one rank, readable top to bottom: agree, save, leave, or do the next piece of work.
 
-All that can end a run in an orderly way is decided at one place, between two positions; all ranks come by
-there together.
+Every orderly end of a run is decided at one point, between two positions. All ranks pass that point together.
 """
 
 import time
@@ -45,24 +44,24 @@ class Ending(StrEnum):
 
 
 class FinalSaveFailed(VerlSlurmError):
-    """All steps are done, and the result is on no disk: not an end, but a crash that another start may mend."""
+    """All steps are done, but the result could not be saved: a crash that another start may fix."""
 
     exit_code = ExitCode.INTERNAL
 
 
 class SaverLost(VerlSlurmError):
-    """Nothing can be saved any more in this process: a crash that another start mends."""
+    """This process can no longer save anything: a crash that another start fixes."""
 
     exit_code = ExitCode.INTERNAL
 
 
 class Loop:
-    """Drives one rank from where its state stands to the end.
+    """Drives one rank from the position of its state to the end.
 
     Args:
-        saved_as: the checkpoint that `state` was loaded from, empty for a fresh start. A save asked for
-            before anything has happened is answered with it.
-        rewards: replaces the reward between two steps; None: nobody does.
+        saved_as: the checkpoint that `state` was loaded from, empty for a fresh start. It answers a save request
+            that arrives before anything has happened.
+        rewards: replaces the reward between two steps; None: the reward never changes.
     """
 
     def __init__(
@@ -91,11 +90,11 @@ class Loop:
         self._clock = _PhaseClock()
 
     def run(self) -> Ending:
-        """Train until all steps are done or the daemon asks to stop.
+        """Trains until all steps are done or the daemon asks to stop.
 
         Raises:
-            Fenced: another attempt owns the run; nothing of it was touched.
-            FinalSaveFailed: trained to the end, and the end could not be saved.
+            Fenced: another attempt owns the run; this one touched nothing of it.
+            FinalSaveFailed: training is complete, and its result could not be saved.
         """
         try:
             return self._run()
@@ -130,7 +129,7 @@ class Loop:
             self._advance()
 
     def _replace_reward(self, rewards: RewardSwap, *, asked: bool) -> None:
-        """Between two steps, where an operator wants another reward: the state before it is saved first."""
+        """Replaces the reward between two steps if an operator asked for it. The state before it is saved first."""
         state = self._state
         if asked:
             rewards.look()
@@ -144,7 +143,7 @@ class Loop:
         rewards.perform(due, state)
 
     def _advance(self) -> None:
-        """Do the work of the present position and move to the next."""
+        """Does the work of the present position and moves to the next."""
         state = self._state
         with self._clock.phase(state.position.phase):
             self._learner.work(state)
@@ -188,7 +187,7 @@ class Loop:
             )
 
     def _why_save(self, request: SaveRequest | None) -> str | None:
-        """Why a save is made at this position; None: none is."""
+        """Returns the reason to save at this position, or None."""
         if request is not None:
             return request.why
         if self._is_saved():
@@ -197,7 +196,7 @@ class Loop:
         return due.reason if due.save else None
 
     def _save(self, request: SaveRequest | None, why: str) -> None:
-        """Begin a save of the present position, or answer with the one there is."""
+        """Begins a save of the present position, or answers with the existing one."""
         state, request_id = self._state, request.request_id if request else 0
         position = state.position
         self._session.save_started(request_id, position.step, safe_point(position, self._shape))
@@ -221,7 +220,7 @@ class Loop:
         self._saving = _Saving(position, request_id, why, outcome)
 
     def _save_partial(self) -> None:
-        """Begin a partial save of the present position; no run goes on from it, so the daemon has no part in it."""
+        """Begins a partial save of the present position. No run resumes from it, so the daemon is not involved."""
         if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
             position = self._state.position
             self._session.save_started(0, position.step, safe_point(position, self._shape))
@@ -232,7 +231,7 @@ class Loop:
         self._saving = _Saving(self._state.position, 0, ", ".join(components), outcome, partial=True)
 
     def _settle_first(self) -> float:
-        """There is one staging arena: what is being written must be done before the next save; the seconds it took."""
+        """Waits for the save in progress, because there is one staging arena; returns the seconds it took."""
         if self._saving is None:
             return 0.0
         started = time.perf_counter()
@@ -243,9 +242,9 @@ class Loop:
         return waited
 
     def _settle(self) -> None:
-        """Wait for the save that was begun, if any, and say what became of it. All ranks do so at one place.
+        """Waits for the save that was begun, if any, and reports its outcome. All ranks call it at the same point.
 
-        A save that fails is said, and training goes on with what it has.
+        A failed save is reported, and training continues.
         """
         if self._saving is None:
             return
@@ -283,7 +282,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class _Saving:
-    """A save under way, and who asked for it (0: the plan)."""
+    """A save in progress, and the request that it answers (0: the plan)."""
 
     position: Position
     request_id: int
@@ -293,7 +292,7 @@ class _Saving:
 
 
 class _PhaseClock:
-    """Seconds of each phase of the running step, by this process."""
+    """Seconds of each phase of the current step in this process."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -313,7 +312,7 @@ class _PhaseClock:
         self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + spent
 
     def take(self, new_tokens: int) -> dict[str, float]:
-        """The timings of the step that ends; starts the next from zero."""
+        """Returns the timings of the step that ends, and resets them to zero."""
         seconds, self._seconds = self._seconds, {}
         timings = {f"{name}_s": seconds.get(name, 0.0) for name in ("generate", "score", "update")}
         spent = timings["generate_s"]
@@ -324,6 +323,8 @@ class _PhaseClock:
         return timings
 
     def lap(self) -> float:
-        """Seconds since the last lap, or since this process began to train: a whole step, with all that is no phase."""
+        """Returns the seconds since the last lap, or since this process began to train: a whole step, including time
+        outside all phases.
+        """
         before, self._lap = self._lap, time.perf_counter()
         return self._lap - before

@@ -1,4 +1,4 @@
-"""Actor, critic and reference: loaded by Hugging Face names, sharded over the grid of ranks.
+"""Loads actor, critic and reference by Hugging Face names and shards them over the grid of ranks.
 
 Parameter names are those of Hugging Face's `AutoModelForCausalLM`, and for the critic those of `causal_lm.ValueModel`:
 a checkpoint's tensors can be exported as they are.
@@ -55,20 +55,20 @@ class Models:
 
     actor: nn.Module
     critic: nn.Module | None
-    """None: GRPO has none."""
+    """None with GRPO, which has no critic."""
     reference: nn.Module
     """Never changes."""
 
     @property
     def trained(self) -> dict[Role, nn.Module]:
-        """What trains, by role, in the order in which it is saved and updated."""
+        """Returns the models that train, by role, in the order in which they are saved and updated."""
         both: dict[Role, nn.Module | None] = {"actor": self.actor, "critic": self.critic}
         return {role: model for role, model in both.items() if model is not None}
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """No chatter about fresh heads, no progress bars, no draw from the global generator."""
+    """Silences messages about fresh heads and progress bars, and keeps the global generator unchanged."""
     verbosity, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -84,10 +84,10 @@ def _quiet() -> Iterator[None]:
 def load_pretrained(
     auto_class: Any, path: Path, key: str, *, attention: Attention = "auto", **options: object
 ) -> nn.Module:
-    """A whole model in eval mode on the CPU, from a local directory of safetensors, or a clear refusal.
+    """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a clear error.
 
-    Nothing is downloaded, no code of the directory is run, and no pickle is read. Which kernels compute attention and
-    experts is decided here: transformers would take names of kernels from the directory's config.json.
+    Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which kernels
+    compute attention and experts: transformers would take names of kernels from the directory's config.json.
 
     Args:
         auto_class: `AutoModelForCausalLM` or a sibling.
@@ -137,7 +137,9 @@ def load_pretrained(
 
 
 def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
-    """The class that `auto_class` would build. Asked first: transformers' own refusal lists every class it knows."""
+    """Returns the class that `auto_class` would build. Asked first: transformers' own refusal lists every class it
+    knows.
+    """
     if type(config) not in auto_class._model_mapping:
         causal = auto_class is AutoModelForCausalLM
         raise DataError(
@@ -160,7 +162,7 @@ def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
 
 
 def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
-    """What `from_pretrained` is told."""
+    """Returns the attention to pass to `from_pretrained`."""
     if wanted == "auto":
         return "sdpa" if model_class._supports_sdpa else "eager"
     lacks = {
@@ -176,7 +178,7 @@ def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
             expected="auto",
             remedy="set model.attn_implementation=auto",
         )
-    # Without the package transformers would download a kernel in its place.
+    # Without the package transformers would download a kernel instead.
     if wanted == "flash_attention_2" and find_spec("flash_attn") is None:
         raise ConfigError(
             "FlashAttention is not installed here",
@@ -189,7 +191,7 @@ def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
 
 
 def load_causal_lm(path: Path, *, dtype: str = "float32", attention: Attention = "auto") -> nn.Module:
-    """The whole, unsharded policy network in eval mode, on the CPU.
+    """Loads the whole, unsharded policy network in eval mode on the CPU.
 
     Raises:
         DataError, ConfigError: see `load_pretrained`.
@@ -200,7 +202,7 @@ def load_causal_lm(path: Path, *, dtype: str = "float32", attention: Attention =
 
 
 def load_critic(path: Path, *, dtype: str = "float32", attention: Attention = "auto") -> nn.Module:
-    """The policy's transformer with a scalar head that starts at zero, in eval mode, on the CPU.
+    """Loads the policy's transformer with a scalar head that starts at zero, in eval mode, on the CPU.
 
     Raises:
         DataError, ConfigError: see `load_pretrained`; or it cannot have such a head.
@@ -211,7 +213,7 @@ def load_critic(path: Path, *, dtype: str = "float32", attention: Attention = "a
 def _shard(
     model: nn.Module, mesh: DeviceMesh | None, shape: DistributedConfig, *, trains: bool = True
 ) -> nn.Module:
-    """A stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`; None: leave it whole."""
+    """Cuts a model into a stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`. A mesh of None leaves it whole."""
     if mesh is None:
         return model
     model, policy = cut_stage(model, mesh["pp"]), policy_of(shape.mixed_precision)
@@ -234,7 +236,7 @@ def build_models(
     shape: DistributedConfig | None = None,
     roles: Sequence[Role] = ROLES,
 ) -> Models:
-    """Load and shard the reference and all that trains. Collective where `mesh` is given: every rank calls it.
+    """Loads and shards the reference and all models that train. Collective where `mesh` is given: every rank calls it.
 
     Args:
         path: Hugging Face model directory, seen by every rank.
@@ -243,11 +245,10 @@ def build_models(
         device: where the parameters live.
         attention: `model.attn_implementation`.
         shape: precision and recomputing; None: neither.
-        roles: what trains; a critic that does not is not built.
+        roles: the models that train; a critic that is not among them is not built.
 
     Returns:
-        Models in eval mode: there is no dropout here, else the ratio of new to old policy would
-        not start at 1.
+        Models in eval mode: dropout must be off, or the ratio of new to old policy would not start at 1.
 
     Raises:
         DataError: no model there, or not one that Hugging Face knows.
@@ -265,7 +266,7 @@ def build_models(
 
 
 def copy_weights(source: nn.Module, target: nn.Module) -> None:
-    """Copy a sharded model's parameters into a whole one, tensor by tensor. Collective (`whole_parameters`)."""
+    """Copies a sharded model's parameters into a whole one, tensor by tensor. Collective (`whole_parameters`)."""
     parameters = dict(target.named_parameters())
     with torch.no_grad():
         for name, whole in whole_parameters(source):
@@ -275,10 +276,10 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) -> float:
-    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
+    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before. Collective.
 
     Args:
-        grid: None: no others, or data parallel alone.
+        grid: None: a single process, or data parallel alone.
     """
     if grid is not None:
         sum_head_gradients(model, grid.mesh["tp"])
@@ -288,10 +289,10 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
 
 
 def passage(batch: Batch, device: torch.device) -> Passage:
-    """Prompt and response side by side, positions counted from the first real token.
+    """Joins prompt and response; positions count from the first real token.
 
-    Asked for are the logits before each response token, which choose it: T + 1 positions from the end, of which
-    the very last chooses nothing.
+    The passage asks for the logits before each response token, which choose it: T + 1 positions from the end, of which
+    the last chooses nothing.
     """
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
@@ -300,7 +301,7 @@ def passage(batch: Batch, device: torch.device) -> Passage:
 
 
 def _call(model: nn.Module, given: Passage) -> Tensor:
-    """Logits [N, T + 1, V] of a passage."""
+    """Returns logits [N, T + 1, V] of a passage."""
     words = accepted(
         model,
         input_ids=given.ids,
@@ -310,12 +311,12 @@ def _call(model: nn.Module, given: Passage) -> Tensor:
         logits_to_keep=given.keep,
     )
     logits: Tensor = model(**words).logits
-    # A critic gives all positions: its head is one column wide, and nothing is saved by asking it for fewer.
+    # A critic returns all positions: its head is one column wide, so asking for fewer saves nothing.
     return logits[:, -given.keep :] if logits.shape[1] > given.keep else logits
 
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a passage."""
+    """Returns log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a passage."""
     return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
 
 
@@ -327,10 +328,10 @@ def _chosen(distribution: Tensor, batch: Batch) -> Tensor:
 def read_logprobs(
     logits: Tensor, batch: Batch, *, temperature: float, learns_entropy: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`.
+    """Computes log probabilities and entropies from the logits [N, T + 1, V] of a passage: see `logprobs_and_entropy`.
 
     Args:
-        learns_entropy: no: the entropies are for people, and carry no gradient.
+        learns_entropy: False: the entropies are for display, and carry no gradient.
     """
     distribution = _distribution(logits, temperature)
     spread = distribution if learns_entropy else distribution.detach()
@@ -338,12 +339,12 @@ def read_logprobs(
 
 
 def read_values(logits: Tensor, batch: Batch) -> Tensor:
-    """Values from the critic's logits [N, T + 1, 1] of a passage: see `values`."""
+    """Reads values from the critic's logits [N, T + 1, 1] of a passage: see `values`."""
     return logits[:, :-1, 0].float()
 
 
 def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log probability of each response token, and the entropy of its distribution, at `temperature`.
+    """Returns the log probability of each response token, and the entropy of its distribution, at `temperature`.
 
     Args:
         model: a causal LM. Sharded: a collective forward, so all ranks call it equally often with
@@ -352,8 +353,8 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
         temperature: the one the response was sampled with; the distribution is softmax(logits / it).
 
     Returns:
-        logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. Outside the
-        response mask the numbers mean nothing, and on a pipeline's stages but the last none of them does.
+        logprobs float32 [N, T], entropy float32 [N, T] (nats), on the model's device. The numbers are meaningless
+        outside the response mask, and on all stages of a pipeline except the last.
     """
     logits = _response_logits(model, batch)
     if logits is None:
@@ -362,13 +363,13 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
 
 
 def logprobs(model: nn.Module, batch: Batch, *, temperature: float) -> Tensor:
-    """As `logprobs_and_entropy`, where nobody asks for the entropy."""
+    """Returns log probabilities as `logprobs_and_entropy` does, without the entropy."""
     logits = _response_logits(model, batch)
     return _nothing(batch) if logits is None else _chosen(_distribution(logits, temperature), batch)
 
 
 def _response_logits(model: nn.Module, batch: Batch) -> Tensor | None:
-    """Logits [N, T + 1, V]; None on a pipeline's stages but the last."""
+    """Returns logits [N, T + 1, V]; None on a pipeline's stages except the last."""
     given = passage(batch, _device(model))
     if isinstance(model, Stage):
         return model.score_pass(given)
@@ -376,10 +377,10 @@ def _response_logits(model: nn.Module, batch: Batch) -> Tensor | None:
 
 
 def values(critic: nn.Module, batch: Batch) -> Tensor:
-    """The critic's value before each response token, float32 [N, T], on its device.
+    """Returns the critic's value before each response token, float32 [N, T], on its device.
 
-    Sharded: a collective forward. Outside the response mask the numbers mean nothing, and on a pipeline's stages but
-    the last none of them does.
+    Sharded: a collective forward. The numbers are meaningless outside the response mask, and on all stages of a
+    pipeline except the last.
     """
     given = passage(batch, _device(critic))
     if isinstance(critic, Stage):
@@ -389,12 +390,12 @@ def values(critic: nn.Module, batch: Batch) -> Tensor:
 
 
 def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: LossOf) -> None:
-    """Forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients. Collective.
+    """Runs forward and backward of a mini-batch, micro-batch by micro-batch; adds to the gradients. Collective.
 
     Args:
         micro_batch: rows of one.
-        loss_of: of a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch. Losses are added up. In a
-            pipeline it is asked on the last stage only.
+        loss_of: maps a micro-batch's logits [N, T + 1, V] and its rows in the mini-batch to its loss. Losses are
+            summed. A pipeline calls it on the last stage only.
     """
     if isinstance(model, Stage):
         model.train_pass(given, micro_batch, loss_of)
@@ -405,7 +406,7 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
 
 
 def _nothing(batch: Batch) -> Tensor:
-    """A column of the right shape, for a stage that does not know what is in it."""
+    """Returns a placeholder column of the right shape, for a stage that does not know its content."""
     return torch.zeros(batch["response_ids"].shape)
 
 

@@ -1,8 +1,8 @@
-"""When this run saves, and what it has to say about its storage: measures, agrees, and asks the pure decisions.
+"""Decides when this run saves and what it reports about its storage: measures, agrees, and calls the pure decisions.
 
-`checkpoint/decide/cadence.py` says when; here is what it is told. What a clock measured is rank 0's alone: it plans the
-interval and all ranks take its number, because a save that some ranks begin and others do not never ends. Nothing
-here draws a random number or touches the state.
+`checkpoint/decide/cadence.py` decides; this module supplies its inputs. Clock measurements are rank 0's alone: it plans
+the interval and all ranks take its number, because a save that not all ranks begin never ends. Nothing here draws a
+random number or touches the state.
 """
 
 import threading
@@ -34,10 +34,12 @@ from verl_slurm.trainer.state.train_state import TrainState
 __all__ = ["Pace"]
 
 _MEASURED = 16
-"""Newest saves that count."""
+"""Number of newest saves that count."""
 _FILES_PER_RANK = 8
 _WORTH_SAYING = 1.25
-"""A measured interval drifts all the time; said is what has changed by this factor since it was last said."""
+"""A measured interval drifts all the time. It is reported again once it has changed by this factor since the last
+report.
+"""
 
 
 class Pace:
@@ -84,7 +86,9 @@ class Pace:
         self._seen: tuple[Notice, ...] = ()
 
     def due(self, state: TrainState) -> Due:
-        """Whether a periodic save is due where `state` stands; `save` is the same on every rank. Collective."""
+        """Returns whether a periodic save is due at the position of `state`; `save` is the same on every rank.
+        Collective.
+        """
         position = state.position
         if position.phase != "step_end" or position.step == 0:
             return Due(save=False, reason="in the midst of a step")
@@ -103,32 +107,34 @@ class Pace:
         return due
 
     def evaluated(self, seconds: float) -> None:
-        """The step that ends was evaluated, too, which took so long."""
+        """Records that the ending step included an evaluation of `seconds`."""
         self._meter.leave_out(seconds)
 
     def partial_due(self, state: TrainState) -> Due:
-        """The same for a partial save, where no full one is made."""
+        """Returns the same for a partial save, at a position without a full one."""
         position, none = state.position, Due(save=False, reason="no full save is made here")
         if position.phase != "step_end":
             return Due(save=False, reason="in the midst of a step")
         return is_partial_due(self._config.checkpoint, step=position.step, full=none)
 
     def partial_starts(self) -> None:
-        """A partial save was begun. It slows steps down, too, but that is not what a full one costs."""
+        """Records the begin of a partial save. It slows steps down, too, but must not count as the cost of a full
+        one.
+        """
         self._saving = True
         self._meter.save_began(counts=False)
 
     def partial_ends(self) -> None:
-        """It is there, or came to nothing."""
+        """Records that the partial save succeeded or failed."""
         self._saving = False
         self._meter.save_ended()
 
     def save_starts(self, step: int) -> None:
-        """A save was begun, `step` whole steps done. Asks how much room there is, in the background.
+        """Records the begin of a save after `step` whole steps, and measures free space in the background.
 
-        A file system that has gone away answers no question for as long as it is away, and training must go on.
+        A file system that has gone away does not answer until it returns, and training must go on.
         """
-        # Of the attempt, not of the success: where every save fails, not every step shall try.
+        # Recorded at the attempt, not at success: if every save fails, not every step should try.
         self._last_save, self._saving = step, True
         self._meter.save_began()
         if self._ranks.rank == 0 and (self._looking is None or not self._looking.is_alive()):
@@ -136,7 +142,7 @@ class Pace:
             self._looking.start()
 
     def saved(self, *, num_bytes: int, seconds: float) -> None:
-        """A save was made.
+        """Records a successful save.
 
         Args:
             num_bytes: over all ranks.
@@ -148,7 +154,7 @@ class Pace:
             self._tell(self._storage.saved(num_bytes, seconds, self._num_files))
 
     def save_failed(self, reason: str) -> None:
-        """A save came to nothing."""
+        """Records a failed save."""
         self._end()
         if self._ranks.rank == 0:
             self._tell(self._storage.failed(reason))
@@ -157,10 +163,10 @@ class Pace:
         self._seen = self._storage.before_save()
 
     def _end(self) -> None:
-        """The save before is over; what was seen when it began is said first."""
+        """Ends the previous save. Reports first what was seen when it began."""
         self._saving = False
         self._meter.save_ended()
-        # The save itself went to the same file system and came back, so the answer is there but for a moment.
+        # The save itself went to the same file system and returned, so the answer follows within a moment.
         if self._looking is not None:
             self._looking.join(timeout=1.0)
             self._tell(self._seen)
@@ -192,7 +198,9 @@ class Pace:
         )
 
     def _say_if_changed(self, interval: Interval) -> None:
-        """A new reason with the same number is no news, and neither is the number of a run that never changes."""
+        """Reports an interval unless it repeats: not a new reason for the same number, nor the number of a run that
+        never changes.
+        """
         before, cadence = self._said, self._config.checkpoint.cadence
         if cadence == "fixed":
             return
@@ -214,4 +222,4 @@ def _read(paths: RunPaths) -> list[Event]:
     try:
         return read_events(paths)
     except OSError:
-        return []  # the journal informs; without it there is what was believed
+        return []  # the journal informs; without it the previous belief stands

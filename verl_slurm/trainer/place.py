@@ -1,4 +1,4 @@
-"""Where a rank runs: its number, its device, its threads, and the other ranks."""
+"""Sets up where a rank runs: its number, its device, its threads, and the other ranks."""
 
 import os
 import warnings
@@ -20,7 +20,7 @@ __all__ = ["Place", "process_group"]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Which process this is, from torchrun's environment."""
+    """This process's rank, from torchrun's environment."""
 
     rank: int
     local_rank: int
@@ -28,10 +28,10 @@ class Place:
 
     @classmethod
     def from_environ(cls, environ: "os._Environ[str] | dict[str, str]") -> "Place":
-        """Read RANK, LOCAL_RANK and WORLD_SIZE.
+        """Reads RANK, LOCAL_RANK and WORLD_SIZE.
 
         Raises:
-            ConfigError: they are not there: not started by torchrun.
+            ConfigError: they are not set: torchrun did not start this process.
         """
         try:
             rank, local, world = (int(environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
@@ -47,7 +47,7 @@ class Place:
 
 @contextmanager
 def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.device, Collective]]:
-    """Settle device, threads and determinism, and join the other ranks.
+    """Sets up device, threads and determinism, and joins the other ranks.
 
     Raises:
         ConfigError: another world size than the configuration's, or an operator that has no deterministic kernel.
@@ -63,7 +63,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
             remedy="start dp_size * tp_size * pp_size ranks",
         )
     device = choose_device(config, place.local_rank)
-    # The critic's logits are a view of its head's output, and nobody changes them in place.
+    # The critic's logits are a view of its head's output, and no code changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.distributed.threads_per_rank:
         torch.set_num_threads(config.distributed.threads_per_rank)
@@ -80,5 +80,5 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
         with determinism.explaining():
             yield device, Collective(group)
     finally:
-        # Without a goodbye the others would take our end for a crash of the network.
+        # Without this the other ranks would take the end of this one for a network failure.
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""What a rank tells: messages to its daemon, one line a step on stdout, curves for TensorBoard.
+"""Reports of a rank: messages to its daemon, one line a step on stdout, curves for TensorBoard.
 
-Nothing here changes a number of the training, and nothing here may stop it. The daemon is told first: it acts
-on what it hears, and hears it even where the disk is too full for a line.
+Nothing here changes a number of the training or may stop it. The daemon is told first: it acts on the message, and
+receives it even if the disk is too full for a line.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ __all__ = ["Reporter", "progress_line"]
 
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
-    """One finished step for a person: `step 12/30 reward 0.412 kl 0.031 ...`."""
+    """Formats one finished step for people: `step 12/30 reward 0.412 kl 0.031 ...`."""
     value = f"  value loss {row['value_loss']:.4f}" if "value_loss" in row else ""
     return (
         f"step {row['step']:.0f}/{total_steps}"
@@ -36,12 +36,13 @@ def progress_line(row: dict[str, float], timings: dict[str, float], total_steps:
 
 
 class Reporter:
-    """One rank's voice: its session, and for people a line and curves. What is said by a session alone is said there.
+    """Reports of one rank: its session's, and for people a line and curves. Reports that need a session alone are
+    there.
 
     Args:
         tensorboard: where rank 0 writes its curves.
-        first_step: whole steps done at the start. Curves of an earlier attempt from there on are purged: they
-            show steps that are done again.
+        first_step: whole steps done at the start. Curves of an earlier attempt from there on are purged: their steps
+            are done again.
         gpu_memory: percent of this rank's GPU in use; None without one.
     """
 
@@ -64,7 +65,7 @@ class Reporter:
             self._curves(lambda: self._open_curves(tensorboard, first_step))
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
-        """A safe point was reached; `position` comes next."""
+        """Reports that a safe point was reached; `position` comes next."""
         self._safe_points += 1
         self.session.line.send(
             Progress(
@@ -80,7 +81,7 @@ class Reporter:
         )
 
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
-        """A step is finished: the line and the curves, from rank 0."""
+        """Writes the line and the curves of a finished step, from rank 0."""
         self.say(progress_line(row, timings, self._total_steps))
         if problem := self.session.log_step(row | timings):
             self.complain(problem)
@@ -93,7 +94,7 @@ class Reporter:
         self._curves(lambda: self._draw(curves, self._step))
 
     def evaluated(self, row: dict[str, float], seconds: float, news: str) -> None:
-        """A step's row has the numbers of an evaluation: one line for the log and the journal."""
+        """Reports the numbers of an evaluation in a step's row: one line for the log and the journal."""
         found = "  ".join(
             f"{name} {value:.4g}" for name, value in row.items() if name.startswith(EVAL_PREFIX)
         )
@@ -101,11 +102,13 @@ class Reporter:
         self.notice(Notice(topic="evaluation", text=text, loud=False))
 
     def stalled(self, seconds: float) -> None:
-        """Training waited for a save: a copy that was not done, or a save before that was still being written."""
+        """Reports that training waited for a save: for an unfinished copy, or for a previous save still being
+        written.
+        """
         self._stall_s += seconds
 
     def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:
-        """The checkpoint is in place; rank 0 says so, why it was made, and which medium does not have it."""
+        """Reports a checkpoint in place: rank 0 says so, why it was made, and which medium does not have it."""
         self.session.saved(
             request_id,
             done.name,
@@ -124,7 +127,9 @@ class Reporter:
             self._curves(lambda: self._draw(curves, self._step))
 
     def saved_on_nodes(self, request_id: int, done: SavedCheckpoint) -> None:
-        """The nodes' disks have the checkpoint, whatever becomes of it on shared storage. From any thread."""
+        """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
+        thread.
+        """
         if self._rank == 0:
             self.session.line.send(
                 SavedOnNodes(
@@ -144,17 +149,17 @@ class Reporter:
             self._curves(lambda: self._draw({"save/failed": float(self._num_failed)}, self._step))
 
     def notice(self, notice: Notice) -> None:
-        """Tell the daemon, who writes it into the journal, and the log; from rank 0."""
+        """Sends a notice to the daemon, which journals it, and to the log; from rank 0."""
         self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
         (self.complain if notice.loud else self.say)(notice.text[:MAX_NOTICE])
 
     def complain(self, text: str) -> None:
-        """Something that does not stop the training; one line on stderr, from rank 0."""
+        """Reports a problem that does not stop the training; one line on stderr, from rank 0."""
         if self._rank == 0:
             console.complain(text)
 
     def say(self, text: str) -> None:
-        """One line on stdout, from rank 0."""
+        """Writes one line to stdout, from rank 0."""
         if self._rank == 0:
             console.say(text)
 
@@ -163,7 +168,7 @@ class Reporter:
             self._curves(self._writer.close)
 
     def _open_curves(self, directory: Path, first_step: int) -> None:
-        # Here, not at the top: the other ranks need not pay for the import.
+        # Imported here: the other ranks need not pay for it.
         from torch.utils.tensorboard import SummaryWriter
 
         directory.mkdir(mode=0o700, exist_ok=True)
@@ -177,10 +182,10 @@ class Reporter:
         self._writer.flush()
 
     def _curves(self, work: Callable[[], None]) -> None:
-        """Do `work` on the curves; after its first failure there are no more of them in this process."""
+        """Does `work` on the curves. After its first failure this process writes no more curves."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - whatever a file system or writer thinks of, training goes on
-            # Not closed: it would try to write once more.
+            # Not closed: close would try to write once more.
             self._writer = None
             self.complain(f"no curves for TensorBoard from here on: {error}")

@@ -25,7 +25,7 @@ from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.runtime_state.ledger import prune as prune_ledger
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
-from verl_slurm.save.ranks.saver import CheckpointSaver, Contents, SavedCheckpoint
+from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents, SavedCheckpoint
 from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.models import Models
@@ -175,8 +175,8 @@ class Checkpointer:
         prune_ledger(self._paths, oldest, current_epoch=self._epoch)
         return msgspec.json.encode(oldest)
 
-    def _contents(self, state: TrainState) -> Contents:
-        return Contents(
+    def _contents(self, state: TrainState) -> SaveContents:
+        return SaveContents(
             runtime=self._runtime(state),
             texts=self._texts(state) if self._rank == 0 else {},
             metrics=_metrics(state),

@@ -1,7 +1,7 @@
 """Builds one rank: models, data, and the state to start from.
 
-What every rank must agree on (digests, the first start's layout) is worked out by rank 0 and given to all, so
-that all refuse together or none.
+Rank 0 computes all that every rank must agree on (digests, the first start's layout) and sends it to all. So all refuse
+together or none.
 """
 
 import hashlib
@@ -77,16 +77,16 @@ _FROZEN = threading.Lock()
 
 
 class _Digests(msgspec.Struct, frozen=True):
-    """What rank 0 found out for all."""
+    """Rank 0's findings for all ranks."""
 
     dataset: str
     frozen: dict[str, str]
     data: dict[str, dict[str, Content]]
-    """`data.root` and `data.eval_root` → size and SHA-256 of each file that may hold prompts."""
+    """Maps `data.root` and `data.eval_root` to size and SHA-256 of each file that may hold prompts."""
     model: dict[str, str]
     """SHA-256 of each file of `model.path`."""
     template: str | None
-    """What `data.chat_template` is the path of."""
+    """Content of the file that `data.chat_template` names."""
 
 
 def build_loop(
@@ -100,7 +100,7 @@ def build_loop(
     line: RankLine,
     local_rank: int = 0,
 ) -> Loop:
-    """Everything of one rank, ready to run. Collective.
+    """Builds all parts of one rank, ready to run. Collective.
 
     Args:
         local_rank: among the ranks of this node.
@@ -109,7 +109,7 @@ def build_loop(
     Raises:
         VerlSlurmError: something does not fit, see the class.
         KeyRefused, PermissionRefused: `keys.load_keys`.
-        RanksFailed: rank 0 could not read what all depend on.
+        RanksFailed: rank 0 could not read an input that all depend on.
     """
     with ExitStack() as owned:
         loop = _build_loop(
@@ -123,7 +123,7 @@ def build_loop(
             line=line,
             local_rank=local_rank,
         )
-        owned.pop_all()  # from here on the loop's, which ends them
+        owned.pop_all()  # from here on the loop owns and ends them
         return loop
 
 
@@ -139,7 +139,7 @@ def _build_loop(
     line: RankLine,
     local_rank: int,
 ) -> Loop:
-    """`build_loop`; `owned` ends what was made when a later part does not fit."""
+    """Does the work of `build_loop`; `owned` closes finished parts when a later one does not fit."""
     shape = StepShape.of(config)
     session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
     keys = load_keys(config.checkpoint.encryption)
@@ -173,7 +173,7 @@ def _build_loop(
             roles=roles,
         )
         optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
-        # As soon as the sizes are known: its arena is allocated, and pinned, beside everything that is loaded below.
+        # Started as soon as the sizes are known: its arena is allocated, and pinned, while the rest below is loaded.
         schema = current_schema()
         provenance = Provenance(
             epoch=epoch,
@@ -256,7 +256,7 @@ def _build_loop(
         )
     loaded = state.position
     replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, ranks, keys)
-    # Only a checkpoint of this run answers for it; one that lies elsewhere is not ours to name.
+    # A request is answered with a checkpoint of this run only; one outside the run must not be named.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
     reporter = Reporter(
@@ -340,13 +340,13 @@ def _first_look(
     session: Session,
     device: torch.device,
 ) -> bytes:
-    """Rank 0: does the run belong to us, are the data and the layout those of the first start.
+    """Checks on rank 0 that the run belongs to us, and that data and layout are those of the first start.
 
     Raises:
-        Fenced, DatasetDrift, DataError, ConfigError: no.
+        Fenced, DatasetDrift, DataError, ConfigError: they are not.
     """
     require_epoch(paths, session.epoch)
-    # A daemon has held the data set against its fingerprint just now, and may have accepted a change.
+    # A daemon has just compared the data set with its fingerprint, and may have accepted a change.
     recorded = read_fingerprint(paths) if session.has_daemon else None
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
@@ -355,11 +355,11 @@ def _first_look(
         _store(paths, {path: seen[role] for role, path in models.items()}, session)
     frozen = {role: found.digest for role, found in seen.items()}
     files = {"data.root": _may_hold_prompts(data)}
-    if config.data.eval_root is not None:  # decides what does not train
+    if config.data.eval_root is not None:  # it decides which prompts do not train
         held_out = fingerprint(config.data.eval_root)
         frozen["eval_data"], files["data.eval_root"] = held_out.digest, _may_hold_prompts(held_out)
     template = None
-    if config.data.chat_template not in ("auto", "none"):  # decides what the prompts say
+    if config.data.chat_template not in ("auto", "none"):  # it decides the text of the prompts
         template = read_template(Path(config.data.chat_template))
         frozen["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
@@ -377,7 +377,9 @@ def _first_look(
 
 
 def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
-    """Not all: beside the prompts there may be a million images, of which the other ranks need not know."""
+    """Selects the files that may hold prompts: there may also be a million images, which the other ranks need not
+    know.
+    """
     return {
         name: (entry.size, entry.sha256)
         for name, entry in tree.files.items()
@@ -386,8 +388,9 @@ def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
 
 
 def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -> None:
-    """Small models at once; large ones beside the training, which need not wait. What fails is said: the next start
-    tries again."""
+    """Copies small models at once, and large ones while the training runs. A failure is reported, and the next start
+    tries again.
+    """
 
     def work() -> None:
         for model, seen in models.items():
@@ -400,7 +403,7 @@ def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -
 
 
 def _read_back(paths: RunPaths, used: set[str], session: Session) -> None:
-    """The copies that this start has no use for, `used` being the digests of the others."""
+    """Reads back the copies that this start does not use; `used` holds the digests of the others."""
     size = sum(path.stat().st_size for path in paths.frozen.rglob("*") if path.is_file())
 
     def work() -> None:
@@ -418,7 +421,7 @@ def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
 
 
 def _beside(num_bytes: int, work: Callable[[], None]) -> None:
-    """Do what reads so many bytes now, or in a thread; never two at a time: each cleans up RUN/frozen."""
+    """Runs `work`, which reads so many bytes, now or in a thread. Never two at a time: each cleans up RUN/frozen."""
 
     def alone() -> None:
         with _FROZEN:
@@ -431,7 +434,7 @@ def _beside(num_bytes: int, work: Callable[[], None]) -> None:
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
-    """What the last save to shared storage took. A manifest may have been made before that was over."""
+    """Returns the seconds of the last save to shared storage. A manifest may have been made before it was over."""
     try:
         told = measured_saves(read_events(paths), 1)
     except OSError:
@@ -450,6 +453,6 @@ def _local_place(config: RunConfig, paths: RunPaths, local_rank: int) -> LocalPl
 
 
 def _state_bytes(models: Models) -> int:
-    """What models and AdamW's two moments come to over all ranks, about: shards count as wholes."""
+    """Estimates the bytes of models and AdamW's two moments over all ranks: shards count as wholes."""
     parameters = [p for model in models.trained.values() for p in model.parameters()]
     return 3 * sum(p.numel() * p.element_size() for p in parameters)

@@ -1,8 +1,8 @@
-"""Which prompts train and which are held out. Pure, and the same on every machine and for every seed.
+"""Decides which prompts train and which are held out. Pure; the same on every machine and for every seed.
 
-A prompt is held out because of its text alone, so a prompt that stands in the data twice is on one side both times, and
-a line that is added moves no other. What is held out never trains, whether it is evaluated or not: switching the
-evaluation on or off changes nothing of the training.
+The prompt's text alone decides. So a prompt that occurs twice in the data is on one side both times, and an added line
+moves no other. A held-out prompt never trains, evaluated or not: switching the evaluation on or off changes nothing of
+the training.
 """
 
 import hashlib
@@ -13,28 +13,28 @@ __all__ = ["Row", "Sides", "drop_shared", "first_by_digest", "split_by_digest"]
 Row = tuple[str, str]
 """Prompt and answer."""
 Sides = tuple[list[Row], list[Row]]
-"""To train on, in the given order; held out, in the given order."""
+"""The rows to train on and the held-out rows, each in the given order."""
 
 
 def split_by_digest(rows: Sequence[Row], fraction: float) -> Sides:
-    """Hold out about `fraction` (0 to 1) of the different prompts."""
+    """Holds out about `fraction` (0 to 1) of the different prompts."""
     limit = fraction * 2.0**64
     chosen = {prompt for prompt, _ in rows if _number(prompt) < limit}
     return [row for row in rows if row[0] not in chosen], [row for row in rows if row[0] in chosen]
 
 
 def drop_shared(rows: Sequence[Row], held_out: Sequence[Row]) -> list[Row]:
-    """Of `rows`, those whose prompt is not among the held-out ones."""
+    """Returns the rows whose prompt is not among the held-out ones."""
     chosen = {prompt for prompt, _ in held_out}
     return [row for row in rows if row[0] not in chosen]
 
 
 def first_by_digest(rows: Sequence[Row], most: int) -> list[Row]:
-    """At most `most` different prompts, in the order of their digests: a fair share of a file that is sorted."""
+    """Returns at most `most` different prompts, in the order of their digests: a fair share of a sorted file."""
     different = {prompt: (prompt, answer) for prompt, answer in reversed(rows)}  # the first of each stays
     return sorted(different.values(), key=lambda row: (_number(row[0]), row[0]))[:most]
 
 
 def _number(prompt: str) -> int:
-    """The first 64 bits of the SHA-256 of the text."""
+    """Returns the first 64 bits of the SHA-256 of the text."""
     return int.from_bytes(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()[:8], "big")

@@ -1,8 +1,8 @@
-"""The work of one step of PPO or GRPO, phase by phase, each cut into pieces that can be stopped between.
+"""Does the work of one step of PPO or GRPO, phase by phase, in pieces with a possible stop between them.
 
-Each method does the work of one position and puts the result into the buffers; what it computes depends on
-the weights, the buffers, the configuration and the position, and on nothing else. All ranks call the same
-method with the same index: the forward passes of sharded models are collective.
+Each method does the work of one position and puts the result into the buffers. The result depends on the weights, the
+buffers, the configuration and the position alone. All ranks call the same method with the same index: the forward
+passes of sharded models are collective.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ class Learner:
     """One rank's share of the work.
 
     Args:
-        replay: rollouts in the ledger by (step, global micro-batch), of the steps that are done again.
+        replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
         ledger: takes each fresh micro-batch.
         evaluator: None: this run is never evaluated.
         samples: None: another rank keeps them.
@@ -86,7 +86,7 @@ class Learner:
         samples: SampleLog | None = None,
     ) -> None:
         self._config, self._shape, self._grid = config, shape, grid
-        # Of the ranks that differ in their rows only: whatever is summed is summed over these.
+        # The ranks that differ in their rows only: every sum runs over these.
         self._ranks, self._replica = grid.data, Replica(grid)
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
@@ -95,28 +95,28 @@ class Learner:
         self._synced_step = -1
         self._mini_batches: MiniBatches | None = None
         self.watch = Stopwatch(_device(models.actor))
-        """Seconds of the running step's updates and of what it communicates."""
+        """Seconds of the running step's updates and of its communication."""
         watch_collectives((models.actor, models.critic, models.reference), self.watch)
         self.new_rollouts = 0
         """Responses sampled, not replayed, by this process's replica; 0 where another rank counts for it."""
         self._my_tokens = 0
         self.new_tokens = 0
-        """Response tokens sampled, not replayed, in the step that was finished last, over all ranks."""
+        """Response tokens sampled, not replayed, in the last finished step, over all ranks."""
         self._waited_s = grid.waited_s
         self.trained_tokens = 0
         """Response tokens that the actor was updated on in that step, over all ranks and epochs."""
 
     def take_waited_s(self) -> float:
-        """Seconds in small collectives since the last time this was asked."""
+        """Returns the seconds in small collectives since the last call."""
         before, self._waited_s = self._waited_s, self._grid.waited_s
         return self._waited_s - before
 
     def memory_bytes(self) -> int:
-        """The most memory of the device, or of the process, so far."""
+        """Returns the peak memory of the device, or of the process, so far."""
         return memory_bytes(_device(self._models.actor))
 
     def work(self, state: TrainState) -> None:
-        """Do what `state.position` names. The position itself is moved on by the loop."""
+        """Does the work that `state.position` names. The loop advances the position."""
         match state.position.phase:
             case "step_end" | "generate":
                 self._generate(state)
@@ -137,7 +137,7 @@ class Learner:
         # rollout_offset counts what all ranks had consumed; this rank's share begins `rank` pieces later.
         prompts = self._data.batch(rollout_offset(position, self._shape) + self._ranks.rank * size, size)
         batch = self._replica.found(lambda: self._replayed(position.step, micro_batch, prompts))
-        # The sampler gets its weights once a step, and not at all where every rank finds all in the ledger.
+        # The sampler gets its weights once a step, or never if every rank finds all in the ledger.
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
             with self.watch.span(COMMUNICATION):
                 self._sampler.sync(self._models.actor)
@@ -159,12 +159,14 @@ class Learner:
         if arrays is None:
             return None
         batch = to_batch(arrays)
-        # A record for other prompts is of another data set (--force-resume): generating again is right.
+        # A record for other prompts belongs to another data set (--force-resume): generating again is right.
         same = all(name in batch and torch.equal(batch[name], prompts[name]) for name in prompts)
         return batch if same else None
 
     def _take_back(self, step: int) -> None:
-        """No start shall replay what is refused. Collective, as whoever leaves first ends the others."""
+        """Retracts the step, so that no start replays refused rollouts. Collective, as the first rank to leave ends the
+        others.
+        """
         if self._replica.is_leader:
             take_back(self._ledger, self._ranks.rank, step, self._shape)
         self._grid.world.max([0])
@@ -179,7 +181,7 @@ class Learner:
         old = logprobs(self._models.actor, batch, temperature=temperature)
         reference = logprobs(self._models.reference, batch, temperature=temperature)
         said: Batch = {}
-        if self._replica.speaks:  # the others are told: a judge is asked once for each response
+        if self._replica.speaks:  # the other ranks are told: a judge is asked once for each response
             scores = state.reward.map_at(state.position.step)(self._reward(*self.texts(batch)))
             said["scores"] = scores.float().cpu()
         said |= {"old_logprobs": old.float().cpu(), "ref_logprobs": reference.float().cpu()}
@@ -188,15 +190,16 @@ class Learner:
         state.buffers.scored.append(self._replica.told(said))
 
     def texts(self, batch: Batch) -> tuple[list[str], list[str], list[str]]:
-        """(prompts, responses, answers) of a batch that has sample_id, response_ids and response_mask."""
+        """Returns (prompts, responses, answers) of a batch that has sample_id, response_ids and response_mask."""
         samples = batch["sample_id"]
         responses = decode_responses(self._tokenizer, batch)
         return self._data.prompts(samples), responses, self._data.answers(samples)
 
     @property
     def replays_until(self) -> int:
-        """The last step that this rank still has rollouts of in the ledger; -1: none. What is there was sampled by
-        weights that the reward of its time has trained."""
+        """Returns the last step of which this rank still has journaled rollouts; -1: none. They were sampled by weights
+        that the reward of that time has trained.
+        """
         return max((step for step, _ in self._replay), default=-1)
 
     # ---- advantage
@@ -220,7 +223,7 @@ class Learner:
     def _update(self, state: TrainState) -> None:
         train, step, buffers = self._config.train, state.position.step, state.buffers
         if self._mini_batches is None or self._mini_batches.step != step:
-            # Stacked for good, as a start finds them: what is kept to train on is no second copy of it.
+            # Stays stacked, as after a start: the mini-batches then keep no second copy.
             buffers.rollouts, buffers.scored = [stacked(buffers.rollouts)], [stacked(buffers.scored)]
             batch = buffers.rollouts[0] | buffers.scored[0] | buffers.estimates
             self._mini_batches = MiniBatches(self._config, step, batch, self._ranks)
@@ -244,7 +247,7 @@ class Learner:
         buffers.updates.append(self._replica.told_numbers([sums[name] for name in names]))
 
     def _passes(self, batch: Batch, tokens: float, kl_coef: float, sums: dict[str, float]) -> None:
-        """Add a mini-batch's gradients to all that trains, and its share of the metrics to `sums`."""
+        """Adds a mini-batch's gradients to all models that train, and its share of the metrics to `sums`."""
         actor, critic = self._models.actor, self._models.critic
         size = self._config.train.micro_batch_size_per_device
         batch = {name: column.to(_device(actor)) for name, column in batch.items()}
@@ -270,7 +273,7 @@ class Learner:
     def _policy_terms(
         self, logprobs_NT: Tensor, entropy_NT: Tensor, batch: Batch, tokens: float, kl_coef: float
     ) -> _Terms:
-        """The actor's loss over a micro-batch, and its share of the metrics."""
+        """Returns the actor's loss over a micro-batch, and its share of the metrics."""
         train, mask = self._config.train, batch["response_mask"]
         mean = mean_of(
             train.loss_aggregation,
@@ -302,7 +305,7 @@ class Learner:
         return loss, found
 
     def _value_terms(self, values_NT: Tensor, batch: Batch, tokens: float) -> _Terms:
-        """The critic's loss over a micro-batch, and its share of the metrics."""
+        """Returns the critic's loss over a micro-batch, and its share of the metrics."""
         value = value_loss(
             values_NT,
             batch["old_values"],
@@ -317,11 +320,11 @@ class Learner:
 
     @property
     def must_stay(self) -> bool:
-        """An evaluation is half done: the position is not to be moved on yet. The same on every rank."""
+        """Returns whether an evaluation is unfinished, so that the position must stay. The same on every rank."""
         return self._evaluator is not None and not self._evaluator.finished
 
     def _evaluate(self, state: TrainState) -> None:
-        """One piece of it. Nothing of it is in the state before the step ends."""
+        """Evaluates one piece. The state has nothing of it before the step ends."""
         step, evaluator = state.position.step, self._evaluator
         if evaluator is None:
             return  # switched off since this position was saved
@@ -335,7 +338,7 @@ class Learner:
     # ---- the end of a step
 
     def finish_step(self, state: TrainState) -> dict[str, float]:
-        """Turn the buffers into the step's metrics, move the KL controller, empty the buffers. Collective.
+        """Turns the buffers into the step's metrics, moves the KL controller, empties the buffers. Collective.
 
         Returns:
             The row that was added to the history: the same bits on every rank.

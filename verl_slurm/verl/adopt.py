@@ -1,4 +1,4 @@
-"""Taking verl's existing `global_step_N` into a run: which of them, and each as a checkpoint of the run.
+"""Adopts verl's existing `global_step_N` into a run: selects them and makes each a checkpoint of the run.
 
 ```
 judge    every byte of every step is read where it lies (`shards`), the tracker beside them (`tracker`)
@@ -8,7 +8,7 @@ adopt    newest first: the files that were judged are copied into RUN/work, the 
 repair   DIR's tracker points to the newest whole step, so that plain verl, too, resumes right
 ```
 
-What is broken stays where it is. What is done twice is found done. Whoever is killed in the middle leaves whole
+A broken step stays where it is. A repeated adoption finds its work done. A process killed in the middle leaves whole
 checkpoints, and at most a work directory that the next start, or the next adoption, removes.
 """
 
@@ -34,9 +34,9 @@ from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import guest_directory
-from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
 from verl_slurm.checkpoint.store.free_space import room_for
-from verl_slurm.checkpoint.store.loop_checkpoint import GuestSave, SavedTree, commit_tree
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
 from verl_slurm.verl.resize import way_out
@@ -55,18 +55,19 @@ __all__ = [
 
 OnBytes = Callable[[int], None]
 Choice = Literal["adopt", "there", "old", "refused", "broken"]
-"""there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could not go on
-from it."""
+"""there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could not resume
+from it.
+"""
 
 _WORK = "adopt."
 _LEAST_KEPT = 2
-"""Whatever `keep_last` says: the newest is not relied upon alone (`retention`, rule 2)."""
+"""A minimum whatever `keep_last` says: the run must not depend on the newest alone (`retention`, rule 2)."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One step, what becomes of it, and why."""
+    """One step, its fate, and the reason."""
 
     judged: Judged
     choice: Choice
@@ -75,11 +76,11 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Adoption:
-    """What was done with one step. `error`: it could not be adopted after all."""
+    """The result for one step. `error`: it could not be adopted after all."""
 
     judged: Judged
     how: How
-    saved: SavedTree | None = None
+    saved: SavedCheckpoint | None = None
     error: str = ""
 
 
@@ -94,15 +95,15 @@ def plan_adoption(
     take_all: bool = False,
     another: Collection[int] = (),
 ) -> list[Row]:
-    """Decide of every step, newest first. Pure.
+    """Decides for every step, newest first. Pure.
 
     Args:
         judged: of verl's directory.
         committed: checkpoints of the run that are there already.
         entry: of verl's trainers, that the run uses: `sft` or `ppo`.
         world_size: ranks of the run.
-        keep_last, keep_every: of the run's retention: what it would drop after its first save is not copied.
-        take_all: copy it all the same.
+        keep_last, keep_every: of the run's retention: steps that it would drop after its first save are not copied.
+        take_all: copy them all the same.
         another: steps of which the run has a checkpoint with other files (`is_adopted`).
     """
     taken = {info.step: info for info in committed if not info.safe_point}
@@ -131,7 +132,7 @@ def plan_adoption(
 
 
 def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
-    """There are whole steps, and the run could go on from none of them: said before anything is made.
+    """Refuses if there are whole steps, but the run could resume from none of them. Called before anything is made.
 
     Raises:
         ConfigError: with the way out.
@@ -157,9 +158,9 @@ def adopt_steps(
     on_step: Callable[[Judged, How], None] = lambda *_: None,
     ask: Callable[[Path, Need], Room] = room_for,
 ) -> list[Adoption]:
-    """Make each row of `adopt` a checkpoint of the run, newest first.
+    """Makes each row of `adopt` a checkpoint of the run, newest first.
 
-    Nobody else may work on the run meanwhile: the caller holds it (`submit.adoption`).
+    No other process may work on the run meanwhile: the caller holds it (`submit.adoption`).
 
     Args:
         link: hard links instead of copies, see `copying`.
@@ -190,7 +191,7 @@ def adopt_steps(
         shutil.rmtree(work, ignore_errors=True)
     newest = next((one.saved for one in done if one.saved is not None), None)
     if newest is not None:
-        # Each commit pointed the hint at itself, the oldest one last.
+        # Each commit pointed the hint at itself, and the oldest one came last.
         write_file(paths.latest, newest.name.encode() + b"\n")
     return done
 
@@ -204,7 +205,7 @@ def _adopt(
     on_bytes: OnBytes,
     on_step: Callable[[Judged, How], None],
 ) -> Adoption:
-    """One step; what is wrong with it alone does not keep the others from being taken."""
+    """Adopts one step; its own problem does not keep the others from being adopted."""
     on_step(one, how)
     copy = work / guest_directory("verl", one.step)
     try:
@@ -232,14 +233,14 @@ def _adopt(
     return Adoption(judged=one, how=how, saved=saved)
 
 
-def _save(one: Judged, how: How, owner: Epoch | None) -> GuestSave:
+def _save(one: Judged, how: How, owner: Epoch | None) -> LoopSave:
     metadata = {
         "adopted_from": str(one.path),
         "adopted_as": how,
         "entry": one.layout.entry,
         "unchecked": list(one.unchecked),
     }
-    return GuestSave(
+    return LoopSave(
         guest="verl",
         step=one.step,
         epoch=0 if owner is None else owner.epoch,
@@ -273,7 +274,7 @@ def _require_room(paths: RunPaths, chosen: Sequence[Judged], ask: Callable[[Path
 
 
 def _misfit(one: Judged, entry: str, world_size: int) -> str:
-    """Why the run could not go on from a step that is whole."""
+    """Returns why the run could not resume from a whole step."""
     if one.layout.entry != entry:
         return f"saved by verl's {one.layout.entry} trainer, the run has trainer.entry: {entry}"
     if one.world_size != world_size:
@@ -287,7 +288,7 @@ def _as_info(one: Judged) -> CheckpointInfo:
 
 
 def is_adopted(paths: RunPaths, one: Judged) -> bool:
-    """Whether the run's checkpoint of this step has the same files, by their sizes."""
+    """Returns whether the run's checkpoint of this step has the same files, by their sizes."""
     try:
         manifest = read_manifest(paths.checkpoint(one.step))
     except (OSError, VerlSlurmError):

@@ -1,10 +1,10 @@
-"""verl's settings as Hydra composes them, over the configuration files of the verl that is installed.
+"""Composes verl's settings by Hydra, over the configuration files of the installed verl.
 
-Hydra is installed wherever verl is. verl itself is not imported, which would take torch and Ray: its directory
+Hydra is installed wherever verl is. verl itself is not imported, which would load torch and Ray: its directory
 `trainer/config` is found by name.
 
-References between settings (`${data.train_files}`) are resolved. What depends on the environment (`${oc.env:NAME}`)
-stays as it is written: the job's environment is another one, and its values do not belong into messages.
+References between settings (`${data.train_files}`) are resolved. References to the environment (`${oc.env:NAME}`) stay
+as written: the job's environment is another one, and its values do not belong into messages.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,10 +38,10 @@ _MOST_VALUES = 100_000
 
 
 class Composed(msgspec.Struct, frozen=True):
-    """What verl will read.
+    """verl's input.
 
     Attributes:
-        words: overrides for Hydra, those of the start included.
+        words: overrides for Hydra, including those of the start.
         config: verl's whole configuration, an omegaconf.DictConfig.
         settings: the same as plain values; one that needs the environment is as it is written.
     """
@@ -52,7 +52,8 @@ class Composed(msgspec.Struct, frozen=True):
 
 
 def checked_settings(entry: Entry, section: Mapping[str, Any], own: OwnSettings) -> Composed:
-    """Compose the user's settings and those of a start, and refuse what cannot be. A second, most of it imports.
+    """Composes the user's settings and those of a start, and refuses impossible ones. Takes a second, mostly for
+    imports.
 
     Args:
         section: `RunConfig.verl`.
@@ -63,15 +64,16 @@ def checked_settings(entry: Entry, section: Mapping[str, Any], own: OwnSettings)
     said = user_settings(section)
     answer = composed(entry, [*said.values(), *own_settings(entry, own, said)])
     require_possible(answer.settings, said)
-    if entry == "ppo":  # our trainers go by verl's names for theirs
+    if entry == "ppo":  # our trainers are registered under verl's names
         answer.words.append(f"trainer.v1.trainer_mode=verl_slurm_{trainer_mode(answer.settings)}")
     return answer
 
 
 def composed(entry: Entry, settings: Iterable[Setting]) -> Composed:
-    """
+    """Composes settings into verl's configuration.
+
     Raises:
-        ConfigError: no words of Hydra's, or none that verl takes.
+        ConfigError: Hydra cannot parse a word, or verl does not take it.
     """
     words = words_of(settings)
     config = compose(entry, words)
@@ -79,7 +81,7 @@ def composed(entry: Entry, settings: Iterable[Setting]) -> Composed:
 
 
 def words_of(settings: Iterable[Setting]) -> list[str]:
-    """Words for Hydra's command line. Hydra writes them, and reads each back to the same value.
+    """Returns words for Hydra's command line. Hydra writes them, and reads each back to the same value.
 
     Raises:
         ConfigError: Hydra's grammar has no such word.
@@ -113,7 +115,7 @@ def words_of(settings: Iterable[Setting]) -> list[str]:
 
 
 def compose(entry: Entry, words: Iterable[str]) -> "DictConfig":
-    """verl's whole configuration.
+    """Returns verl's whole configuration.
 
     Raises:
         ConfigError: Hydra does not take a word, or verl has no such key.

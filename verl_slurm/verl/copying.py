@@ -1,9 +1,10 @@
-"""A second copy of a step's files: a clone where the file system can share blocks, else byte by byte, or a hard link.
+"""Makes a second copy of a step's files: a clone where the file system can share blocks, else byte by byte, or a hard
+link.
 
-A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no room and is as independent as a copy. A hard link takes none
-either, but is the same file: when plain verl, started once more on the old directory, saves that step again, torch.save
-truncates and rewrites it, and with it our checkpoint (which is noticed, by its digests, and lost). So a link is made
-only when it is asked for.
+A clone (reflink: XFS, Btrfs, bcachefs, some NFS) takes no space and is as independent as a copy. A hard link takes none
+either, but is the same file. If plain verl runs again on the old directory and saves that step again, torch.save
+truncates and rewrites it, and with it our checkpoint. The digests show that, but the checkpoint is lost. So a link is
+made only on request.
 """
 
 import errno
@@ -40,7 +41,7 @@ _NO_RANGE = {
 
 
 def how_to_copy(source: Path, target: Path) -> How:
-    """`clone` where a file of `source` can share its blocks with one in `target`, tried on one; else `copy`.
+    """Returns `clone` if a file of `source` can share its blocks with one in `target`, tried on one; else `copy`.
 
     Args:
         source: a directory with at least one file below it.
@@ -71,14 +72,14 @@ def copy_files(
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
 ) -> None:
-    """Make `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700.
+    """Makes `target`, a new directory, with `files` of `source` in it, all 0600 in directories of 0700.
 
-    What a link would lead out of `source` to is never opened. Each file must be the very one that was judged: what has
-    its name now may be another user's. A clone that does not work becomes a copy. Nothing is made durable here: the
+    A file that a link would place outside `source` is never opened. Each file must be the very one that was judged: its
+    name may now belong to another user's file. A clone that fails becomes a copy. Nothing is made durable here: the
     commit does that.
 
     Args:
-        files: relative, `/` between names; with what `judge_step` saw of each.
+        files: relative, `/` between names; with the identity that `judge_step` saw of each.
 
     Raises:
         CheckpointCorrupt: a file is another than the one that was judged, or has changed since.
@@ -92,19 +93,19 @@ def copy_files(
             with open_below(root, name) as fd:
                 _require_judged(fd, source / name, judged, how)
                 if how == "link":
-                    # By the descriptor: the name might have become another file's since it was judged. That a directory
-                    # is given makes Python call linkat(2), which follows the link in /proc; link(2) would not.
+                    # By the descriptor: the name might have become another file's since it was judged. Because a
+                    # directory is given, Python calls linkat(2), which follows the link in /proc; link(2) would not.
                     os.link(f"/proc/self/fd/{fd}", target / name, src_dir_fd=root, follow_symlinks=True)
                     on_bytes(os.fstat(fd).st_size)
                 else:
                     _copy(fd, target / name, how, on_bytes)
-                    # Whoever opened the file for writing before it was judged may have written in between.
+                    # A process that opened the file for writing before it was judged may have written in between.
                     _require_judged(fd, source / name, judged, how)
 
 
 def _require_judged(fd: int, path: Path, judged: Identity, how: How) -> None:
     info = os.fstat(fd)
-    # A hard link changes ctime itself, and two names in a step may be one file. An mtime only its owner can set back.
+    # A hard link changes ctime itself, and two names in a step may be one file. Only its owner can set an mtime back.
     count = len(judged) - 1 if how == "link" else len(judged)
     found = trust_problem(info) if stat.S_ISREG(info.st_mode) else "is no regular file"
     if not found and identity_of(info)[:count] != judged[:count]:
@@ -137,7 +138,7 @@ def _copy(fd: int, target: Path, how: How, on_bytes: Callable[[int], None]) -> N
                         raise
                     in_kernel = False
             if not count:
-                # Also where it said that nothing is left: some file systems say so in the middle of a file.
+                # Also on 0 bytes: some file systems report the end in the middle of a file.
                 in_kernel = False
                 data = os.pread(fd, _BLOCK, done)
                 count = os.pwrite(made, data, done) if data else 0

@@ -1,7 +1,8 @@
 """`python -m verl_slurm.verl.gather NODES GPUS SECONDS`: ends when Ray has all nodes of the job, with all GPUs.
 
-A process of its own: verl connects to Ray with settings of its own, and a launcher that stays all the while has no use
-for Ray's threads. It waits for a placement group that needs one place on every node, so Ray tells it; nobody polls.
+It is a separate process: it connects to Ray with its own settings, and the launcher, which stays for the whole job,
+needs none of Ray's threads. It waits for a placement group that needs one place on every node, so Ray notifies it
+without polling.
 """
 
 import sys
@@ -13,7 +14,7 @@ _TRY_EVERY_S = 0.2
 
 
 def main(argv: list[str]) -> int:
-    """0: they are there. 1: with the reason on stderr."""
+    """Returns 0 once the nodes are there, and 1 with the reason on stderr otherwise."""
     import ray
     from ray.util.placement_group import placement_group
 
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
             time.sleep(_TRY_EVERY_S)
     group = placement_group([{"CPU": 1, "GPU": gpus}] * nodes, strategy="STRICT_SPREAD")
     if group.wait(max(1.0, until - time.monotonic())):
-        ray.shutdown()  # what it reserved goes with it
+        ray.shutdown()  # releases its reservation, too
         return 0
     there = [node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]]
     sys.stderr.write(

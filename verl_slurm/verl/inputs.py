@@ -1,7 +1,7 @@
-"""The places that verl will read, data files and models, by its settings; and how large its saves will be. Pure.
+"""Lists the places that verl will read, data files and models, by its settings, and the size of its saves. Pure.
 
-The settings are verl's whole configuration as Hydra composes it (`composing.py`), or, where no verl can be asked, what
-the user says and no more (`said_settings`).
+The settings are verl's whole configuration as Hydra composes it (`composing.py`), or, without an installed verl, the
+user's own settings alone (`said_settings`).
 """
 
 import re
@@ -39,8 +39,8 @@ class Input:
 
     Attributes:
         key: verl's.
-        place: as it is said: a path, a URL, or a name of the Hugging Face hub.
-        is_default: the user did not say it.
+        place: as written: a path, a URL, or a name of the Hugging Face hub.
+        is_default: the user did not set it.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Input:
 
 
 def said_settings(said: Mapping[str, Setting]) -> dict[str, Any]:
-    """The user's settings as a tree, without verl's own defaults."""
+    """Returns the user's settings as a tree, without verl's own defaults."""
     tree: dict[str, Any] = {}
     for key, setting in said.items():
         place = tree
@@ -64,12 +64,12 @@ def said_settings(said: Mapping[str, Setting]) -> dict[str, Any]:
 
 
 def is_remote(place: str) -> bool:
-    """Not on a file system: hdfs://..., s3://..."""
+    """Returns whether a place is not on a file system: hdfs://..., s3://..."""
     return _REMOTE.match(place) is not None
 
 
 def input_keys(entry: Entry) -> dict[str, Kind]:
-    """The keys that name places to read."""
+    """Lists the keys that name places to read."""
     keys: dict[str, Kind] = {
         "data.train_files": "data",
         "data.val_files": "data",
@@ -79,7 +79,7 @@ def input_keys(entry: Entry) -> dict[str, Kind]:
 
 
 def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setting]) -> list[Input]:
-    """All places; one that depends on the environment is left out."""
+    """Lists all places; one that depends on the environment is left out."""
     return [
         Input(kind, key, place, key not in said)
         for key, kind in input_keys(entry).items()
@@ -90,7 +90,7 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
 
 
 def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:
-    """Whether verl trains a critic, as its `need_critic` decides."""
+    """Returns whether verl trains a critic, as its `need_critic` decides."""
     if entry != "ppo":
         return False
     enabled = value_at(settings, "critic.enable")
@@ -100,10 +100,10 @@ def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:
 
 
 def bytes_per_parameter(entry: Entry, settings: Mapping[str, Any]) -> int:
-    """Bytes of one save for each parameter of the policy; a critic is taken to be as large.
+    """Returns the bytes of one save for each parameter of the policy; a critic counts as equally large.
 
-    float32 weights and AdamW's two moments; the weights alone where only an adapter trains (LoRA); and the bfloat16
-    model that `save_contents: hf_model` adds.
+    They are float32 weights and AdamW's two moments, or the weights alone if only an adapter trains (LoRA). The
+    bfloat16 model that `save_contents: hf_model` adds comes on top.
     """
     rank = value_at(settings, f"{_POLICY[entry]}.lora_rank")
     lora = isinstance(rank, int) and rank > 0

@@ -1,4 +1,4 @@
-"""Which verl is installed in this Python, asked without importing it: by submit beforehand, and by each start."""
+"""Finds the verl installed in this Python without importing it, for submit beforehand and for each start."""
 
 import importlib.metadata
 import importlib.util
@@ -12,7 +12,7 @@ __all__ = ["installed_verl", "require_installed"]
 
 
 def installed_verl() -> str | None:
-    """The version of verl in this Python, which is the job's; None: there is none. verl is not imported."""
+    """Returns the version of verl in this Python, which is the job's; None: there is none. verl is not imported."""
     try:
         return importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:
@@ -27,7 +27,7 @@ def installed_verl() -> str | None:
 
 
 def require_installed(entry: Entry, version: str | None) -> Release:
-    """What is known of the release that is installed.
+    """Returns the known facts of the installed release.
 
     Args:
         version: `installed_verl()`.

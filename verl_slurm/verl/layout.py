@@ -1,4 +1,4 @@
-"""What the names in a `global_step_N` of verl mean, and which are missing. Pure.
+"""Interprets the names in a `global_step_N` of verl, and lists the missing ones. Pure.
 
 As verl 0.9.1 writes it (`utils/checkpoint/fsdp_checkpoint_manager.py`, `trainer/ppo/v1/trainer_base.py`,
 `utils/checkpoint/checkpoint_handler.py`), with W ranks:
@@ -11,7 +11,7 @@ DIR/global_step_N/actor/                    PPO and its kin; the SFT trainer wri
       extra_state_world_size_W_rank_R.pt    learning-rate schedule and generators
       fsdp_config.json huggingface/         for verl's merger
 DIR/global_step_N/critic/                   the same, where there is a critic
-DIR/global_step_N/data.pt                   where the data loader stood; SFT: data_D.pt for each data-parallel rank
+DIR/global_step_N/data.pt                   position of the data loader; SFT: data_D.pt for each data-parallel rank
 DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in flight, as pickles
 ```
 """
@@ -27,10 +27,10 @@ from verl_slurm.checkpoint.format.info import Problem
 __all__ = ["Entry", "Layout", "missing_beside", "read_layout", "step_of"]
 
 Entry = Literal["ppo", "sft", "other"]
-"""Which trainer of verl wrote it; other: none whose layout is known here."""
+"""The trainer of verl that wrote it; other: none whose layout is known here."""
 
 _KINDS = ("model", "optim", "extra_state")
-"""What verl saves and reads back by default (`checkpoint.save_contents`); a resume needs all three."""
+"""Files that verl saves and reads back by default (`checkpoint.save_contents`); a resume needs all three."""
 _STEP = re.compile(r"global_step_(0|[1-9][0-9]{0,9})", re.ASCII)
 _SHARD = re.compile(
     r"(?:(actor|critic)/)?(model|optim|extra_state)_world_size_([1-9][0-9]{0,5})_rank_(0|[1-9][0-9]{0,5})\.pt",
@@ -44,13 +44,13 @@ _SHOWN = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """What one `global_step_N` holds by its names.
+    """The contents of one `global_step_N`, judged by its names.
 
     Attributes:
         world_size: ranks that wrote it, and the only number that can read it; None: no shard tells it.
         roles: the models with shards: ("actor", "critic"), ("",) of SFT.
-        num_data: data loader states: 1 of PPO, one a data-parallel rank of SFT.
-        problems: what is missing or contradicts itself; paths relative to the step's directory.
+        num_data: data loader states: 1 of PPO, one per data-parallel rank of SFT.
+        problems: missing or contradictory files; paths relative to the step's directory.
     """
 
     entry: Entry
@@ -61,13 +61,13 @@ class Layout:
 
 
 def step_of(name: str) -> int | None:
-    """The N of `global_step_N`, spelt as verl spells it; None: another name."""
+    """Returns the N of `global_step_N`, spelt as verl spells it; None: another name."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 def read_layout(names: Collection[str]) -> Layout:
-    """Sort the files of one step into shards, and say what is not there.
+    """Sorts the files of one step into shards, and lists the missing ones.
 
     Args:
         names: of its files, relative, `/` between.
@@ -107,8 +107,9 @@ def read_layout(names: Collection[str]) -> Layout:
 
 
 def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list[Problem]:
-    """What steps of the same trainer and as many ranks have and this one has not: a save that was cut short may lack a
-    whole model, or the last rank's data, and nothing in it says so.
+    """Lists files that other steps of the same trainer and number of ranks have and this one lacks.
+
+    A save that was cut short may lack a whole model, or the last rank's data, and nothing in it says so.
 
     Args:
         others: (name, layout) of the directory's other steps.
@@ -163,7 +164,9 @@ def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list
 
 
 def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
-    """One state a data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with a gap."""
+    """Requires one state per data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with
+    a gap.
+    """
     count = max(data, default=-1) + 1
     missing = sorted(set(range(count)) - data) or ([0] if not data else [])
     if not missing and world_size is not None and world_size % count:

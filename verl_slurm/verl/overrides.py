@@ -1,12 +1,13 @@
-"""verl's own settings in a run's section `verl`: which keys a user may say, and what a start says itself. Pure.
+"""verl's own settings in a run's section `verl`: the keys that a user may set, and those that a start sets itself.
+Pure.
 
 A key may carry Hydra's prefixes: `+new.key` for one that verl's files do not have, `++key`, and `~key` to remove one.
-It may also name a group (`model_engine`, `ref@actor_rollout_ref.ref`). Each key counts once, where it stands last.
+It may also name a group (`model_engine`, `ref@actor_rollout_ref.ref`). Each key counts once, at its last position.
 
-Where a run saves, resumes and runs is not verl's to say here: such keys are refused with the key that is meant, and so
-is every way to say them in passing (a whole section, a group that is put there). What a value means is known once
-Hydra has composed it (`composing.py`); `require_possible` then refuses what verl cannot do in a run that has to survive
-its interruptions.
+verl's settings do not decide where a run saves, resumes and runs. Such keys are refused with the name of the right key,
+and so is every indirect way to set them (a whole section, a group placed there). The meaning of a value is known once
+Hydra has composed it (`composing.py`). Then `require_possible` refuses settings that verl cannot combine with surviving
+interruptions.
 """
 
 import re
@@ -32,7 +33,7 @@ __all__ = [
 
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-/]*(?:[.@][A-Za-z0-9_\-/]+)*")
 _MOST_CHARACTERS = 30_000
-"""Of a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes."""
+"""Limit for a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes."""
 _BACKSLASHES = "\\" * 100
 """Hydra's quoting tries a run of them from each of its characters: 16,000 take 8 s."""
 _SWITCH = re.compile(r"true|false|null|none", re.IGNORECASE)
@@ -57,21 +58,21 @@ _OURS = {
     "hydra": "nothing: where and how often verl is started is the run's; of hydra only verbose, job_logging and"
     " hydra_logging may be set",
 }
-"""Keys, and all below them, that are said elsewhere; and where. The first that fits is named."""
+"""Keys, including all below them, that are set elsewhere, and where. The first match is named."""
 _ALLOWED = (
     "ray_kwargs.ray_init.runtime_env.env_vars",  # verl's own place for the environment of its workers
     "hydra.verbose",
     "hydra.job_logging",
     "hydra.hydra_logging",
 )
-"""Below keys of ours, and to be set all the same."""
+"""Keys below ours that users may still set."""
 _LOOKED_AT = ("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.del_local_ckpt_after_load")
 _MODES = ("sync", "colocate_async")
 _WHOLE = frozenset({"model", "optimizer", "extra"})
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One key and its value; of the prefix `~` the value says nothing."""
+    """One key and its value; with the prefix `~` the value means nothing."""
 
     prefix: str
     key: str
@@ -83,7 +84,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a start of ours says to verl."""
+    """A start's settings for verl."""
 
     nodes: int
     ranks_per_node: int
@@ -96,13 +97,13 @@ class OwnSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def user_settings(section: Mapping[str, Any]) -> dict[str, Setting]:
-    """The user's settings by key without prefix, in the order in which they count.
+    """Returns the user's settings by key without prefix, in the order in which they count.
 
     Args:
         section: `RunConfig.verl`, flat.
 
     Raises:
-        ConfigError: no key of Hydra's, a value that Hydra cannot be told, or a key that is not verl's to say.
+        ConfigError: no key of Hydra's, a value that Hydra cannot be told, or a key that users may not set.
     """
     found: dict[str, Setting] = {}
     for name, value in section.items():
@@ -120,7 +121,7 @@ def user_settings(section: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) -> list[Setting]:
-    """What a start says to verl's program, after the user's settings.
+    """Returns a start's settings for verl's program, which follow the user's.
 
     Args:
         said: `user_settings`, which win where a run has no need of its own.
@@ -132,12 +133,12 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
         "trainer.nnodes": own.nodes,
         "trainer.n_gpus_per_node": own.ranks_per_node,
     }
-    # verl would remove by its own memory, which a restart forgets; here it removes nothing.
+    # verl would remove checkpoints by its own memory, which a restart forgets; with this it removes nothing.
     if entry == "ppo":
         ours |= {
             "trainer.max_actor_ckpt_to_keep": None,
             "trainer.max_critic_ckpt_to_keep": None,
-            # Before 0.9.1 no key of verl's.
+            # Not a key of verl's before 0.9.1.
             "hydra.run.dir": str(own.save_dir.parent / "hydra"),
             "hydra.output_subdir": None,
         }
@@ -152,7 +153,7 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
 
 
 def value_at(settings: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; None: there is none."""
+    """Returns the value of a dotted key; None: there is none."""
     place: Any = settings
     for part in key.split("."):
         if not isinstance(place, Mapping) or part not in place:
@@ -162,15 +163,15 @@ def value_at(settings: Mapping[str, Any], key: str) -> Any:
 
 
 def trainer_mode(settings: Mapping[str, Any]) -> str:
-    """Which of verl's v1 trainers runs."""
+    """Returns which of verl's v1 trainers runs."""
     return value_at(settings, "trainer.v1.trainer_mode") or "sync"
 
 
 def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -> None:
-    """Refuse what would run, and lose or break something that a run here is promised.
+    """Refuses settings that would run but lose or break a promise of the run.
 
     Args:
-        settings: all that verl will read, composed; or, where there is no verl to ask, what the user says alone.
+        settings: verl's whole input, composed; or, without an installed verl, the user's settings alone.
 
     Raises:
         ConfigError: the key, and why.
@@ -226,7 +227,7 @@ def _checkpoints(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, 
 
 
 def _require_plain(key: str, value: Any) -> None:
-    """Values that Hydra's grammar, and a command line, can hold."""
+    """Requires values that Hydra's grammar and a command line can hold."""
     match value:
         case str() if any(ord(letter) < 32 and letter != "\t" for letter in value):
             raise _wrong(key, repr(value), "text on one line")
@@ -247,7 +248,7 @@ def _require_plain(key: str, value: Any) -> None:
 
 
 def refuse_switches_as_text(said: Mapping[str, Setting]) -> None:
-    """`False` as verl's own examples have it is text in YAML 1.2, and to verl any text is true.
+    """Refuses `False` as verl's own examples write it: in YAML 1.2 it is text, and to verl any text is true.
 
     Raises:
         ConfigError: a value that is such text.
@@ -261,12 +262,12 @@ def refuse_switches_as_text(said: Mapping[str, Setting]) -> None:
 
 
 def _places(setting: Setting) -> Iterator[str]:
-    """Dotted keys that a setting may change: its own, and where a group is put (`group@place`)."""
+    """Lists dotted keys that a setting may change: its own, and the place of a group (`group@place`)."""
     return (part.replace("/", ".") for part in setting.key.split("@"))
 
 
 def _refuse_whole(setting: Setting) -> None:
-    """A whole section that has keys of ours in it: set, removed, or filled from a group."""
+    """Refuses a whole section that contains keys of ours: set, removed, or filled from a group."""
     for place in _places(setting):
         if setting.value == {} and setting.prefix != "~":
             continue  # adds nothing

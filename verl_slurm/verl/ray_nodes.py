@@ -1,11 +1,11 @@
-"""Ray over a job's nodes: the command lines and the environment, as values. Pure.
+"""Builds the command lines and the environment of Ray over a job's nodes, as values. Pure.
 
-The head is on the first node; its address is the one that the lead has given to all nodes with their launch, so nothing
-needs to be published. Every other port is free at that moment, so two runs may share a node. Nobody joins, or submits
-code, without the token: Ray asks for it at every door of its own (RAY_AUTH_MODE=token). It is derived from the lead's
-own secret, which every node of the run can read and no other user can, and is another one in each restart.
+The head is on the first node. The lead has given its address to all nodes with their launch, so nothing needs to be
+published. Every other port is free at that moment, so two runs may share a node. No process joins, or submits code,
+without the token: all of Ray's own ports require it (RAY_AUTH_MODE=token). It is derived from the lead's own secret,
+which every node of the run can read and no other user can, and differs in each restart.
 
-What was found out about Ray 2.60 is in docs/decisions/0009-verl-on-ray.md.
+docs/decisions/0009-verl-on-ray.md has the findings about Ray 2.60.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ _SOCKET_MOST = 107
 """Bytes of a Unix socket's path (unix(7))."""
 _BELOW_TEMP = len("/session_2026-11-21_21-04-03_422851_4194304/sockets/plasma_store")
 _STORE_SHARE = 0.3
-"""Of the node's memory: Ray's own default. It takes it of the whole machine's, where Slurm may have given us a part."""
+"""Of the node's memory: Ray's own default. Ray takes it of the whole machine's, but Slurm may have given us a part."""
 _LEAST_STORE = 80 << 20
 """Ray refuses less (75 MiB)."""
 _EXTERNAL = "VERL_USE_EXTERNAL_MODULES"
@@ -42,12 +42,12 @@ def ray_argv(
     store_bytes: int | None,
     free_port: int = 0,
 ) -> list[str]:
-    """`ray start --block` for one node.
+    """Returns `ray start --block` for one node.
 
     Args:
         head: host:port of Ray's GCS on the first node.
         own_address: under which other nodes reach this one.
-        temp: Ray's directory. It makes that 0777 itself: it has to be below one that is private.
+        temp: Ray's directory. Ray makes that 0777 itself: it has to be below one that is private.
         ranks: training processes of this node; Ray's "GPUs", whatever the device is.
         cpus: cores that the job has here.
         store_bytes: of Ray's object store; None: Ray's own choice.
@@ -55,9 +55,9 @@ def ray_argv(
     """
     argv = [python, "-P", "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
     argv += ["--log-color=false", f"--node-ip-address={own_address}", f"--temp-dir={temp}"]
-    # 0: free ones. Fixed ones are met by the next run on this node.
+    # 0: free ones. The next run on this node would collide with fixed ones.
     argv += ["--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0"]
-    # Ray's CPUs are names to count with, not cores: with fewer than verl's actors ask for, they wait for ever.
+    # Ray's CPUs are names to count with, not cores: with fewer than verl's actors ask for, they wait without end.
     argv += [f"--num-cpus={max(cpus, 8 + 8 * ranks)}", f"--num-gpus={ranks}"]
     if store_bytes is not None:
         argv.append(f"--object-store-memory={store_bytes}")
@@ -71,7 +71,7 @@ def ray_argv(
 def ray_environment(
     environ: Mapping[str, str], token_file: Path, head: str, paths: RunPaths, name: str, nodes: int
 ) -> dict[str, str]:
-    """Of Ray's own processes, which hand it on to every actor, and of verl's driver.
+    """Returns the environment of Ray's own processes, which pass it to every actor, and of verl's driver.
 
     Args:
         token_file: holds `ray_token`.
@@ -86,14 +86,15 @@ def ray_environment(
         "RAY_ADDRESS": head,
         "RAY_USAGE_STATS_ENABLED": "0",
         _EXTERNAL: ",".join([*modules, _OUR_MODULE]),
-        # A directory with a sitecustomize.py: only Python's own start comes before all that Ray, verl and vLLM start.
+        # A directory with a sitecustomize.py: it is the one hook that runs in all processes that Ray, verl and vLLM
+        # start.
         "PYTHONPATH": ":".join(filter(None, [_BELOW_RAY, environ.get("PYTHONPATH", "")])),
         "TORCH_GLOO_LAZY_INIT": "0",  # a group's connections are checked when it is built
     }
-    # Ray kills workers when the whole machine's memory is short; of that, Slurm has given a part to us and watches it.
+    # Ray kills workers when the whole machine's memory is short. Slurm has given us a part of it and watches that.
     unless_said = {
         "RAY_memory_monitor_refresh_ms": "0",
-        # Where verl's loggers are asked for (trainer.logger), all starts of a run go on with one story.
+        # For verl's loggers (trainer.logger): all starts of a run continue the same curves.
         "TENSORBOARD_DIR": str(paths.tensorboard),
         "WANDB_RUN_ID": f"{name}-{hashlib.sha256(str(paths.root).encode()).hexdigest()[:8]}",
         "WANDB_RESUME": "allow",
@@ -105,17 +106,17 @@ def ray_environment(
 
 
 def ray_token(secret: str, epoch: int, generation: int) -> str:
-    """The token of one restart's Ray.
+    """Returns the token of one restart's Ray.
 
     Args:
-        secret: the lead's (`RUN/control/lead.json`), of which it tells nothing.
+        secret: the lead's (`RUN/control/lead.json`); the token reveals nothing of it.
     """
     message = f"ray {epoch} {generation}".encode()
     return hmac.new(secret.encode(), message, hashlib.sha256).hexdigest()
 
 
 def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
-    """Ray's share of the memory that Slurm gives this node; None: nobody said how much that is.
+    """Returns Ray's share of the memory that Slurm gives this node; None: unknown.
 
     Args:
         mem_mb: `slurm.mem_mb_per_node`; 0: the partition's default.
@@ -127,5 +128,5 @@ def object_store_bytes(mem_mb: int, shm_free: int) -> int | None:
 
 
 def temp_fits(temp: Path) -> bool:
-    """Whether Ray's sockets below `temp` have paths that a socket may have."""
+    """Returns whether the paths of Ray's sockets below `temp` are short enough."""
     return len(str(temp).encode()) + _BELOW_TEMP <= _SOCKET_MOST

@@ -1,8 +1,8 @@
-"""Which releases of verl were run under verl-slurm, and what is said about the others. Pure.
+"""Lists the releases of verl that were run under verl-slurm, and judges the others. Pure.
 
-The hooks hold on to little: SFT to `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO to
+The hooks depend on little: SFT on `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO on
 `register_trainer`, the v1 trainers' `on_step_end` and `_save_checkpoint`. Where these are missing, a run ends at its
-start. That a run with them is what it should be is known of a release only by running it, and this is the list.
+start. Only running a release shows that a run with them is right, and this is the list.
 """
 
 import re
@@ -19,10 +19,10 @@ Word = Literal["run", "unknown", "too_old"]
 
 @dataclass(frozen=True)
 class Release:
-    """What is known of one release and one entry.
+    """The known facts of one release and one entry.
 
     Attributes:
-        word: `run`: its tests pass with it. `unknown`: nobody has tried. `too_old`: it cannot be served.
+        word: `run`: its tests pass with it. `unknown`: it was never tried. `too_old`: it cannot be served.
         line: for people.
     """
 
@@ -36,7 +36,7 @@ OLDEST: dict[Entry, tuple[tuple[int, int, int], str]] = {
     "sft": ((0, 8, 0), "0.7.1 was tried, and ended at its start with a TypeError (with transformers 5.10)"),
     "ppo": ((0, 9, 0), "older ones have no trainer that can be asked to save and leave (trainer.use_v1)"),
 }
-"""The oldest that can be served, and what the one before lacks: 0.7.1 and 0.8.0 were tried."""
+"""The oldest that can be served, and what its predecessor lacks: 0.7.1 and 0.8.0 were tried."""
 
 RELEASES: dict[str, dict[Entry, str]] = {
     "0.9.1": {
@@ -51,14 +51,15 @@ RELEASES: dict[str, dict[Entry, str]] = {
         "sft": "preempted, killed, and at an epoch's end: bit for bit, with numpy 2, which it does not ask for"
     },
 }
-"""What was run, and how: tests/verl and tests/slurm_cluster, with that release in the environment; 0.9.0 and 0.8.0 with
-the packages of constraints/verl.txt otherwise."""
+"""The releases that were run, and how: tests/verl and tests/slurm_cluster, with that release in the environment; 0.9.0
+and 0.8.0 with the packages of constraints/verl.txt otherwise.
+"""
 
 _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 
 def judge(version: str, entry: Entry) -> Release:
-    """What verl-slurm knows of `version`."""
+    """Returns verl-slurm's verdict on `version`."""
     how = RELEASES.get(version, {}).get(entry)
     if how is not None:
         return Release(version, entry, "run", f"verl {version} ({entry}) was run under verl-slurm: {how}")
@@ -71,7 +72,7 @@ def judge(version: str, entry: Entry) -> Release:
 
 
 def require_usable(version: str, entry: Entry) -> Release:
-    """`judge`, and no run with a release that is too old.
+    """Judges a release and refuses one that is too old.
 
     Raises:
         ConfigError: the release cannot be served.

@@ -1,9 +1,9 @@
-"""Another number of ranks than the checkpoint's: what verl can do about it, which is little. Pure.
+"""Explains what verl can do with another number of ranks than the checkpoint's, which is little. Pure.
 
-verl's FSDP shards are read back by as many ranks as wrote them, and by no others: with other ones it looks for
-`model_world_size_W_rank_0.pt` and finds none. Its own merger makes a Hugging Face model of the shards
-(`python -m verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16: the optimizer, the schedule, the
-generators and the place in the data are lost.
+verl's FSDP shards can be read by as many ranks as wrote them, and no other number: with others verl looks for
+`model_world_size_W_rank_0.pt` and finds none. Its own merger makes a Hugging Face model of the shards (`python -m
+verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer, the schedule, the generators and
+the place in the data are lost.
 """
 
 import shlex
@@ -13,7 +13,7 @@ __all__ = ["merge_command", "way_out"]
 
 
 def merge_command(step: Path, entry: str, target: str = "MODEL_DIR") -> str:
-    """The command that makes a model of `global_step_N`.
+    """Returns the command that makes a model of `global_step_N`.
 
     Args:
         step: the directory `global_step_N`.
@@ -25,7 +25,7 @@ def merge_command(step: Path, entry: str, target: str = "MODEL_DIR") -> str:
 
 
 def way_out(step: Path, entry: str, world_size: int | None) -> str:
-    """What a user can do, for an error's remedy."""
+    """Returns the options of a user, for an error's remedy."""
     model = "model.path" if entry == "sft" else "actor_rollout_ref.model.path"
     as_before = f"keep {world_size} ranks (distributed.dp_size={world_size}), or " if world_size else ""
     return (

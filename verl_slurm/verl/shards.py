@@ -1,13 +1,13 @@
-"""Is a `global_step_N` of verl whole? Every byte is read; nothing is unpickled, and no digest of ours is needed.
+"""Checks that a `global_step_N` of verl is whole. Reads every byte; unpickles nothing, and needs no digest of ours.
 
-What can be known, and what not:
+The limits of the check:
 
 * every rank's shards are there (`layout`), and all records of each have the CRC-32 that torch.save wrote (`torch_zip`);
-* JSON parses, `fsdp_config.json` says the number of ranks that the shards say, safetensors are as long as they say;
+* JSON parses, `fsdp_config.json` has the number of ranks that the shards have, safetensors are as long as they say;
 * the rest (a tokenizer's other files, pickles of verl's transfer queue) has no checksum: it is named in `unchecked`.
 
-A pickle is a program, and verl runs it (`torch.load(weights_only=False)`): what others own or may write is not called
-good. Links are not followed.
+A pickle is a program, and verl runs it (`torch.load(weights_only=False)`). So files that others own or may write are
+not called good. Links are not followed.
 """
 
 import codecs
@@ -50,22 +50,22 @@ Identity = tuple[int, int, int, int, int]
 """Device, inode, size, mtime_ns, ctime_ns: the same numbers are the same file with the same bytes."""
 
 _MAX_JSON = Limit(num_bytes=64 << 20)
-"""The largest tokenizer.json are some 35 MB."""
+"""The largest tokenizer.json files are some 35 MB."""
 _MAX_CONFIG = Limit(num_bytes=64 << 10)
 """fsdp_config.json: two numbers."""
 _BLOCK = 1 << 20
 _LARGE = 256 << 10
-"""Bytes of JSON above which files take turns: threads would add up what each needs."""
+"""Bytes of JSON above which files take turns: threads would need the memory of all of them at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What was found in one step's directory.
+    """The verdict on one step's directory.
 
     Attributes:
         files: (path, size) of its regular files, sorted.
-        problems: all that was found, by path; what comes from the disk is escaped. Empty: it is whole.
-        unchecked: files whose content has nothing to be checked against.
+        problems: all findings, by path; text from the disk is escaped. Empty: it is whole.
+        unchecked: files whose content cannot be checked against anything.
         identities: of each file that was judged, by its path. Names may lead to other files afterwards.
     """
 
@@ -94,7 +94,7 @@ class Judged:
         return sum(size for _, size in self.files)
 
     def one_line(self, limit: int = 3) -> str:
-        """`global_step_6: whole, 2 ranks`, or the first problems."""
+        """Returns `global_step_6: whole, 2 ranks`, or the first problems."""
         if self.ok:
             return f"{self.name}: whole, {self.world_size} ranks"
         text = "; ".join(str(problem) for problem in self.problems[:limit])
@@ -103,7 +103,7 @@ class Judged:
 
 
 def list_steps(directory: Path) -> list[Path]:
-    """The `global_step_N` in `directory`, newest first; whatever they are.
+    """Lists the `global_step_N` in `directory`, of any file type, newest first.
 
     Raises:
         OSError: the directory cannot be read.
@@ -113,7 +113,7 @@ def list_steps(directory: Path) -> list[Path]:
 
 
 def step_bytes(path: Path) -> int:
-    """What reading a step will come to, for a progress bar; 0 where it cannot be told."""
+    """Returns the bytes that reading a step takes, for a progress bar; 0 if unknown."""
     try:
         with open_directory(path) as root:
             entries = list_tree(root, MAX_FILES)
@@ -128,11 +128,11 @@ def judge_all(
     on_bytes: OnBytes = lambda _: None,
     read_all: bool = True,
 ) -> list[Judged]:
-    """Judge every step of one directory of verl, newest first, each also against what its neighbours hold.
+    """Judges every step of one directory of verl, newest first, each also against the contents of its neighbours.
 
     Args:
         on_bytes: told how many more bytes were read; one call at a time.
-        read_all: False: names, sizes and the zips' directories alone: finds what is missing, cut off or empty.
+        read_all: False: names, sizes and the zips' directories alone: finds missing, truncated and empty files.
 
     Raises:
         OSError: `directory` cannot be read.
@@ -152,7 +152,7 @@ def judge_step(
     on_bytes: OnBytes = lambda _: None,
     read_all: bool = True,
 ) -> Judged:
-    """Judge one `global_step_N`. Never raises for what it finds there, nor for what is not there."""
+    """Judges one `global_step_N`. Never raises for what it finds there, nor for missing files."""
     step = step_of(path.name)
     if step is None:
         raise ValueError(f"{path.name!r} is no global_step_N")
@@ -171,7 +171,7 @@ def judge_step(
             layout = read_layout([entry.path for entry in files])
             problems = untrusted + _odd(entries) + list(layout.problems)
             if untrusted:
-                # Nothing of it is taken, so nothing of it is read: its content is somebody else's choice.
+                # None of it is adopted, so none of it is read: its content is another user's choice.
                 unchecked += [entry.path for entry in files]
                 files_to_read = []
             else:
@@ -207,12 +207,12 @@ def judge_step(
 
 
 def identity_of(info: os.stat_result) -> Identity:
-    """What tells a file, and this state of it, from others."""
+    """Returns the fields that distinguish a file, and this state of it, from others."""
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 def trust_problem(info: os.stat_result) -> str:
-    """Why others decide what is in this file or directory; empty: they do not."""
+    """Returns why other users control the content of this file or directory; empty: they do not."""
     if info.st_uid not in {0, os.geteuid()}:
         return f"belongs to uid {info.st_uid}, and verl would run the pickle in it as you"
     if stat.S_IMODE(info.st_mode) & 0o022:
@@ -231,7 +231,7 @@ def _untrusted(entries: Sequence[Entry]) -> list[Problem]:
 
 
 def _odd(entries: Sequence[Entry]) -> list[Problem]:
-    """What is neither file nor directory, and names that no checkpoint of ours can hold."""
+    """Lists entries that are neither file nor directory, and names that no checkpoint of ours can hold."""
     problems = []
     for entry in entries:
         if entry.kind not in ("file", "directory"):
@@ -255,9 +255,10 @@ def _check_file(
     try:
         with open_below(root, path) as fd:
             if identity_of(os.fstat(fd)) != identity_of(entry.info):
-                # The owner was asked of the file that was listed, and the bytes would be another's.
+                # The owner was that of the listed file, and the bytes would be another's.
                 return [Problem(path=path, what="changed while it was judged")]
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # the medium's bytes, not those of a cache
+            # to read the medium's bytes, not those of a cache
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if path.endswith(".pt"):
                 what = zip_problem(fd, count, read_all=read_all, turn=turn)
             elif path.endswith(".json"):
@@ -279,7 +280,7 @@ def _json_problem(fd: int, path: str, layout: Layout) -> str:
     shape = path.rsplit("/", 1)[-1] == "fsdp_config.json"
     try:
         data = read_fd(fd, _MAX_CONFIG if shape else _MAX_JSON)
-        # Raw: whether it parses is asked, and no object is made of it.
+        # Raw: checks that it parses, without making an object of it.
         msgspec.json.decode(data, type=msgspec.Raw)
         _require_utf8(data)
         said = msgspec.json.decode(data, type=_Shape).world_size if shape else None
@@ -295,7 +296,7 @@ class _Shape(msgspec.Struct):
 
 
 def _require_utf8(data: bytes) -> None:
-    """Decoded a block at a time: text may take four times its bytes."""
+    """Decodes a block at a time: text may take four times its bytes."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     view = memoryview(data)
     for at in range(0, len(data), _BLOCK):

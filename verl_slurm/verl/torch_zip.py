@@ -2,11 +2,11 @@
 
 torch.save writes a zip whose records are stored, not compressed, each with a CRC-32. torch ignores the CRCs when it
 loads (`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS` in its build), so a flipped bit in a weight is loaded as it stands.
-`zipfile` parses the directory and checks the CRC of every record; added here are limits, for the file may be
-somebody else's, and the fields that torch believes and zipfile does not look at.
+`zipfile` parses the directory and checks the CRC of every record. This module adds limits, because the file may be
+another user's, and checks the fields that torch uses and zipfile ignores.
 
-What is not found: damage to header fields that change nothing (padding, dates, versions, repeated sizes), and to 37
-bytes at the end of the file that make torch refuse it. docs/decisions/0012-torch-zips.md has the measurement.
+Not found: damage to header fields that change nothing (padding, dates, versions, repeated sizes), and to 37 bytes at
+the end of the file that make torch refuse it. docs/decisions/0012-torch-zips.md has the measurement.
 """
 
 import io
@@ -20,10 +20,11 @@ __all__ = ["zip_problem"]
 
 _BLOCK = 1 << 20
 _MAX_DIRECTORY = 16 << 20
-"""Bytes; 150,000 records of 100 bytes each: an optimizer's shard has three a parameter. A hostile directory has at
-most 357,000 records, for which zipfile takes 130 MB."""
+"""Bytes; 150,000 records of 100 bytes each: an optimizer's shard has three per parameter. A hostile directory has at
+most 357,000 records, for which zipfile takes 130 MB.
+"""
 _MAX_SMALL = 2_000
-"""Records of a zip that is judged beside others. zipfile takes 350 bytes each."""
+"""Records of a zip that is judged in parallel with others. zipfile takes 350 bytes each."""
 _MAX_GAP = 64 << 10
 """Bytes between two records: a data descriptor of 16 or 24 bytes, and padding."""
 _END_BYTES = 22
@@ -37,7 +38,7 @@ _MSDOS_DIRECTORY = 0x10
 
 
 class _BoundedReader(io.BufferedReader):
-    """zipfile reads as many bytes as the file says its directory has."""
+    """Bounds reads: zipfile reads as many bytes as the file says its directory has."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is not None and size > _MAX_DIRECTORY:
@@ -52,12 +53,12 @@ def zip_problem(
     read_all: bool = True,
     turn: AbstractContextManager[object] = _NO_TURN,
 ) -> str:
-    """Read the whole file; returns what is wrong with it, empty where nothing is.
+    """Reads the whole file; returns its problem, or an empty text.
 
     Args:
         fd: a regular file, opened to read. Its position is moved.
         on_bytes: told how many more bytes were read, for a progress bar.
-        read_all: False: the directory alone: finds what is cut off or empty, and no flipped bit of a tensor.
+        read_all: False: the directory alone: finds truncated and empty records, but no flipped bit of a tensor.
         turn: a lock; held while a directory is parsed, and as long as one with many records is in memory.
 
     Raises:
@@ -69,7 +70,7 @@ def zip_problem(
     if os.pread(fd, 2, 0) == b"\x80\x02":
         return "a pickle of torch before 1.6, or one without a zip around it: nothing in it can be checked"
     end = os.pread(fd, _END_BYTES, max(size - _END_BYTES, 0))
-    # zipfile would also look for an end record further forward, with a comment behind it.
+    # zipfile would also look for an end record further forward, with a comment after it.
     if not (len(end) == _END_BYTES and end.startswith(b"PK\5\6") and end.endswith(b"\0\0")):
         return "no zip directory at its end: cut off, or something else than torch.save wrote it"
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
@@ -83,14 +84,14 @@ def zip_problem(
                     return problem
                 if read_all:
                     on_bytes(size - _check_records(fd, archive, on_bytes))
-        # RuntimeError: encrypted, or (NotImplementedError) a later version of zip. ValueError: a name is no UTF-8.
+        # RuntimeError: encrypted, or (NotImplementedError) a later version of zip. ValueError: a name is not UTF-8.
         except (zipfile.BadZipFile, EOFError, OverflowError, RuntimeError, ValueError, struct.error) as error:
             return f"damaged: {str(error)[:_MAX_MESSAGE] or 'cut off'}"
     return ""
 
 
 def _directory_problem(archive: zipfile.ZipFile) -> str:
-    """What the records' entries in the directory say that torch.save never writes."""
+    """Returns what torch.save never writes in the directory's entries of the records, if anything."""
     names = set(archive.namelist())
     tops = {name.split("/", 1)[0] for name in names}
     if len(names) != len(archive.filelist) or len(tops) != 1 or f"{min(tops)}/data.pkl" not in names:
@@ -113,7 +114,7 @@ def _directory_problem(archive: zipfile.ZipFile) -> str:
 
 
 def _check_records(fd: int, archive: zipfile.ZipFile, on_bytes: Callable[[int], None]) -> int:
-    """Read every record once, in the order of the file; returns how many bytes `on_bytes` was told of.
+    """Reads every record once, in the order of the file; returns how many bytes `on_bytes` was told of.
 
     Raises:
         BadZipFile, EOFError: a record is damaged, overlaps another, or there are bytes that belong to none.

@@ -1,4 +1,4 @@
-"""`latest_checkpointed_iteration.txt`: the one file that verl asks where it stood, and what it makes of it.
+"""`latest_checkpointed_iteration.txt`: the single file from which verl learns its last step, and verl's use of it.
 
 verl reads the number in it and takes `global_step_<number>`, nothing else (`utils/checkpoint/checkpoint_manager.py`,
 `find_latest_ckpt_path`). Seen with verl 0.9.1:
@@ -41,7 +41,7 @@ _SHOWN = 40
 
 @dataclass(frozen=True, kw_only=True)
 class Tracker:
-    """What a tracker says, and what it should.
+    """The content of a tracker, and the right content.
 
     Attributes:
         state: of it as it is.
@@ -61,12 +61,12 @@ class Tracker:
 
 
 def tracker_file(step: int) -> dict[str, bytes]:
-    """The file that stands beside `global_step_N` in a checkpoint: its directory is one that verl resumes from."""
+    """Returns the file beside `global_step_N` in a checkpoint, which makes its directory one that verl resumes from."""
     return {TRACKER: str(step).encode()}
 
 
 def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
-    """What is wrong with the tracker of `directory`, one that cannot be read included."""
+    """Judges the tracker of `directory`, including an unreadable one."""
     try:
         return judge_tracker(read_tracker(directory), steps)
     except OSError as error:  # a link, a directory, another user's
@@ -77,7 +77,7 @@ def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
 
 
 def read_tracker(directory: Path) -> bytes | None:
-    """The content of the tracker; None: there is none.
+    """Returns the content of the tracker; None: there is none.
 
     Raises:
         OSError: it is a link, no regular file, or cannot be read.
@@ -91,7 +91,7 @@ def read_tracker(directory: Path) -> bytes | None:
 
 
 def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
-    """What is wrong with a tracker beside these steps. Pure.
+    """Judges a tracker beside these steps. Pure.
 
     Args:
         content: from `read_tracker`.
@@ -133,9 +133,9 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
 
 
 def write_tracker(directory: Path, step: int) -> None:
-    """Point the tracker at `step`, atomically and durably: verl finds the old content or the new.
+    """Points the tracker at `step`, atomically and durably: verl finds the old content or the new.
 
-    The mode of one that was there stays, so that whoever could read it still can.
+    An existing tracker's mode stays, so that its readers still can read it.
     """
     path = directory / TRACKER
     try:
@@ -148,7 +148,7 @@ def write_tracker(directory: Path, step: int) -> None:
 
 
 def _number(content: bytes) -> int | None:
-    """As verl reads it: int() of the text, so blanks around it are fine."""
+    """Parses the number as verl does: int() of the text, so blanks around it are fine."""
     try:
         value = int(content.decode())
     except ValueError:

@@ -1,9 +1,9 @@
 """The rank's end of the line to its agent.
 
-A Unix SEQPACKET socket: one packet is one message, sent whole or not at all, so a message can be dropped
-without breaking the next one. A rank never waits for its agent: `Progress` is dropped where the agent is
-slow; the few messages that matter wait up to `_PATIENCE_S`. Where the agent is gone, sending does nothing:
-the agent's death is noticed by others (the ranks die with it), and a save under way must not die of it.
+The line is a Unix SEQPACKET socket: one packet is one message, sent whole or not at all, so a dropped message does not
+break the next one. A rank never waits for its agent: `Progress` is dropped if the agent is slow, and the few messages
+that matter wait up to `_PATIENCE_S`. If the agent is gone, sending does nothing. The agent's death is noticed elsewhere
+(the ranks die with it), and a save under way must not die of it.
 """
 
 import socket
@@ -26,23 +26,24 @@ MAX_MESSAGE = 64 * 1024
 
 _PATIENCE_S = 2.0
 _PROGRESS_EVERY_S = 0.5
-"""Rank 0's, which people see; a new phase is news at once."""
+"""Interval of rank 0, which people see; it also sends each new phase."""
 _OTHERS_EVERY_S = 1.0
-"""That the others still live is all that anybody asks of them; each message costs a machine of the ranks some time."""
+"""Interval of the other ranks. Their messages show that they live, and each message costs a machine of the ranks some
+time."""
 
 
 class RankLine(Protocol):
-    """What a rank needs of its daemon."""
+    """The interface of a rank to its daemon."""
 
     def send(self, message: FromRank) -> None:
-        """Tell the daemon; never raises, never blocks for long."""
+        """Sends a message to the daemon; never raises, never blocks for long."""
 
     def request(self) -> SaveRequest | None:
-        """The newest request of the daemon. Costs one memory read."""
+        """Returns the daemon's newest request. Costs one memory read."""
 
 
 class NoDaemon:
-    """Stands in where a trainer is run by hand: nobody asks, nobody listens."""
+    """Replaces the daemon for a trainer that is started by hand: it requests nothing and drops messages."""
 
     def send(self, message: FromRank) -> None:
         del message
@@ -52,17 +53,17 @@ class NoDaemon:
 
 
 class RankClient:
-    """The real line."""
+    """Connects a rank to its agent."""
 
     def __init__(self, connection: socket.socket, page: ControlPage) -> None:
         self._socket, self._page = connection, page
         self._encoder = msgspec.msgpack.Encoder()
-        self._lock = threading.Lock()  # a guest's watcher and its commits speak, too
+        self._lock = threading.Lock()  # a guest's watcher and its commits send, too
         self._next_progress, self._phase = 0.0, ""
 
     @classmethod
     def connect(cls, control: Path) -> Self:
-        """Connect to the agent that made the directory `control`."""
+        """Connects to the agent that made the directory `control`."""
         page = ControlPage.open(control / PAGE_NAME)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
@@ -81,7 +82,7 @@ class RankClient:
         now = time.monotonic()
         patience = _PATIENCE_S
         if isinstance(message, Progress):
-            # Of rank 0 a new phase is always news, and so is the last step; a step's end carries its metrics.
+            # Rank 0 always sends a new phase and the last step; a step's end carries its metrics.
             last = message.step == message.total > 0
             news = message.rank == 0 and (last or message.phase != self._phase)
             if now < self._next_progress and not news:
@@ -92,7 +93,7 @@ class RankClient:
         self._socket.settimeout(patience)
         try:
             self._socket.send(self._encoder.encode(message))
-        except OSError:  # too slow, gone, or out of buffers: a rank goes on without
+        except OSError:  # too slow, gone, or out of buffers: the rank continues without it
             return
 
     def request(self) -> SaveRequest | None:

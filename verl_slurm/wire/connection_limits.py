@@ -1,8 +1,8 @@
-"""Limits the connections of one port: a bounded row of strangers, and places of their own for proven peers.
+"""Limits the connections of one port: a bounded queue of strangers, and separate places for proven peers.
 
-Every user of the node or the network can connect. A stranger that finds the row full pushes out the one that has stood
-in it longest. So thousands of connections that say nothing keep no peer out: a peer proves itself (the control port's
-handshake, the bearer token of an HTTP port) within milliseconds, and is in the row no longer.
+Every user of the node or the network can connect. A stranger that finds the queue full evicts the one that has been in
+it longest. So thousands of silent connections keep no peer out: a peer proves itself within milliseconds (by the
+control port's handshake, or the bearer token of an HTTP port) and leaves the queue.
 """
 
 import asyncio
@@ -14,33 +14,33 @@ from verl_slurm.base.errors import WireError
 __all__ = ["REASONS", "ROW", "ConnectionLimits", "make_room"]
 
 REASONS = ("silent", "left", "token", "crowded", "full")
-"""Did not prove itself in time; went away before; does not know the token; pushed out by newer ones; proved itself
-where all places are taken."""
+"""Reasons for a refusal: no proof in time; left before it; does not know the token; evicted by newer connections;
+proven while all places are taken."""
 
 ROW = 512
-"""Strangers at once, besides as many as there may be proven peers: those may all come together. Far more than the
-kernel hands over at once (`listen`'s backlog), so that a peer that has just come has time for its proof."""
+"""Strangers at once, in addition to the number of proven peers, who may all come together. The row is far longer than
+what the kernel hands over at once (`listen`'s backlog), so a new peer has time for its proof."""
 
 
 class ConnectionLimits:
-    """Counts connections; holds no socket open by itself. For the event loop's thread.
+    """Counts connections; holds no socket open by itself. Runs in the event loop's thread.
 
     Args:
         max_proven: proven peers at once.
-        refused: told of each connection that was turned away: the reason, and the peer's address.
+        refused: called for each connection that was turned away, with the reason and the peer's address.
     """
 
     def __init__(self, max_proven: int, refused: Callable[[str, str], None] = lambda *_: None) -> None:
         self._max_proven, self._refused = max_proven, refused
         self._proven = 0
-        self._row: dict[asyncio.WriteTransport, None] = {}  # in the order in which they came
+        self._row: dict[asyncio.WriteTransport, None] = {}  # in the order of arrival
 
     @property
     def most_strangers(self) -> int:
         return ROW + self._max_proven
 
     def arrive(self, transport: asyncio.WriteTransport) -> None:
-        """A connection has come."""
+        """Registers a new connection."""
         while len(self._row) >= self.most_strangers:
             oldest = next(iter(self._row))
             del self._row[oldest]
@@ -49,10 +49,10 @@ class ConnectionLimits:
         self._row[transport] = None
 
     def turn_away(self, transport: asyncio.WriteTransport, error: Exception) -> None:
-        """It has ended unproven."""
+        """Records that a connection ended unproven."""
         transport.abort()
         if transport not in self._row:
-            return  # pushed out, and counted
+            return  # evicted, and counted
         del self._row[transport]
         if isinstance(error, WireError):
             self._refused("token", _peer(transport))
@@ -60,7 +60,8 @@ class ConnectionLimits:
             self._refused("silent" if isinstance(error, TimeoutError) else "left", _peer(transport))
 
     def admit(self, transport: asyncio.WriteTransport) -> bool:
-        """It knows the token. Returns whether there is a place for it; without one it is cut."""
+        """Registers that a connection knows the token. Returns whether there is a place for it; without one it is
+        cut."""
         if transport in self._row:
             del self._row[transport]
             if self._proven < self._max_proven:
@@ -71,7 +72,7 @@ class ConnectionLimits:
         return False
 
     def leave(self) -> None:
-        """A proven peer's connection has ended."""
+        """Records the end of a proven peer's connection."""
         self._proven -= 1
 
 
@@ -80,10 +81,10 @@ def _peer(transport: asyncio.WriteTransport) -> str:
 
 
 def make_room(sockets: int) -> None:
-    """Raise this process's limit of open descriptors to so many sockets of one port, as far as it is allowed to.
+    """Raises this process's limit of open descriptors to so many sockets of one port, as far as it is allowed to.
 
-    The usual soft limit of 1,024 descriptors is less than a thousand agents and the files of a lead. Where the hard
-    limit is lower still, asyncio stops to accept for a second whenever it is reached, and goes on.
+    The usual soft limit of 1,024 descriptors is too low for a thousand agents and the files of a lead. If the hard
+    limit is lower still, asyncio stops accepting for a second whenever it is reached, and then continues.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = sockets + _OWN_FILES
@@ -93,4 +94,4 @@ def make_room(sockets: int) -> None:
 
 
 _OWN_FILES = 1024
-"""Files, and the rows of a second port: a lead has one for its agents and one for metrics."""
+"""Files, and the rows of a second port: a lead has one port for its agents and one for metrics."""

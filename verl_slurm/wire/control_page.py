@@ -1,7 +1,7 @@
-"""The control page: how an agent asks all ranks of its node for a save, at the cost of one memory read.
+"""The control page: an agent asks all ranks of its node for a save, at the cost of one memory read.
 
-A file of one page, mapped by the agent (writer) and its ranks (readers). Layout, native byte order,
-8-byte fields, each aligned, so that a store is seen whole or not at all on x86-64 and aarch64:
+The page is a file of one page, mapped by the agent (writer) and its ranks (readers). Its layout has native byte order
+and aligned 8-byte fields, so that a store is seen whole or not at all on x86-64 and aarch64:
 
 ```
 offset 0   magic        b"VSPAGE01"
@@ -11,7 +11,7 @@ offset 0   magic        b"VSPAGE01"
 ```
 
 A newer request replaces an older one: a rank that saw request 2 has nothing left to do for request 1. A deadline is
-stored as a moment and read as the seconds that are left until then: both sides share this node's clock.
+stored as a moment and read as the seconds left until then, because both sides share this node's clock.
 """
 
 import mmap
@@ -35,7 +35,7 @@ _REQUEST_ID, _STOP, _DEADLINE = 8, 16, 24
 
 
 class ControlPage:
-    """One mapped page: an agent creates it and posts, its ranks open it and read.
+    """Maps one page: an agent creates it and posts, its ranks open it and read.
 
     Args:
         clock_ns: CLOCK_MONOTONIC.
@@ -46,7 +46,7 @@ class ControlPage:
 
     @classmethod
     def create(cls, path: Path) -> "ControlPage":
-        """Make a fresh page, 0600, in a directory that only we can enter."""
+        """Makes a fresh page, 0600, in a directory that only our user can enter."""
         fd = open_new(path)
         try:
             os.ftruncate(fd, _SIZE)
@@ -58,7 +58,7 @@ class ControlPage:
 
     @classmethod
     def open(cls, path: Path) -> "ControlPage":
-        """Map an agent's page for reading."""
+        """Maps an agent's page for reading."""
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             info = os.fstat(fd)
@@ -74,20 +74,20 @@ class ControlPage:
         return cls(memory)
 
     def post(self, request: SaveRequest) -> None:
-        """Ask. The id is stored last, so that a reader who sees it sees the rest."""
+        """Posts a request. The id is stored last, so a reader that sees the id also sees the rest."""
         left = request.seconds_left
-        # 0 says "no deadline", too: so did leads before `seconds_left` could be None.
+        # 0 also means "no deadline": leads wrote it so before `seconds_left` could be None.
         deadline_ns = self._clock_ns() + int(left * 1e9) if left is not None and left > 0 else 0
         _WORD.pack_into(self._memory, _STOP, int(request.stop))
         _WORD.pack_into(self._memory, _DEADLINE, deadline_ns)
         _WORD.pack_into(self._memory, _REQUEST_ID, request.request_id)
 
     def request_id(self) -> int:
-        """The poll: one aligned read."""
+        """Returns the request's id by one aligned read. Ranks poll it."""
         return int(_WORD.unpack_from(self._memory, _REQUEST_ID)[0])
 
     def request(self) -> SaveRequest | None:
-        """The newest request, or None where nothing was ever asked. Past its deadline `seconds_left` is negative."""
+        """Returns the newest request, or None if there was none. After its deadline `seconds_left` is negative."""
         request_id = self.request_id()
         if request_id == 0:
             return None

@@ -1,4 +1,4 @@
-"""Bytes in, messages out, between lead and agent. No sockets here.
+"""Turns bytes into messages and back, between lead and agent. No sockets here.
 
 Handshake (32-byte nonces; `token` from the 0600 file `RUN/control/lead.json`; `ctx` = run epoch as 8 bytes):
 
@@ -34,7 +34,7 @@ HELLO = b"VSLURM01"
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 MAX_FRAME = 9 * 1024 * 1024
-"""Bytes of one payload. The largest honest one sets a value in the ranks' store (`messages.MAX_VALUE`)."""
+"""Bytes of one payload. The largest valid one sets a value in the ranks' store (`messages.MAX_VALUE`)."""
 
 _HEAD = struct.Struct(">IQ32s")
 _SEQUENCE = struct.Struct(">Q")
@@ -47,22 +47,23 @@ def _mac(key: bytes, *parts: bytes) -> bytes:
 
 
 def proof(token: bytes, role: bytes, epoch: int, first: bytes, second: bytes) -> bytes:
-    """What shows that `role` (b"agent" or b"lead") knows the token, for these two nonces."""
+    """Computes the proof that `role` (b"agent" or b"lead") knows the token, for these two nonces."""
     return _mac(token, role, _SEQUENCE.pack(epoch), first, second)
 
 
 def session_key(token: bytes, epoch: int, nonce_lead: bytes, nonce_agent: bytes) -> bytes:
-    """The key of one connection's frames."""
+    """Derives the key of one connection's frames."""
     return _mac(token, b"key", _SEQUENCE.pack(epoch), nonce_lead, nonce_agent)
 
 
 def ranks_key(token: bytes, epoch: int, generation: int) -> bytes:
-    """What the ranks of one restart prove themselves to each other with. Each agent derives it; it is never sent."""
+    """Derives the key by which the ranks of one generation prove themselves to each other. Each agent derives it; it is
+    never sent."""
     return _mac(token, b"ranks", _SEQUENCE.pack(epoch), _SEQUENCE.pack(generation))
 
 
 class Framer(Generic[M]):
-    """One connection's two directions.
+    """Frames both directions of one connection.
 
     Args:
         key: the session key.
@@ -79,7 +80,7 @@ class Framer(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: M) -> bytes:
-        """One message as a frame."""
+        """Returns one message as a frame."""
         payload = self._encoder.encode(message)
         if len(payload) > MAX_FRAME:
             raise WireError("a message is too large", found=len(payload), expected=f"at most {MAX_FRAME}")
@@ -90,10 +91,10 @@ class Framer(Generic[M]):
         return frame
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Take bytes as they arrive; give the messages that are complete, also those before a frame that is refused.
+        """Takes bytes as they arrive; yields the complete messages, also those before a frame that is refused.
 
         Raises:
-            WireError: from then on the connection is of no use.
+            WireError: the connection cannot be used any more.
         """
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:

@@ -1,12 +1,12 @@
-"""A very small HTTP/1.1 server for ports that strangers reach: one request a connection, everything capped.
+"""A very small HTTP/1.1 server for ports that strangers reach: one request per connection, every size capped.
 
-The server of prometheus_client (wsgiref, a thread a connection) takes request lines of 64 KiB and up to a hundred
-headers of that size, has no time-out, and as many threads as there are connections. So the port is served here, from
-the daemon's own loop: a head of at most 8 KiB, the request within 5 s, and no byte of a body unless the port allows
-one. What does not fit is answered with its status where it can be, and closed.
+The server of prometheus_client (wsgiref, a thread per connection) takes request lines of 64 KiB and up to a hundred
+headers of that size. It has no time-out, and as many threads as connections. So the daemon's own loop serves the port:
+a head of at most 8 KiB, the request within 5 s, and no byte of a body unless the port allows one. A request beyond
+these limits gets its status as an answer, if possible, and the connection is closed.
 
-Connections stand in the row of `connection_limits`: a newer one pushes out the oldest. One that has brought the port's
-token leaves the row, and only then is its body kept.
+Connections wait in the row of `connection_limits`: a newer one evicts the oldest. A connection that has brought the
+port's token leaves the row, and its body is kept from then on.
 """
 
 import asyncio
@@ -37,30 +37,30 @@ __all__ = [
 _TOKEN = re.compile(r"[!-~]{32,256}")
 
 _REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
-# Anybody who reaches the port chooses these bytes, and the match holds the daemon's loop. So a pattern here has no two
-# neighbours that take the same byte; the blanks around a value are stripped, not matched. h11 matches them, and 8 KiB
-# of blanks before a NUL hold it for 0.3 s (docs/decisions/0001-dependencies.md).
+# Any host that reaches the port chooses these bytes, and the match blocks the daemon's loop. So a pattern here has no
+# two neighbours that match the same byte; the blanks around a value are stripped, not matched. h11 matches them, and 8
+# KiB of blanks before a NUL block it for 0.3 s (docs/decisions/0001-dependencies.md).
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
 _VALUE = re.compile(rb"[ -~\t]*")
 _MOST_HEADERS = 64
 _LENGTH = re.compile(r"[0-9]{1,7}")
 _END = b"\r\n\r\n"
 _BACKLOG = 64
-"""Accepted in one turn of the loop at most. A peer's head is read in the next turn or the one after it, so it cannot be
-pushed out before that: the row holds eight such turns."""
+"""Connections accepted in one turn of the loop, at most. A peer's head is read in the next turn or the one after it.
+The row holds eight such turns, so the peer cannot be evicted before that."""
 _READ_BYTES = 16 * 1024
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """What was asked. Header names are in lower case; the path is without its query."""
+    """One request. Header names are in lower case; the path is without its query."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes = b""
-    """Empty on a port with a token where this request does not carry it."""
+    """Empty on a port with a token if this request does not carry it."""
     bearer: bool = False
-    """It carries the port's token."""
+    """The request carries the port's token."""
 
 
 class HttpReply(msgspec.Struct, frozen=True):
@@ -70,14 +70,14 @@ class HttpReply(msgspec.Struct, frozen=True):
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
-    """What one port gives to strangers."""
+    """Limits of one port for strangers."""
 
     method: str = "GET"
-    """The only one."""
+    """The one method that the port answers."""
     head_bytes: int = 8192
     body_bytes: int = 0
     patience_s: float = 5.0
-    """For the request, and once more for taking the reply."""
+    """Seconds for the request, and again for taking the reply."""
     bearers: int = 16
     """Connections at once that have brought the token."""
 
@@ -86,11 +86,11 @@ Handler = Callable[[HttpRequest], Awaitable[HttpReply]]
 
 
 def parse_head(head: bytes) -> HttpRequest:
-    """The request line and the headers, up to and with the empty line.
+    """Parses the request line and the headers, including the empty line.
 
     Raises:
-        WireError: not HTTP/1.x as RFC 9112 has it, or with something that two readers may take differently (bare line
-            feeds, folded or repeated headers, a transfer coding).
+        WireError: the head is not HTTP/1.x by RFC 9112, or two readers may read it differently (bare line feeds, folded
+            or repeated headers, a transfer coding).
     """
     if not head.endswith(_END):
         raise WireError("not a request", found="no empty line")
@@ -109,16 +109,16 @@ def parse_head(head: bytes) -> HttpRequest:
 
 
 def has_token(request: HttpRequest, token: str) -> bool:
-    """Whether the request carries `Authorization: Bearer TOKEN`; takes as long whatever it carries."""
+    """Returns whether the request carries `Authorization: Bearer TOKEN`, in constant time."""
     scheme, _, given = request.headers.get("authorization", "").partition(" ")
     return hmac.compare_digest(given.encode(), token.encode()) and scheme.lower() == "bearer"
 
 
 def read_token(path: Path | str) -> str:
-    """The token of a 0600 file.
+    """Reads the token from a 0600 file.
 
     Raises:
-        KeyRefused: it is not there, or too short to be one.
+        KeyRefused: the file is missing, or too short to be a token.
         PermissionRefused: others may read it.
     """
     remedy = f"umask 077; openssl rand -hex 32 > {path}"
@@ -140,28 +140,28 @@ def read_token(path: Path | str) -> str:
 
 
 def replace_token(path: Path, token: str) -> None:
-    """Write a new token, durably, 0600."""
+    """Writes a new token durably, 0600."""
     write_file(path, token.encode() + b"\n")
 
 
 async def serve_http(
     host: str, port: int, handle: Handler, caps: Caps, token: str | None = None
 ) -> tuple[asyncio.Server, int]:
-    """Listen. Every request that is whole and well-formed goes to `handle`; an error in there is a 500.
+    """Listens, and passes every complete, well-formed request to `handle`; an error in `handle` is answered by a 500.
 
     Args:
-        token: a request that carries it has a place that no stranger takes. Whether it is demanded, `handle` decides.
+        token: a request that carries it gets a place that no stranger takes. `handle` decides whether it is required.
 
     Returns:
-        The server, and its port (which may have been asked for as 0).
+        The server, and its port (0 asks for any).
 
     Raises:
-        OSError: the address cannot be had.
+        OSError: the address cannot be bound.
     """
     limits = ConnectionLimits(caps.bearers)
 
     async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # asyncio would take 256 KiB for each read, and a hundred thousand strangers leave 1 MB of holes in the heap.
+        # asyncio's default of 256 KiB per read, for a hundred thousand strangers, leaves 1 MB of holes in the heap.
         transport: Any = writer.transport
         transport.max_size = caps.head_bytes
         limits.arrive(transport)
@@ -183,7 +183,7 @@ async def serve_http(
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # gone, or too slow: nothing is owed
+            pass  # gone or too slow: no answer is due
         finally:
             if bearer:
                 limits.leave()
@@ -197,7 +197,7 @@ async def serve_http(
 
 
 async def _head(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpReply:
-    """A request without its body, or what is answered to something that is none."""
+    """Returns a request without its body, or the answer to an invalid one."""
     try:
         head = await reader.readuntil(_END)
     except asyncio.LimitOverrunError:
@@ -222,7 +222,7 @@ async def _head(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpR
 
 
 async def _body(reader: asyncio.StreamReader, request: HttpRequest, *, keep: bool) -> bytes:
-    """The body; a stranger's is read, since a reset would overtake the answer to it, but not held in memory."""
+    """Reads the body. A stranger's body is read, since a reset would overtake the answer, and not kept in memory."""
     left = int(request.headers.get("content-length", "0"))
     kept = bytearray()
     while left:

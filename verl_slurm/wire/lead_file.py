@@ -1,4 +1,4 @@
-"""Specifies `RUN/control/lead.json`, 0600: where the living lead listens, and the token that it wants to see.
+"""Specifies `RUN/control/lead.json`, 0600: the address of the live lead, and the token that it requires.
 
 The lead writes it; agents, and verl's node process on Ray, read it. It is a file because argv, job comments and
 `--export` are public on a cluster.
@@ -16,11 +16,11 @@ __all__ = ["LeadAddress", "read_lead_address", "remove_lead_address", "write_lea
 
 
 class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of the file."""
+    """Holds the content of the file."""
 
     epoch: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
     generation: Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-    """The newest one that agents may join; 0: none yet."""
+    """The newest generation that agents may join; 0: none yet."""
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     token: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
@@ -28,17 +28,17 @@ class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def write_lead_address(paths: RunPaths, address: LeadAddress) -> None:
-    """Publish where the lead listens."""
+    """Publishes the lead's address."""
     write_file(paths.lead_address, msgspec.json.encode(address))
 
 
 def read_lead_address(paths: RunPaths) -> LeadAddress:
-    """Read it, and refuse a file that others could have read or written.
+    """Reads the address, and refuses a file that others could have read or written.
 
     Raises:
-        OSError: no lead lives.
+        OSError: no lead is alive.
         PermissionRefused: the file is open to others.
-        WireError: it is not what a lead writes.
+        WireError: no lead writes such a file.
     """
     data = read_private(paths.lead_address)
     try:
@@ -48,7 +48,7 @@ def read_lead_address(paths: RunPaths) -> LeadAddress:
 
 
 def remove_lead_address(paths: RunPaths, epoch: int) -> None:
-    """Remove the file, unless a newer attempt has already written its own."""
+    """Removes the file, unless a newer attempt has already written its own."""
     try:
         if read_lead_address(paths).epoch == epoch:
             paths.lead_address.unlink()

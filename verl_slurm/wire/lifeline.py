@@ -1,8 +1,8 @@
-"""A rank does not outlive its launcher: the kernel sees to it.
+"""Makes the kernel end a rank when its launcher ends.
 
-An agent that is killed takes the launcher with it (PR_SET_PDEATHSIG), but the ranks are in sessions of
-their own and would go on, and write. The kernel sends its signal only for a parent that dies after it was asked
-to; so one that died before is looked for, too.
+An agent that is killed takes the launcher with it (PR_SET_PDEATHSIG), but the ranks are in sessions of their own. They
+would continue and write. The kernel sends its signal only for a parent that dies after the request, so an earlier death
+is checked, too.
 """
 
 import os
@@ -16,7 +16,8 @@ __all__ = ["die_with_launcher"]
 
 
 def die_with_launcher() -> None:
-    """Under a daemon, on Linux: have this process killed when its parent dies; end now if it is dead already.
+    """Under a daemon, on Linux: makes the kernel kill this process when its parent dies; ends at once if it is dead
+    already.
 
     The signal comes with the end of the *thread* that forked us (prctl(2)); the launcher has one thread.
     """
@@ -30,8 +31,8 @@ def die_with_launcher() -> None:
 
 
 def _is_launcher(pid: int, control: str) -> bool:
-    """Whether `pid` is of our launch: it has our control directory. Who adopts an orphan (the agent, as its
-    subreaper, or init) has not: it is the agent who makes the directory up."""
+    """Returns whether `pid` belongs to our launch: it has our control directory. A process that adopts an orphan (the
+    agent, as its subreaper, or init) has none: the agent makes the directory up."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError):

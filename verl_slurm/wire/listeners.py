@@ -1,4 +1,4 @@
-"""Tells which user listens on a TCP port of this machine: from /proc/net/tcp, which everybody may read."""
+"""Tells which user listens on a TCP port of this machine, from /proc/net/tcp, which every user may read."""
 
 import os
 import pwd
@@ -12,15 +12,17 @@ _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
 class Listener(NamedTuple):
-    """Attributes:
-    uid: None: none is listed. The port is bound without listening yet, or /proc cannot be read.
+    """Identifies who listens.
+
+    Attributes:
+        uid: None: none is listed. The port is bound without listening yet, or /proc cannot be read.
     """
 
     uid: int | None
 
     @property
     def stranger(self) -> bool:
-        """Whether it may be another user. Root could read the token as it is."""
+        """Returns whether it may be another user. Root does not count: it could read the token anyway."""
         return self.uid not in (os.geteuid(), 0)
 
     @property
@@ -34,7 +36,7 @@ class Listener(NamedTuple):
 
 
 def listener_of(port: int) -> Listener:
-    """Who listens on `port`, whatever the address: another user's before ours, where there are several."""
+    """Finds who listens on `port`, at any address. If several do, another user's listener comes before ours."""
     found = set()
     for table in _TABLES:
         try:

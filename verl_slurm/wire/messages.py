@@ -1,20 +1,18 @@
-"""What lead, agents and ranks say to each other: the specification.
+"""Specifies the messages of lead, agents and ranks: three parties, two channels, one vocabulary.
 
-Three parties, two channels, one vocabulary.
-
-* rank ⇄ agent: a Unix stream socket in a 0700 directory; the agent checks the peer's uid (SO_PEERCRED).
+* rank ⇄ agent: a Unix SEQPACKET socket in a 0700 directory; the agent checks the peer's uid (SO_PEERCRED).
 * agent ⇄ lead: TCP. HMAC-SHA256 challenge in both directions over the token of `RUN/control/lead.json`,
   then every frame carries a sequence number and a MAC (`framing.py`).
-* besides, one mapped control page a node (`control_page.py`), so that a rank's poll is one memory read.
+* one mapped control page per node (`control_page.py`), so that a rank's poll is one memory read.
 
 A message is a msgpack map with its kind under `"type"`. Unknown kinds, unknown fields and wrong types are
 refused, and the channel is closed. None carries a path that a peer acts upon, a pickle, or a command line.
 
-A line that only loses, delays or parts for less than three minutes changes nothing: TCP makes it good. A link that has
-ended is not taken up again, and its session's key is used no more: the agent ends its ranks and leaves, the lead starts
-the next restart, over new links. So nothing that was said is heard or done twice, and nothing half said at all.
+A connection that loses packets, delays them or is cut for less than three minutes changes nothing: TCP recovers. A link
+that has ended is not resumed, and its session's key is not used again. The agent ends its ranks and leaves, and the
+lead starts the next generation over new links. So no message is received or acted on twice, and none in part.
 
-A restart (one start of all ranks) goes, in the good case:
+A generation (one start of all ranks) goes, in the good case:
 
 ```
 agent → lead   AgentReady(node, node_id, free_port)
@@ -23,7 +21,7 @@ rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0
    a preemption:
 lead  → agent  SaveRequest(request_id, stop, seconds_left)   → into the control page
 rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from every rank; Saved from rank 0, after the
-               rename; PartSaved, so that the lead can name who is late)
+               rename; PartSaved, so that the lead can name late ranks)
                before it, where the nodes' disks are done first: SavedOnNodes
    or the end of training:
 rank  → lead   Finished (every rank)
@@ -39,7 +37,7 @@ lead  → agent  Shutdown
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
 
 The keys under which ranks find each other (torch's `Store`) go the same two ways, over a second Unix socket
-(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one restart. An agent
+(`store_line.py`): rank → agent → lead `StoreCall`, back `StoreAnswer`. The lead holds them for one generation. An agent
 replaces `call` by a number of its own and puts the rank's back into the answer.
 """
 
@@ -86,25 +84,25 @@ __all__ = [
 MAX_NOTICE = 2000
 MAX_REASON = 500
 MAX_STORY = 4000
-"""Characters of a text for people. A story is that of an error, and may be that of a thousand ranks: a message beyond
+"""Characters of a text for people. A story tells of one error, and may tell of a thousand ranks: a message beyond
 `wire.client.MAX_MESSAGE` ends the line."""
 
 Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
-"""What a `Notice` is about."""
+"""Topics of a `Notice`."""
 
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
-"""As `paths.CHECKPOINT_NAME`: whoever acts upon a name looks below the run's own checkpoints, and nowhere else."""
+"""As `paths.CHECKPOINT_NAME`: a receiver looks for the name below the run's own checkpoints."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """A closed, typed map; the class name is its `type`."""
+    """Base of messages: a closed, typed map; the class name is its `type`."""
 
 
 # ---- lead → agent
 
 
 class Launch(_Message, frozen=True, kw_only=True):
-    """Start the trainer ranks of this node."""
+    """Starts the trainer ranks of this node."""
 
     generation: int
     epoch: int
@@ -112,71 +110,72 @@ class Launch(_Message, frozen=True, kw_only=True):
     master_addr: str
     master_port: int
     resume: str
-    """Name of the checkpoint directory to resume from, or empty: from the start."""
+    """Name of the checkpoint directory to resume from; empty: start from nothing."""
 
 
-# The tag and the field's name are older than the class: where a package is upgraded under a running job, the lead of
-# before starts agents of the new release.
+# The tag and the field's name are older than the class. If a package is upgraded under a running job, a lead of the old
+# release starts agents of the new one.
 class SaveRequest(_Message, frozen=True, kw_only=True, tag="StopRequest"):
-    """Save at the next safe point. Decided by the policy, relayed through the control page, agreed on by the ranks."""
+    """Asks for a save at the next safe point. The policy decides it, the control page relays it, the ranks agree
+    on it."""
 
     request_id: int
-    """Grows by one with each request of an attempt; from 1."""
+    """Grows by one with each request of an attempt, from 1."""
     stop: bool
-    """True: leave after the save. False: save and go on (an operator's USR1)."""
+    """True: leave after the save. False: save and continue (an operator's USR1)."""
     seconds_left: float | None = msgspec.field(default=None, name="deadline_s")
-    """Until the ranks must be gone, from the moment in which it is read or received; None: no deadline."""
+    """Seconds until the ranks must be gone, from the moment at which it is read or received; None: no deadline."""
 
     @property
     def why(self) -> str:
-        """Why the save is made, for people (`Saved.reason`)."""
+        """Returns why the save is made, for people (`Saved.reason`)."""
         return "the job ends" if self.stop else "asked for"
 
 
 class DumpStacks(_Message, frozen=True, kw_only=True):
-    """Have every rank of this node write down where its threads are."""
+    """Makes every rank of this node write the stacks of its threads."""
 
 
 class Shutdown(_Message, frozen=True, kw_only=True):
-    """Kill what still runs on this node and exit."""
+    """Makes the agent kill what still runs on this node and exit."""
 
 
 # ---- agent → lead
 
 
 class AgentReady(_Message, frozen=True, kw_only=True):
-    """The agent's first word: who it is, and a port that was free a moment ago."""
+    """The agent's first message: its identity, and a port that was free a moment ago."""
 
     node: str
     node_id: int
-    """Its place in the allocation, from 0 (SLURM_NODEID)."""
+    """Its index in the allocation, from 0 (SLURM_NODEID)."""
     address: str
-    """Where other nodes reach it."""
+    """The address by which other nodes reach it."""
     free_port: int
 
 
 class SignalSeen(_Message, frozen=True, kw_only=True):
-    """Slurm signalled this node's step. A hint to look, never a cause by itself."""
+    """Reports that Slurm signalled this node's step. It is a hint to look, never a cause by itself."""
 
     node: str
     signal: int
 
 
 class StacksWritten(_Message, frozen=True, kw_only=True):
-    """The ranks of this node were told to write their stacks, and had a second for it."""
+    """Reports that the ranks of this node were told to write their stacks, and had a second for it."""
 
     node: str
     log: Annotated[str, msgspec.Meta(max_length=4096)]
-    """Where they are, for people."""
+    """Place of the stacks, for people."""
 
 
 class NodeExited(_Message, frozen=True, kw_only=True):
-    """The launcher of this node's ranks ended."""
+    """Reports that the launcher of this node's ranks ended."""
 
     node: str
     exit_code: int
     detail: str
-    """Last lines of the first failed rank's stderr, or what killed it."""
+    """Last lines of the first failed rank's stderr, or the signal that killed it."""
 
 
 # ---- rank → lead, through its agent
@@ -188,22 +187,22 @@ class RankStarted(_Message, frozen=True, kw_only=True):
 
 
 class Progress(_Message, frozen=True, kw_only=True):
-    """Where a rank is: the safe point it has just passed."""
+    """Reports the safe point that a rank has just passed."""
 
     rank: int
     step: int
     phase: Literal["generate", "score", "advantage", "update", "evaluate", "step_end"]
     index: int
     safe_points: int
-    """Safe points passed since the start of this restart."""
+    """Safe points passed since the start of this generation."""
     new_rollouts: int
-    """Rollouts sampled (not replayed) since the start of this restart."""
+    """Rollouts sampled (not replayed) since the start of this generation."""
     metrics: dict[str, float] = {}
     """At a step's end: reward, kl, loss, tokens per second."""
     gpu_memory_percent: float | None = None
-    """Of this rank's GPU, in use by whomever; None without one."""
+    """Memory in use on this rank's GPU, by all processes; None without a GPU."""
     total: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
-    """Steps that there are to do, where only the loop knows; 0: the configuration says it."""
+    """Number of steps, if only the loop knows it; 0: the configuration has it."""
 
 
 class SaveStarted(_Message, frozen=True, kw_only=True):
@@ -214,14 +213,15 @@ class SaveStarted(_Message, frozen=True, kw_only=True):
 
 
 class PartSaved(_Message, frozen=True, kw_only=True):
-    """This rank's own files of a save that was asked for are durable; it waits for the others'."""
+    """Reports that this rank's own files of a requested save are durable; it waits for the others'."""
 
     rank: int
     request_id: int
 
 
 class Saved(_Message, frozen=True, kw_only=True):
-    """Rank 0: the checkpoint is renamed into place and durable, on one medium or on all that were asked for."""
+    """Rank 0: reports that the checkpoint is renamed into place and durable, on one medium or on all that were asked
+    for."""
 
     rank: int
     request_id: int
@@ -230,17 +230,18 @@ class Saved(_Message, frozen=True, kw_only=True):
     seconds: float
     num_bytes: int
     on_shared: bool = True
-    """False: only the nodes' own disks have it (it was read back there); the next start brings it home."""
+    """False: it is on the nodes' own disks alone (and was read back there); the next start copies it to shared
+    storage."""
     problem: str = ""
-    """Not empty: degraded. Which medium does not have it, and why."""
+    """Not empty: degraded. Names the medium that lacks it, and the reason."""
     reason: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
-    """Why it was made, for people (`checkpoint.decide.cadence`)."""
+    """Reason of the save, for people (`checkpoint.decide.cadence`)."""
 
 
 class SavedOnNodes(_Message, frozen=True, kw_only=True):
     """Rank 0, in the save before the end: every node's own disk has its part, read back; shared storage has not, yet.
 
-    `Saved` or `SaveFailed` follows, unless something strikes first: then this is what there is.
+    `Saved` or `SaveFailed` follows, unless a failure comes first: then this copy is the newest.
     """
 
     rank: int
@@ -257,7 +258,7 @@ class SaveFailed(_Message, frozen=True, kw_only=True):
 
 
 class Notice(_Message, frozen=True, kw_only=True):
-    """Rank 0: something about saving, an evaluation or the reward that people should hear, and that stops nothing."""
+    """Rank 0: tells people about a save, an evaluation or the reward; it stops nothing."""
 
     rank: int
     topic: Topic
@@ -267,27 +268,28 @@ class Notice(_Message, frozen=True, kw_only=True):
 
 
 class Refused(_Message, frozen=True, kw_only=True):
-    """This rank ends because of something that another start would not change (a `VerlSlurmError`), or because code of
-    the user's raised: then another start may help, once."""
+    """Reports that this rank ends for a cause that another start would not change (a `VerlSlurmError`), or because the
+    user's code raised. In the second case another start may help, once."""
 
     rank: int
     exit_code: int
     reason: str
     place: str = ""
-    """What the user's code raised, and where: `KeyError at /home/a/reward.py:12`. Empty: it is no such thing."""
+    """The error of the user's code and its place: `KeyError at /home/a/reward.py:12`. Empty: the user's code did not
+    raise."""
     worked: bool = False
-    """That code has worked before, in this process."""
+    """The user's code has worked before, in this process."""
 
 
 class Stopped(_Message, frozen=True, kw_only=True):
-    """This rank leaves because it was asked to."""
+    """Reports that this rank leaves because it was asked to."""
 
     rank: int
     request_id: int
 
 
 class Finished(_Message, frozen=True, kw_only=True):
-    """This rank has done all steps."""
+    """Reports that this rank has done all steps."""
 
     rank: int
     step: int
@@ -306,7 +308,7 @@ _Call = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class StoreCall(_Message, frozen=True, kw_only=True):
-    """One operation of `torch.distributed.Store`. A connection has one call under way at a time."""
+    """Requests one operation of `torch.distributed.Store`. A connection has one call under way at a time."""
 
     call: _Call
     op: Literal[
@@ -324,17 +326,17 @@ class StoreCall(_Message, frozen=True, kw_only=True):
         "length",
     ]
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=131_072)] = ()
-    """One; any number for `wait` and `check`; none for `count`."""
+    """One key; any number for `wait` and `check`; none for `count`."""
     values: Annotated[tuple[_Value, ...], msgspec.Meta(max_length=2)] = ()
     """`set`, `append`, `push`: the value. `compare_set`: expected and desired."""
     number: _Int64 = 0
-    """`add`: how much."""
+    """`add`: the summand."""
     timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """`get`, `wait`, `pop`: how long the key may take to appear."""
+    """`get`, `wait`, `pop`: seconds that the key may take to appear."""
 
 
 class StoreAnswer(_Message, frozen=True, kw_only=True):
-    """To a `StoreCall` or a `StrangerMet`."""
+    """Answers a `StoreCall` or a `StrangerMet`."""
 
     call: _Call
     outcome: Literal["ok", "timeout", "refused"]
@@ -343,16 +345,17 @@ class StoreAnswer(_Message, frozen=True, kw_only=True):
     number: _Int64 = 0
     """`add`: the sum. `count`, `length`: how many. `check`, `delete`: 1 for yes."""
     reason: str = ""
-    """Why it was refused."""
+    """Reason of a refusal."""
 
 
 class StrangerMet(_Message, frozen=True, kw_only=True):
-    """A peer of this rank's process group did not prove that it belongs to the run; the rank ends itself now."""
+    """Reports that a peer of this rank's process group did not prove that it belongs to the run; the rank ends itself
+    now."""
 
     call: _Call
     rank: int
     peers: Annotated[str, msgspec.Meta(max_length=1000)]
-    """Which ranks' places were taken, and what is known of who took them, for people."""
+    """The ranks whose places were taken, and what is known of the processes that took them, for people."""
 
 
 ToAgent = Launch | SaveRequest | DumpStacks | Shutdown | StoreAnswer

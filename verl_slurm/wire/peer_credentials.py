@@ -1,4 +1,4 @@
-"""Who is at the other end of a Unix socket, by the kernel's word (socket(7), SO_PEERCRED)."""
+"""Identifies the process at the other end of a Unix socket, as the kernel reports it (socket(7), SO_PEERCRED)."""
 
 import os
 import socket
@@ -13,14 +13,14 @@ _UCRED = struct.Struct("iII")  # pid_t, uid_t, gid_t
 
 
 class Peer(NamedTuple):
-    """The process that connected, or that listens."""
+    """Identifies the process that connected, or that listens."""
 
     pid: int
     uid: int
 
     @property
     def is_ours(self) -> bool:
-        """It runs as our user."""
+        """Returns whether it runs as our user."""
         return self.uid == os.geteuid()
 
     def __str__(self) -> str:
@@ -28,21 +28,21 @@ class Peer(NamedTuple):
 
 
 def peer_of(connection: socket.socket) -> Peer:
-    """The process at the other end of a connection.
+    """Returns the process at the other end of a connection.
 
     Raises:
-        OSError: the system does not say.
+        OSError: the system does not tell.
     """
     pid, uid, _ = _UCRED.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
     return Peer(pid, uid)
 
 
 def require_our_agent(connection: socket.socket, path: str) -> None:
-    """Refuse a Unix socket on which another user listens: the path to our agent's may have been exchanged.
+    """Refuses a Unix socket on which another user listens: the path to our agent's socket may have been replaced.
 
     Raises:
-        WireError: it is another user's.
-        OSError: the system does not say.
+        WireError: another user listens.
+        OSError: the system does not tell.
     """
     peer = peer_of(connection)
     if not peer.is_ours:

@@ -1,9 +1,9 @@
-"""Which reward is in force at which step: the record of a run whose reward was replaced, and how one asks for that.
+"""Records which reward is in force at which step of a run whose reward was replaced, and the request for a replacement.
 
-`RUN/control/reward_request.json` is the wish of an operator (`verl-slurm update-reward`), the newest one only.
-`RUN/rewards.json` is what became of it: one entry a replacement, with the step from which on it counts. The entry is
-durable before anything is scored with the new reward, so a run that is interrupted at any moment and goes on from any
-checkpoint replaces its reward at the same step again. Where there is no such file, nothing was ever replaced.
+`RUN/control/reward_request.json` holds an operator's newest request (`verl-slurm update-reward`). `RUN/rewards.json`
+holds the replacements: one entry each, with its first step. The entry is durable before the new reward scores anything.
+So a run that is interrupted at any moment and resumes from any checkpoint replaces its reward at the same step again.
+Without that file, no reward was ever replaced.
 """
 
 import errno
@@ -34,60 +34,58 @@ _MAX_SWITCHES = 4096
 
 
 class RewardRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Replace the reward, at the next end of a step."""
+    """Asks to replace the reward at the next end of a step."""
 
     number: _Positive
-    """Grows by one a request."""
+    """Grows by one with each request."""
     reward: _Spec
     """As `model.reward`, paths absolute."""
     warm_start_steps: _Count
-    """For so many steps its scores are mapped to the scale of the former one's, less and less. 0: never."""
+    """Number of steps over which its scores are mapped, less and less, to the scale of the former reward. 0: none."""
     asked_utc: str
 
 
 class RewardSwitch(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One replacement."""
+    """Records one replacement."""
 
     request: _Positive
     step: _Count
-    """The first step (counted from 0) whose responses are scored with it."""
+    """The first step (counted from 0) that is scored with it."""
     reward: _Spec
     digest: str
-    """Of the model or of the source; empty for a rule."""
+    """Digest of the model or of the source; empty for a rule."""
     warm_start_steps: _Count
     replaced: str
-    """The reward before."""
+    """The former reward."""
     recorded_utc: str
 
 
 class RewardPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of rewards.json."""
+    """Holds the content of rewards.json."""
 
     version: int = 1
     handled: _Count = 0
-    """The newest request that was answered, by a switch or a refusal."""
+    """Number of the newest request that was answered, by a switch or a refusal."""
     refused: str = ""
-    """Why the newest one was refused; empty: it was not."""
+    """Reason why the newest request was refused; empty: it was not."""
     switches: Annotated[tuple[RewardSwitch, ...], msgspec.Meta(max_length=_MAX_SWITCHES)] = ()
 
     def at(self, step: int) -> int:
-        """How many replacements count for what `step` (from 0) scores."""
+        """Returns how many replacements count for the scores of `step` (from 0)."""
         return sum(switch.step <= step for switch in self.switches)
 
     def in_force(self, number: int, first: str) -> str:
-        """The reward after `number` replacements; `first`: the configuration's."""
+        """Returns the reward after `number` replacements; `first` is the configuration's."""
         return self.switches[number - 1].reward if number else first
 
 
 def read_reward_plan(paths: RunPaths) -> RewardPlan:
-    """What was replaced so far.
+    """Reads the replacements so far. Runs on rank 0.
 
     Raises:
         CheckpointCorrupt: the file is not what `write_reward_plan` writes.
         PermissionRefused: it is a link, or not ours alone: like a request, it names code to be run.
         OSError: the storage did not answer.
-
-    Runs on rank 0.
     """
     try:
         plan = msgspec.json.decode(
@@ -104,12 +102,12 @@ def read_reward_plan(paths: RunPaths) -> RewardPlan:
 
 
 def write_reward_plan(paths: RunPaths, plan: RewardPlan) -> None:
-    """Replace the record, durably. Runs on rank 0 of the attempt that owns the run."""
+    """Replaces the record durably. Runs on rank 0 of the attempt that owns the run."""
     write_file(paths.reward_plan, msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
 
 
 def ask_for_reward(paths: RunPaths, reward: str, warm_start_steps: int) -> RewardRequest:
-    """Write a wish down; a former one that nobody has answered yet is forgotten."""
+    """Writes a request; a former one that is not answered yet is dropped."""
     before = read_reward_request(paths)
     handled = read_reward_plan(paths).handled
     request = RewardRequest(
@@ -124,7 +122,7 @@ def ask_for_reward(paths: RunPaths, reward: str, warm_start_steps: int) -> Rewar
 
 
 def read_reward_request(paths: RunPaths) -> RewardRequest | None:
-    """The newest wish, answered or not; None: there never was one, or what is there is none.
+    """Returns the newest request, answered or not; None if there is none, or if the file holds none.
 
     Raises:
         PermissionRefused: the file is a link, or not ours alone: it names code to be run.

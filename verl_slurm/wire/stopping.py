@@ -1,9 +1,9 @@
-"""How a rank hears that it should save, and how all ranks come to hear it at the same safe point.
+"""Tells a rank that it should save, and makes all ranks agree on the same safe point.
 
-The daemon writes a request into the control page of each node, at slightly different moments. So at every
-safe point the ranks combine what each has read with one tiny all-reduce on the CPU; from the same numbers
-all draw the same conclusion. Nothing happens in a signal handler: a rank that computes is asked at its next
-safe point, and one that hangs is the daemon's business.
+The daemon writes a request into the control page of each node, at slightly different moments. So at every safe point
+the ranks combine their readings with one tiny all-reduce on the CPU. From the same numbers all ranks draw the same
+conclusion. No signal handler does any work: a computing rank is asked at its next safe point, and the daemon handles a
+hanging one.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,12 +20,12 @@ _NO_HURRY = -(2**62)
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the ranks know of each other at a safe point; the same on every rank.
+    """The ranks' common state at a safe point; the same on every rank.
 
     Attributes:
-        request: one that is new to this run: all save now, and leave if it says `stop`; its `seconds_left` are those of
-            the node where they are fewest. None: train on.
-        busy: some rank still writes the checkpoint that was begun last.
+        request: a request that is new to this run: all ranks save now, and leave if it says `stop`. Its `seconds_left`
+            are those of the node that has the fewest. None: train on.
+        busy: some rank still writes the previous checkpoint.
     """
 
     request: SaveRequest | None
@@ -33,10 +33,10 @@ class Agreement:
 
 
 class Stopper:
-    """Reads the page and asks the other ranks; remembers what was already obeyed. Of every rank.
+    """Reads the page, asks the other ranks and remembers which requests were obeyed. One on every rank.
 
     Args:
-        line: this rank's, to its daemon.
+        line: this rank's line to its daemon.
         greatest: the maximum of each number over all ranks; collective (`Collective.max`).
     """
 
@@ -45,15 +45,15 @@ class Stopper:
         self._obeyed = 0
 
     def agree(self, *, busy: bool = False) -> Agreement:
-        """Exchange what each rank has read and whether it is `busy` saving. Collective.
+        """Exchanges each rank's reading and whether it is `busy` saving. Collective.
 
-        A request to stop is not lost when a newer one, to save only, is seen by some ranks first: the ids
-        of the newest request and of the newest that says stop travel separately.
+        A request to stop is not lost if some ranks first see a newer one that only saves: the ids of the newest request
+        and of the newest stop travel separately.
         """
         read = self._line.request()
         mine = (0, 0) if read is None else (read.request_id, read.request_id if read.stop else 0)
         left = None if read is None else read.seconds_left
-        # Negative, so that the greatest is the soonest; no two nodes have the same monotonic clock.
+        # Negative, so that the maximum is the soonest; no two nodes have the same monotonic clock.
         hurry_ms = _NO_HURRY if left is None else -int(max(0.0, left) * 1000)
         newest, newest_stop, any_busy, hurry_ms = self._greatest((*mine, int(busy), hurry_ms))
         if newest <= self._obeyed:

@@ -1,8 +1,8 @@
-"""The rank's end of the store that all ranks of a restart share; no torch here (`verl_slurm.rendezvous.store`).
+"""The rank's end of the store that all ranks of a generation share; no torch here (`verl_slurm.rendezvous.store`).
 
-A Unix stream socket beside the rank's other one, in the agent's 0700 directory; the agent checks the peer's uid. Each
-message is a u32 length (big endian) and that many bytes of msgpack: `FromStoreClient` one way, `StoreAnswer` the other.
-One connection carries one call at a time, so a call that waits for a key holds up no other call.
+It is a Unix stream socket beside the rank's other one, in the agent's 0700 directory; the agent checks the peer's uid.
+Each message is a u32 length (big endian) and that many bytes of msgpack: `FromStoreClient` one way, `StoreAnswer` the
+other. One connection carries one call at a time, so a call that waits for a key blocks no other call.
 """
 
 import os
@@ -22,7 +22,8 @@ __all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
 
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
-"""32 bytes, 0600: what the ranks of one restart prove themselves to each other with (`rendezvous.proof`)."""
+"""File of 32 bytes, 0600: the key by which the ranks of one generation prove themselves to each other
+(`rendezvous.proof`)."""
 
 LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -30,7 +31,7 @@ _DECODER = msgspec.msgpack.Decoder(StoreAnswer)
 
 
 class StoreLine:
-    """Calls to the store from any thread: torch's C++ threads call it, too.
+    """Calls the store from any thread; torch's C++ threads call it, too.
 
     Idle connections are kept for the next call. A forked child makes its own: two processes on one connection would
     read each other's answers.
@@ -43,10 +44,10 @@ class StoreLine:
         self._pid = os.getpid()
 
     def call(self, message: FromStoreClient) -> StoreAnswer:
-        """Send one message and wait for its answer. The lead keeps the time of a call that waits.
+        """Sends one message and waits for its answer. The lead times a call that waits.
 
         Raises:
-            WireError: the agent is gone, or does not speak our language.
+            WireError: the agent is gone, or does not speak our protocol.
         """
         connection = self._take()
         try:
@@ -64,7 +65,7 @@ class StoreLine:
             raise WireError(
                 "the agent of this node does not answer", where=self._path, found=error
             ) from error
-        except BaseException:  # Ctrl-C in the middle of a call: its answer would be taken for the next one's
+        except BaseException:  # after Ctrl-C in a call, its answer would be taken for the next call's
             connection.close()
             raise
         with self._lock:

@@ -1,9 +1,11 @@
-"""An agent's own log, `RUN/logs/epoch_000003.node_0001.agent.log`: what it saw and did when nobody was left to tell.
+"""An agent's own log: what it saw and did while it could not tell the lead.
 
-What an agent prints goes through slurmstepd to srun, on the lead's node, and with that node it is gone. Here it is
-kept. Logging never hurts the agent: every error is swallowed (a full disk, a directory that is no longer ours), a line
-is one `write` without fsync, and from `detach` on a thread does even that, because storage that hangs must not
-hold up what the agent still has to do. `quiet_streams` does the same for what is printed.
+It is `RUN/logs/epoch_000003.node_0001.agent.log`.
+
+Output that an agent prints goes through slurmstepd to srun on the lead's node, and is lost with that node.
+This file keeps it. Logging never hurts the agent: it swallows every error (a full disk, a directory that is
+no longer ours). A line is one `write` without fsync. After `detach` a thread does even that, because storage
+that hangs must not delay the agent's remaining work. `quiet_streams` does the same for printed output.
 """
 
 import io
@@ -21,15 +23,15 @@ from verl_slurm_daemon.log_line import log_line
 __all__ = ["AgentLog", "quiet_streams"]
 
 _MAX_LINES = 500
-"""Of one agent. It writes about ten; an operator's loop of signals must not fill a disk."""
+"""Limit for one agent. It writes about ten; an operator who sends signals in a loop must not fill a disk."""
 
 
 class AgentLog:
-    """
+    """The log of one agent.
 
     Args:
-        path: made 0600 at the first line; restarts of one attempt append to the same file.
-        who: whose lines these are, e.g. `3 node2`.
+        path: created with mode 0600 at the first line; all restarts of one attempt append to the same file.
+        who: the author of the lines, e.g. `3 node2`.
     """
 
     def __init__(self, path: Path, who: str) -> None:
@@ -40,7 +42,7 @@ class AgentLog:
         self._thread: threading.Thread | None = None
 
     def say(self, event: str, *, loud: bool = False, **fields: Any) -> None:
-        """Write one line. Never raises; after `detach`, never waits."""
+        """Writes one line. Never raises; after `detach`, never waits."""
         if self._left <= 0:
             return
         self._left -= 1
@@ -55,17 +57,21 @@ class AgentLog:
             self._write(data)
 
     def detach(self) -> None:
-        """Let a thread write from now on. Not from the start: a launcher is forked by a process of one thread."""
+        """Lets a thread write from now on. Not from the start: a launcher must be forked by a process with
+        one thread.
+        """
         if self._queue is not None:
             return
         pending: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         thread = threading.Thread(target=self._drain, args=(pending,), daemon=True, name="agent-log")
-        with suppress(RuntimeError):  # no thread to be had: then as before
+        with suppress(RuntimeError):  # no thread can be started: the caller keeps writing
             thread.start()
             self._queue, self._thread = pending, thread
 
     def close(self, patience_s: float = 1.0) -> None:
-        """Wait, bounded, until all is written. The file stays open: the thread may still hang in it."""
+        """Waits at most `patience_s` seconds until all is written. The file stays open: the thread may still
+        hang in it.
+        """
         if self._queue is not None and self._thread is not None:
             self._queue.put(None)
             self._thread.join(patience_s)
@@ -80,13 +86,13 @@ class AgentLog:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
                 self._fd = os.open(self._path, flags, 0o600)
             data = b"\n" + data if self._torn else data
-            self._torn = os.write(self._fd, data) != len(data)  # the next line begins a line of its own
+            self._torn = os.write(self._fd, data) != len(data)  # the next entry then begins a new line
         except OSError:
             return  # tried again with the next line
 
 
 class _Quiet(io.TextIOBase):
-    """A standard stream that can neither raise nor block: what does not fit into the pipe now is lost."""
+    """A standard stream that neither raises nor blocks: output that does not fit into the pipe now is lost."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -103,12 +109,12 @@ class _Quiet(io.TextIOBase):
             data = memoryview(text.encode("utf-8", "replace"))
             poll = select.poll()
             poll.register(self._fd, select.POLLOUT)
-            # Where poll(2) says that a pipe can be written to, PIPE_BUF bytes fit.
+            # If poll(2) reports a pipe as writable, PIPE_BUF bytes fit.
             while data and any(flags & select.POLLOUT for _, flags in poll.poll(0)):
                 data = data[os.write(self._fd, data[: select.PIPE_BUF]) :]
         return len(text)
 
 
 def quiet_streams() -> None:
-    """Make printing harmless."""
+    """Replaces the standard streams by ones that neither raise nor block."""
     sys.stdout, sys.stderr = _Quiet(1), _Quiet(2)

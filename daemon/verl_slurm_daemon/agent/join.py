@@ -1,4 +1,4 @@
-"""One of the other hosts of a run without Slurm: an agent for each restart that the lead announces."""
+"""Runs on each further host of a run without Slurm: starts an agent for each restart that the lead announces."""
 
 import asyncio
 import contextlib
@@ -19,11 +19,11 @@ from verl_slurm_daemon.allocation.hostfile import check_hosts, find_host, read_h
 __all__ = ["run_join"]
 
 _LOOK_S = 0.3
-"""The run directory may be on a network file system, which tells nobody of a change."""
+"""Polling interval: the run directory may be on a network file system, which reports no changes."""
 
 
 def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
-    """Take part in the run from the host `name`; returns how the run ended."""
+    """Takes part in the run as the host `name`; returns how the run ended."""
     become_subreaper()
     paths = RunPaths(root)
     config = load_own(paths.run_yaml)
@@ -36,9 +36,8 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
         address = _address(paths)
         if address is not None and address.generation > 0 and (address.epoch, address.generation) != seen:
             seen = (address.epoch, address.generation)
-            with contextlib.suppress(
-                VerlSlurmError
-            ):  # the lead went away meanwhile: the next, or the end, will show
+            # The lead may have left in between: a later look finds the next lead, or the end.
+            with contextlib.suppress(VerlSlurmError):
                 asyncio.run(_one_generation(paths, address.epoch, hosts[place].name, place))
         ended = _ended(paths, since)
         if ended is not None:
@@ -54,7 +53,7 @@ def _address(paths: RunPaths) -> LeadAddress | None:
     try:
         return read_lead_address(paths)
     except (OSError, WireError):
-        return None  # no lead now
+        return None  # there is no lead now
 
 
 def _ended(paths: RunPaths, since: int) -> ExitCode | None:

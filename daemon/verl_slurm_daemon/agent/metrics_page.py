@@ -1,4 +1,4 @@
-"""An agent's page for Prometheus: the ranks of its node, one by one."""
+"""An agent's Prometheus page: the numbers of each rank of its node."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +17,10 @@ __all__ = ["AgentMetrics"]
 
 
 class AgentMetrics:
-    """Gathers and shows.
+    """Collects the numbers and renders the page.
 
     Args:
-        up: whether the lead is heard.
+        up: returns whether the lead is connected.
     """
 
     def __init__(
@@ -33,12 +33,12 @@ class AgentMetrics:
     ) -> None:
         self._config, self._up, self._clock = config, up, clock
         self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
-        """At the ranks' socket, by reason; the agent's own."""
+        """Refused connections at the ranks' socket, by reason; the agent counts them."""
         self._live = LiveNumbers(range(config.speakers))
         self._exporter = Exporter(paths, config, f"node_{node_id:04d}", page=renderer(self.families), up=up)
 
     async def open(self, own_host: str) -> str:
-        """As `Exporter.open`, at the port behind the lead's: both are on the first node."""
+        """Opens as `Exporter.open`, at the port after the lead's: both are on the first node."""
         port = self._config.observability.metrics_port
 
         async def host() -> str:
@@ -47,14 +47,14 @@ class AgentMetrics:
         return await self._exporter.open(host, port + 1 if port else 0)
 
     def heard(self, message: FromRank) -> None:
-        """A rank of this node said this now."""
+        """Takes note of a message from a rank of this node."""
         self._live.feed(message, self._clock())
 
     def close(self) -> None:
         self._exporter.close()
 
     def families(self) -> Iterator[Metric]:
-        """All of the page, but the process' own."""
+        """Yields all families of the page except the process' own."""
         now, live, expected = self._clock(), self._live, len(self._config.speakers_on(0))
         yield gauge("verl_agent_lead_link", "1 while the lead is heard.", float(self._up()))
         yield gauge("verl_agent_ranks_expected", "Ranks of this node.", expected)

@@ -1,9 +1,10 @@
-"""One agent a node: starts the ranks of its node, relays between them and the lead, and leaves nothing behind.
+"""One agent per node: starts the node's ranks, relays between them and the lead, and leaves no process behind.
 
-An agent lives for one restart. It holds no opinion: causes are the lead's to find. However its work ends, by the
-lead's word, by ranks that are done, by a lost link or an error of its own, it does the same: it kills what is below
-it, ends its link, and stays until it may leave (`leaving.py`), because a lead that was killed would end the job
-without a requeue, and nobody else is left to ask for one (`orphan.py`).
+An agent lives for one restart. It decides nothing about causes; the lead finds them. Its work ends by the
+lead's word, by ranks that are done, by a lost link or by an error of its own. In every case it does the same:
+it kills all processes below it, closes its link, and stays until it may leave (`leaving.py`). It must stay
+because a killed lead would end the job without a requeue, and then no other process can ask for one
+(`orphan.py`).
 """
 
 import asyncio
@@ -69,15 +70,15 @@ _CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 _STACKS_S = 1.0
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
-"""Of the end of the ranks' log, where the cause of their end is looked for; of each line."""
+"""Bytes at the end of the ranks' log that are searched for the cause of their end; characters of each line."""
 _STORE_PLACES = 16
-"""Connections to the ranks' store for each one that a rank may have to its agent."""
+"""Connections to the ranks' store for each connection that a rank may have to its agent."""
 _HEARD_S = 30.0
-"""A lead answers in a millisecond; one whose disk is busy may take a while."""
+"""Seconds to wait for the lead's answer. It takes a millisecond, or longer while the lead's disk is busy."""
 
 
 class Agent:
-    """See the module."""
+    """The agent of one node; see the module."""
 
     def __init__(self, paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int) -> None:
         self._paths, self._config, self._epoch = paths, config, epoch
@@ -99,10 +100,10 @@ class Agent:
         self._metrics: AgentMetrics | None = None
 
     async def run(self, failed: Exception | None = None) -> ExitCode:
-        """From the first try to reach the lead until this agent may leave; what breaks is told in the logs.
+        """Runs from the first attempt to reach the lead until this agent may leave; errors go to the logs.
 
         Args:
-            failed: there is nothing to begin, because of this.
+            failed: the error because of which there is nothing to start.
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._note_error)
@@ -132,7 +133,7 @@ class Agent:
         return code
 
     async def _work(self, failed: Exception | None) -> None:
-        """Until there is nothing left to do here; why, is for `leaving` to see."""
+        """Works until nothing is left to do here; `leaving` finds out why."""
         self._address = read_lead_address(self._paths)
         # First of all: whatever breaks from here on, the lead is told.
         self._link = link = await self._connect(self._address, failed)
@@ -175,10 +176,10 @@ class Agent:
             self._log.say("metrics", loud=True, problem=problem)
 
     async def _connect(self, address: LeadAddress, failed: Exception | None) -> LeadLink:
-        """Try until the lead has a place for us: strangers may hold all of them for some seconds.
+        """Tries until the lead has a free place: unknown peers may hold all of them for some seconds.
 
         Args:
-            failed: all that there is to say, and worth one try.
+            failed: the one thing to report; it is worth a single try.
         """
         for pause in (*_CONNECT_PAUSES_S, None):
             try:
@@ -230,7 +231,7 @@ class Agent:
         await self._first(asyncio.sleep(_HEARD_S))
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
-        """The result of `wanted`, or None where a shutdown or the loss of the lead comes first."""
+        """Returns the result of `wanted`, or None if a shutdown or the loss of the lead comes first."""
         task = asyncio.create_task(wanted)
         ends = [asyncio.create_task(self._shutdown.wait()), asyncio.create_task(self._lead_lost.wait())]
         await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +245,7 @@ class Agent:
         return None
 
     def _open_rank_log(self, path: Path) -> int:
-        """What the ranks say is worth less than what they do: without a place for it, it goes nowhere."""
+        """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""
         try:
             return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -254,7 +255,7 @@ class Agent:
             return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
 
     async def _leave(self, job: SlurmJob | None) -> bool:
-        """Kill what runs here, and stay until this agent may leave; whether the lead has let it go."""
+        """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
         self._kill_all()
         for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
             await asyncio.sleep(0)
@@ -301,7 +302,7 @@ class Agent:
             self._log.say("kill", loud=True, do_not_die=stubborn)
 
     def _report(self, error: Exception) -> str:
-        """Into this agent's log, and to whoever still reads what it prints; the line that says it."""
+        """Writes the error to this agent's log and to its standard output; returns the line that states it."""
         told = error.one_line() if isinstance(error, VerlSlurmError) else f"{type(error).__name__}: {error}"
         places = traceback.extract_tb(error.__traceback__)
         self._log.say("failed", loud=True, error=told, where=f"{places[-1].filename}:{places[-1].lineno}")
@@ -313,7 +314,7 @@ class Agent:
         return told
 
     def _note_error(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What breaks in a callback or a task of its own, and ends nothing."""
+        """Records an error in a callback or a separate task; it ends nothing."""
         error = context.get("exception")
         what = f"{type(error).__name__}: {error}" if error is not None else ""
         self._log.say("internal", loud=True, what=context.get("message"), error=what)
@@ -344,7 +345,7 @@ class Agent:
                 self._shutdown.set()
 
     async def _dump_stacks(self) -> None:
-        """Nothing tells when a rank has written its last line; what a second does not suffice for is not waited for."""
+        """Makes the ranks dump their stacks and waits a second: nothing tells when a rank has written its last line."""
         assert self._link is not None
         signal_ranks(self._pids, STACKS_SIGNAL)
         await asyncio.sleep(_STACKS_S)
@@ -375,8 +376,9 @@ def _free_port(host: str) -> int:
 
 
 def _first_cause(text: str) -> str:
-    """The lines that say what happened; a launcher says its own after the rank's, and verl's processes warn of
-    errors that were none."""
+    """Returns the lines that state the cause. A launcher prints its own after the rank's, and verl's
+    processes warn of errors that were none.
+    """
     lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
     told = [line for line in lines if "Warning" not in line]
     errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
@@ -384,7 +386,7 @@ def _first_cause(text: str) -> str:
 
 
 def run_agent(root: Path, epoch: int) -> ExitCode:
-    """The agent of this node, from start to end."""
+    """Runs the agent of this node from start to end."""
     become_subreaper()
     # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
     logging.getLogger("asyncio").setLevel(logging.ERROR)

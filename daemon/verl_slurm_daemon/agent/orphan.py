@@ -1,8 +1,9 @@
-"""What an agent does before it leaves: find out whether its lead lives, and if not, ask Slurm to run the job again.
+"""Steps that an agent takes before it leaves: find out whether its lead lives, and if not, ask Slurm for a requeue.
 
-The lead is the batch process. When somebody kills it, Slurm ends the job as FAILED and never requeues it; the agents
-of the other nodes have KillWait seconds, time enough for one request. The first agent asks first; a later one finds
-the job requeued and leaves. A job that its user cancelled is left alone. What is decided, and on what: `leaving.py`.
+The lead is the batch process. If it is killed, Slurm ends the job as FAILED and never requeues it. The agents
+of the other nodes then have KillWait seconds, enough for one request. The first agent asks first; a later one
+finds the job requeued and leaves. A job that its user cancelled is left alone. `leaving.py` decides, and says
+from which facts.
 """
 
 import asyncio
@@ -37,35 +38,35 @@ _LATER_S = 5.0
 """Pauses between looks: Slurm knows of a batch process's death within a second (seen: 0.2 s)."""
 _ASKS = 20
 _READ_S = 3.0
-"""Storage that hangs must not hold up the rest."""
+"""Limit for reading the journal: storage that hangs must not hold up the rest."""
 
 _PROBE_S = 2.0
-"""For a handshake, which takes a millisecond: a node that is gone answers nothing, and KillWait runs."""
+"""Limit for a handshake, which takes a millisecond: a node that is gone does not answer, and KillWait runs."""
 
 T = TypeVar("T")
 
 
 class Senses(Protocol):
-    """What an agent can find out, and ask for, in its last seconds. Any of it may raise: then it is not known."""
+    """The questions and requests that an agent has in its last seconds. Each may raise; its answer is then unknown."""
 
     async def lead_ended(self) -> bool:
-        """Whether the journal has this attempt's end."""
+        """Returns whether the journal has the end of this attempt."""
 
     async def lead_answers(self) -> bool:
-        """Whether a new connection is answered by this attempt's lead."""
+        """Returns whether this attempt's lead answers a new connection."""
 
     async def job_runs(self) -> bool | None:
-        """Whether Slurm has the job as running; None: it does not say."""
+        """Returns whether Slurm has the job as running; None: it does not say."""
 
     async def requeue(self) -> RequeueAnswered | str:
-        """Ask for another attempt of the job; a text: no answer that counts."""
+        """Asks for another attempt of the job. Returns a text if no answer counts."""
 
     def tell(self, accepted: bool, detail: str) -> None:
-        """Write down that it was asked for, and what came of it."""
+        """Records the request for a requeue and its result."""
 
 
 class SlurmSenses:
-    """The real ones.
+    """`Senses` that ask the journal, the lead and Slurm.
 
     Args:
         address: of the lead; None: it was never known.
@@ -114,7 +115,7 @@ class SlurmSenses:
 
 
 def slurm_job(environ: dict[str, str], log: AgentLog) -> SlurmJob | None:
-    """The job that this agent is in; an environment that nobody understands is as none."""
+    """Returns the job that this agent is in; None also if the environment cannot be understood."""
     try:
         return SlurmJob.from_environ(environ)
     except VerlSlurmError as error:
@@ -131,18 +132,18 @@ async def see_off(
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Verdict:
-    """Stay until this agent may leave, and do what it has to do first.
+    """Stays until this agent may leave, and does what has to be done first.
 
     Args:
-        known: what the agent knows of itself.
+        known: what the agent knows about its own work.
         senses: None outside Slurm.
-        node_id: agents ask Slurm in its order.
-        sleep, clock: for tests.
+        node_id: agents ask Slurm in the order of this number.
+        sleep, clock: replaced in tests.
     """
     began, looks, seen = clock(), 0, ""
     verdict = decide(known)
     while verdict.do == "look" and senses is not None:
-        # The lead first and alone: where it lives there is nothing to ask Slurm, of a thousand agents at once.
+        # The lead is asked first: if it lives, a thousand agents must not ask Slurm all at once.
         ended, answers, runs = await asyncio.gather(
             _ask(senses.lead_ended, None, log) if known.released else _said(False),
             _ask(senses.lead_answers, False, log),
@@ -162,11 +163,10 @@ async def see_off(
             break
         if looks == 0:
             log.say("alone", reason=verdict.reason)
-            await sleep(_TURN_S * node_id)  # a turn in a row, not a wait for something
+            await sleep(_TURN_S * node_id)  # turns in a row; nothing is waited for
         else:
-            await sleep(
-                _LOOKS_S[looks] if looks < len(_LOOKS_S) else _LATER_S
-            )  # Slurm has no event to wait for
+            # Slurm has no event to wait for.
+            await sleep(_LOOKS_S[looks] if looks < len(_LOOKS_S) else _LATER_S)
         looks += 1
     if verdict.do == "ask" and senses is not None:
         log.say("asking", reason=verdict.reason)
@@ -179,7 +179,9 @@ async def see_off(
 
 
 async def _ask(question: Callable[[], Awaitable[T]], unknown: T, log: AgentLog) -> T:
-    """The answer, or `unknown`: whatever goes wrong in asking must not end the last one who asks."""
+    """Returns the answer, or `unknown`: an error in asking must not end this agent, which may be the last one
+    to ask.
+    """
     try:
         return await question()
     except Exception as error:  # noqa: BLE001 - see above
@@ -194,10 +196,11 @@ async def _said(answer: T) -> T:
 async def ask_until_answered(
     senses: Senses, *, sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep
 ) -> RequeueAnswered | str:
-    """Ask for the requeue; again where there was no answer that counts, for nobody else is left to ask.
+    """Asks for the requeue, and repeats it until an answer counts: no other process is left to ask.
 
-    Slurm has just sent TERM to all processes of the step, and a request that runs at that moment dies of it. A refusal
-    is asked again, too: Slurm says it of a job in transition as well as of one that may not be requeued.
+    Slurm has just sent TERM to all processes of the step, and a request that runs at that moment dies of it.
+    A refusal is repeated as well: Slurm refuses a job in transition in the same way as one that may not be
+    requeued.
     """
     answer: RequeueAnswered | str = "not asked"
     for number in range(1 + _ASKS):
@@ -205,7 +208,7 @@ async def ask_until_answered(
             await sleep(_LOOKS_S[0])
         try:
             answer = await senses.requeue()
-        except Exception as error:  # noqa: BLE001 - nobody else is left to ask
+        except Exception as error:  # noqa: BLE001 - no other process is left to ask
             answer = f"{type(error).__name__}: {error}"
         if not isinstance(answer, str) and answer.exit_code is not ExitCode.REQUEUE_FAILED:
             break

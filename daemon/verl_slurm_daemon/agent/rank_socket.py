@@ -1,4 +1,4 @@
-"""The agent's side of its ranks' line: a SEQPACKET socket and the control page in a private directory."""
+"""The agent's connection to its ranks: a SEQPACKET socket and the control page in a private directory."""
 
 import asyncio
 import contextlib
@@ -22,8 +22,10 @@ from verl_slurm_daemon.link.refusals import Refusals
 __all__ = ["REASONS", "RankSocket", "parse_packet"]
 
 REASONS = ("user", "crowded", "message", "rank")
-"""Why an agent does not listen: another user's process; all places are taken; not a rank's vocabulary; not a rank of
-this node, or another than this connection has spoken for."""
+"""Why an agent refuses a connection. `user`: another user's process. `crowded`: all places are taken.
+`message`: not in the ranks' vocabulary. `rank`: not a rank of this node, or not the rank that this connection
+has spoken for before.
+"""
 
 
 _PREFIX = "verl-slurm-"
@@ -31,10 +33,10 @@ _DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank
 
 
 def parse_packet(packet: bytes) -> FromRank:
-    """The message of one packet.
+    """Decodes the message of one packet.
 
     Raises:
-        WireError: it is not of the ranks' vocabulary.
+        WireError: it is not in the ranks' vocabulary.
     """
     try:
         return _DECODER.decode(packet)
@@ -43,28 +45,30 @@ def parse_packet(packet: bytes) -> FromRank:
 
 
 def _control_root() -> str:
-    """A node-local place; short, because a Unix socket's path may have 107 bytes (unix(7)) and a TMPDIR has more."""
+    """Returns a node-local directory. It is short: a Unix socket's path is limited to 107 bytes (unix(7)),
+    and a TMPDIR may be longer.
+    """
     usual = tempfile.gettempdir()
-    shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under a name that nobody can guess
+    shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under an unguessable name
     for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
         if not candidate or len(os.fsencode(candidate)) >= 60 or not os.access(candidate, os.W_OK | os.X_OK):
             continue
-        # Whoever may write in a directory on the way can put another tree in the place of ours.
+        # A user who may write in a directory on the way can replace our tree by another.
         if unsafe_on_the_way(Path(candidate)) is None:
             return candidate
     return usual
 
 
 class RankSocket:
-    """Accepts this node's ranks and hands on what they say.
+    """Accepts this node's ranks and hands on their messages.
 
     Args:
         deliver: called with each message.
         max_ranks: connections held at once; a rank uses one.
-        refusals: of `REASONS`; counts whom it does not listen to.
+        refusals: counts refused connections by `REASONS`.
 
     Attributes:
-        ranks: those of this node. None: they are not known yet, and nobody is listened to.
+        ranks: the ranks of this node. None: not known yet; every message is refused.
     """
 
     def __init__(
@@ -83,7 +87,7 @@ class RankSocket:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
-        """Accept until cancelled."""
+        """Accepts connections until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             connection, _ = await loop.sock_accept(self._listener)
@@ -106,7 +110,7 @@ class RankSocket:
                     message = parse_packet(packet)
                 except WireError as error:
                     self._refusals.add("message", str(error.where))
-                    return  # this peer has nothing more to say to us
+                    return  # this peer cannot send anything more
                 if message.rank not in (self.ranks or ()) or spoken_for not in (None, message.rank):
                     self._refusals.add("rank", f"{type(message).__name__} of rank {message.rank}")
                     return
@@ -114,7 +118,7 @@ class RankSocket:
                 self._deliver(message)
 
     async def drain(self) -> None:
-        """Wait, bounded, until every rank that has left has been heard to the end."""
+        """Waits, bounded, until the last message of every rank that has left is read."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
 

@@ -1,9 +1,9 @@
-"""The launcher of one node's ranks: starts them, waits, and ends all of them soon after one has failed.
+"""Launches one node's ranks: starts them, waits, and ends all of them soon after one has failed.
 
-It stands where torchrun would: its ranks get the same environment. It has no store, no listener, no restarts and no
-opinion: the agent started it with Slurm's warnings ignored, which its ranks inherit, and it dies with its agent. Its
-ranks die with it (`wire.lifeline`). Its exit code is 0 if each rank's was, else 1; what ended the first one that failed
-is its last line on stderr.
+It stands where torchrun would: its ranks get the same environment. It has no store and no listener, restarts
+nothing and decides nothing. The agent started it with Slurm's warnings ignored, which its ranks inherit. It
+dies with its agent, and its ranks die with it (`wire.lifeline`). Its exit code is 0 if each rank's was, else
+1. Its last line on stderr says what ended the first rank that failed.
 
     python -P -m verl_slurm_daemon.agent.ranks NODES NODE_RANK RANKS_PER_NODE [-m] PROGRAM ARGS...
 """
@@ -21,22 +21,23 @@ from verl_slurm.wire.environment import GENERATION_VARIABLE
 __all__ = ["main", "rank_environment"]
 
 NOWHERE = "verl-slurm.invalid"
-"""MASTER_ADDR, with port 0: some frameworks insist that there are such names. Nobody can listen or connect there
-(RFC 2606), so a program that goes past the run's own rendezvous fails instead of meeting strangers."""
+"""MASTER_ADDR, with port 0: some frameworks require these variables. The name never resolves (RFC 2606). So a
+program that bypasses the run's own rendezvous fails instead of meeting strangers.
+"""
 
 _GRACE_S = 1.0
-"""From the first rank's failure to SIGKILL for the others: for what they have to say of it."""
+"""From the first rank's failure to SIGKILL for the others: time for their own error messages."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run this node's ranks; 0 if all ended with 0."""
+    """Runs this node's ranks; returns 0 if all ended with 0."""
     nodes, node_rank, here, *program = sys.argv[1:] if argv is None else argv
     ranks: dict[int, int] = {}
     command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
     try:
         for local_rank in range(int(here)):
             environ = rank_environment(os.environ, int(nodes), int(node_rank), int(here), local_rank)
-            # A session of its own: what a rank does to its process group is its own affair.
+            # A session of its own: signals that a rank sends to its process group do not reach us.
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
             ranks[process.pid] = local_rank
     except OSError as error:  # no memory, no processes
@@ -47,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _watch(ranks: dict[int, int], first: int) -> int:
-    """Until all have ended.
+    """Waits until all ranks have ended.
 
     Args:
         ranks: local rank by process id.
-        first: the rank of the first of them.
+        first: the global rank of the first of them.
     """
     while ranks:
         pid, status = os.wait()
@@ -69,14 +70,14 @@ def _watch(ranks: dict[int, int], first: int) -> int:
 
 
 def _end(ranks: dict[int, int]) -> None:
-    """Let the others end by themselves for `_GRACE_S`, and kill who does not."""
+    """Lets the other ranks end by themselves for `_GRACE_S`, then kills the rest."""
     until = time.monotonic() + _GRACE_S
     while ranks and time.monotonic() < until:
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
             ranks.pop(pid, None)
         else:
-            time.sleep(0.01)  # there is no wait() with a time limit that needs neither signals nor threads
+            time.sleep(0.01)  # no wait() with a time limit works without signals or threads
     _kill(ranks)
 
 
@@ -92,7 +93,9 @@ def _kill(ranks: dict[int, int]) -> None:
 def rank_environment(
     environ: Mapping[str, str], nodes: int, node_rank: int, here: int, local_rank: int
 ) -> dict[str, str]:
-    """What torchrun gives a rank. Lightning, accelerate and transformers know a launcher by these names."""
+    """Returns the environment that torchrun gives a rank. Lightning, accelerate and transformers recognise a
+    launcher by these names.
+    """
     rank, world = node_rank * here + local_rank, nodes * here
     ours = {
         "LOCAL_RANK": local_rank,

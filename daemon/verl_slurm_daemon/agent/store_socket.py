@@ -1,4 +1,4 @@
-"""The agent's side of the ranks' store: a Unix socket in its private directory, from which calls go on to the lead."""
+"""The agent's side of the ranks' store: a Unix socket in its private directory; calls are relayed to the lead."""
 
 import asyncio
 import contextlib
@@ -22,12 +22,12 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 
 class StoreSocket:
-    """Passes calls on and answers back.
+    """Relays calls to the lead and answers to the ranks.
 
     Args:
-        forward: takes each call, under a number of ours.
+        forward: takes each call, renumbered by this socket.
         most: connections held at once. A process uses one for each of its threads that wait at the same time.
-        refusals: counts whom it does not listen to; of `rank_socket.REASONS`.
+        refusals: counts refused connections; reasons of `rank_socket.REASONS`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StoreSocket:
         self._server = await asyncio.start_unix_server(self._listen, path, backlog=min(self._most, 4096))
 
     def answer(self, message: StoreAnswer) -> None:
-        """Hand an answer of the lead's to the connection that asked; one that has gone needs none."""
+        """Hands an answer of the lead to the connection that asked, unless that has gone."""
         writer, call = self._calls.pop(message.call, (None, 0))
         if writer is not None and not writer.is_closing():
             data = _ENCODER.encode(msgspec.structs.replace(message, call=call))
@@ -77,7 +77,7 @@ class StoreSocket:
         while True:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             try:
-                if size > MAX_FRAME - 1024:  # room for a longer number of the call
+                if size > MAX_FRAME - 1024:  # room for a longer call number
                     raise ValueError(f"a message of {size} bytes")
                 message = _DECODER.decode(await reader.readexactly(size))
             except UNREADABLE as error:

@@ -1,1 +1,1 @@
-"""What a lead runs in: a Slurm job, or machines without Slurm."""
+"""The lead's environment: a Slurm job, or machines without Slurm."""

@@ -1,8 +1,9 @@
-"""What a lead runs in: a Slurm job, or (without Slurm) this machine. One contract, two kinds: `slurm_allocation`,
-`local_allocation`.
+"""The contract between a lead and its environment.
 
-Obligations of an `Allocation`: every method is bounded in time and never raises for a scheduler that does not
-answer: it says so in its result, because a lead must go on saving while slurmctld is away.
+Two kinds exist: `slurm_allocation`, and `local_allocation` for machines without Slurm.
+
+Obligations of an `Allocation`: every method is bounded in time, and none raises if the scheduler does not
+answer. The result says so instead, because a lead must go on saving while slurmctld is away.
 """
 
 import asyncio
@@ -18,60 +19,63 @@ __all__ = ["Allocation", "Outlook"]
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """What the scheduler says of the allocation's future."""
+    """The scheduler's forecast for the allocation."""
 
     answered: bool
     seconds_left: float | None = None
-    """Until the allocation's end; None: no limit."""
+    """Seconds until the allocation ends; None: no limit."""
     preempted: bool = False
-    """A preemption has begun; its warning may have come before anybody listened."""
+    """A preemption has begun; its warning may have come before the lead listened."""
 
 
 class Allocation(Protocol):
-    """See the module."""
+    """An environment of a lead; see the module."""
 
     cluster: Literal["slurm", "local"]
     job_id: str
     restart: int
 
     async def address(self) -> str:
-        """Where the agents reach this process."""
+        """Returns the address at which the agents reach this process."""
 
     async def cause(self, trigger: str) -> CauseKnown:
-        """Why `trigger` happened."""
+        """Returns why `trigger` happened."""
 
     async def outlook(self) -> Outlook:
-        """How long the allocation lasts, as the scheduler has it now."""
+        """Asks the scheduler how long the allocation lasts."""
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
-        """Ask for another attempt of this run. A text: no answer that counts; ask again while there is time.
+        """Asks for another attempt of this run. Returns a text if no answer counts; ask again while there is time.
 
         Args:
             delay_s: seconds until it may start; None: as the user configured it.
         """
 
     async def hasten(self, clean: bool) -> None:
-        """The last act of an attempt that is to come back: have the next one start no later than was asked for.
+        """Last call before a requeued job ends: makes the next attempt start no later than was asked for.
 
         Args:
-            clean: no process of ours is left on any node, as far as the lead knows.
+            clean: as far as the lead knows, none of our processes is left on any node.
         """
 
     async def withdraw(self) -> str:
-        """This run is over: see to it that the scheduler does not start, or hold, it again. What came of that; empty:
-        there was nothing to do."""
+        """Withdraws a finished run, so that the scheduler neither starts nor holds it again. Returns what
+        came of that; empty: there was nothing to do.
+        """
 
     async def cancelled_before(self) -> str:
-        """Why this job must not go on with the run: its user has ended the one it follows. Empty: it may."""
+        """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it may."""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
-        """Keep the next attempt of this run away from these nodes, and from no others of ours; what came of it."""
+        """Keeps the next attempt of this run away from these nodes, and replaces our earlier exclusions;
+        returns what came of it.
+        """
 
     async def still_alive(self, owner: Epoch) -> str:
-        """Why `owner`, another attempt, may still be at work; empty: it is not."""
+        """Returns why `owner`, another attempt, may still be at work; empty: it is not."""
 
     async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
-        """Start `argv` on every node; the step is over when all these processes are."""
+        """Starts `argv` on every node; the step is over when all returned processes have ended."""
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        """The step has started: see to it that its agents outlive this node's processes, however those die."""
+        """Called once the step has started: makes its agents outlive this node's processes, however those die."""

@@ -1,14 +1,11 @@
-"""Several machines without Slurm: a hostfile names them, and each is told by hand (or by mpirun, pdsh) to take part.
+"""Several machines without Slurm: a hostfile names them, and each one is started by hand (or by mpirun, pdsh).
 
-```
-worker-0 slots=8
-worker-1 slots=8      # comments and empty lines are passed over
-```
+``` worker-0 slots=8 worker-1 slots=8      # comments and empty lines are skipped ```
 
-On the first host: `verl-slurmd lead --run RUN --hostfile FILE`; on each of the others: `verl-slurmd join --run RUN
---hostfile FILE`. The run directory lies on a file system that all see; nothing is started over SSH. The lead publishes
-its address and the number of each restart in `RUN/control/lead.json`, and a joined host starts an agent for every
-new one.
+On the first host: `verl-slurmd lead --run RUN --hostfile FILE`; on each of the others: `verl-slurmd join
+--run RUN --hostfile FILE`. The run directory lies on a file system that all hosts see; nothing is started
+over SSH. The lead publishes its address and the number of each restart in `RUN/control/lead.json`. A joined
+host starts an agent for every new number.
 """
 
 import re
@@ -28,17 +25,18 @@ _MAX_BYTES = 1 << 20
 
 
 class Host(NamedTuple):
-    """One line: where, and how many ranks fit."""
+    """One line of the file: the host and how many ranks fit."""
 
     name: str
     slots: int
 
 
 def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
-    """The hosts in their order; the first one leads.
+    """Returns the hosts in their order; the first one leads.
 
     Raises:
-        ConfigError: a line is not `NAME slots=N`, a host comes twice, or there is none; it is no UTF-8 or too large.
+        ConfigError: a line is not `NAME slots=N`, a host is listed twice, there is no host, or the text is not UTF-8
+            or too large.
     """
     if len(data) > _MAX_BYTES:
         raise _wrong(source, f"{len(data)} bytes", f"at most {_MAX_BYTES}")
@@ -65,11 +63,11 @@ def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: Path) -> tuple[Host, ...]:
-    """As `parse_hostfile`, of a file.
+    """Reads a file as `parse_hostfile` does.
 
     Raises:
-        ConfigError: it also is no regular file.
-        OSError: it cannot be read.
+        ConfigError: as there, or the path is no regular file.
+        OSError: the file cannot be read.
     """
     try:
         data = read_regular(path, Limit(num_bytes=_MAX_BYTES), follow=True)
@@ -79,16 +77,16 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
 
 
 def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
-    """Refuse hosts that are not what the run was made for.
+    """Refuses hosts that do not fit the run's configuration.
 
     Raises:
-        ConfigError: another number of hosts than `distributed.nodes`, or too few slots on one.
+        ConfigError: the number of hosts is not `distributed.nodes`, or a host has too few slots.
     """
     shape = config.distributed
     if len(hosts) != shape.nodes:
         raise _wrong("distributed.nodes", f"{len(hosts)} hosts", f"{shape.nodes}")
     if len(hosts) > 1 and config.checkpoint.local_dir:
-        # Only Slurm can have every node send what it holds.
+        # Without Slurm there is no way to make every node send the parts it holds.
         raise _wrong(
             "checkpoint.local_dir", config.checkpoint.local_dir, "null, with several hosts and no Slurm"
         )
@@ -98,10 +96,10 @@ def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
 
 
 def find_host(hosts: tuple[Host, ...], name: str) -> int:
-    """The place of a host by its full or short name.
+    """Returns the index of a host, found by its full or short name.
 
     Raises:
-        ConfigError: it is not in the file.
+        ConfigError: the file does not name it.
     """
     for place, host in enumerate(hosts):
         if name == host.name or name.split(".")[0] == host.name:

@@ -1,4 +1,4 @@
-"""The command lines of a restart, as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
+"""Builds the command lines of a restart as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
 
 from pathlib import Path
 
@@ -18,20 +18,20 @@ __all__ = ["agent_argv", "container_places", "launcher_argv", "launcher_env", "s
 
 
 def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
-    """One agent."""
+    """Returns the command line of one agent."""
     return [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
 
 
 def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int = 1) -> list[str]:
-    """One Slurm step with an agent on every node of the job.
+    """Returns the command line of a Slurm step with an agent on every node of the job.
 
-    `--kill-on-bad-exit=0` and `--wait=0`: one agent's end says nothing about the others; the lead decides.
-    `--cpus-per-task` is repeated because srun no longer takes it from the job (since 22.05).
+    `--kill-on-bad-exit=0` and `--wait=0`: the end of one agent says nothing about the others; the lead
+    decides. `--cpus-per-task` is repeated because srun has not taken it from the job since 22.05.
 
     Args:
-        agent: Python, and what it is to run.
-        het_size: components of the job. Above 1 each brings its own number of nodes; SLURM_NODEID counts over all of
-            them in such a step (seen on 22.05.8).
+        agent: Python and its arguments.
+        het_size: components of the job. Above 1, each component brings its own number of nodes; SLURM_NODEID counts
+            over all of them in such a step (seen on 22.05.8).
     """
     nodes = config.distributed.nodes
     counts = [f"--nodes={nodes}", f"--ntasks={nodes}"]
@@ -42,7 +42,7 @@ def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int =
         *counts,
         "--ntasks-per-node=1",
         f"--cpus-per-task={config.slurm.cpus_per_node}",
-        "--overlap",  # a save may have to be brought home while the ranks' step runs
+        "--overlap",  # saved parts may have to be fetched while the ranks' step runs
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--mpi=none",
@@ -54,7 +54,7 @@ def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int =
 
 
 def _contained(config: RunConfig, agent: list[str]) -> list[str]:
-    """`agent` in the image, where there is one. What a run reads and writes has the same name inside as outside."""
+    """Wraps `agent` in the container image, if one is configured. The run's paths are the same inside and outside."""
     container = config.slurm.container
     if container is None:
         return agent
@@ -67,7 +67,9 @@ def _contained(config: RunConfig, agent: list[str]) -> list[str]:
 
 
 def container_places(config: RunConfig) -> list[str]:
-    """The directories that a container has to see: the run's, its inputs', the second copy's, and the user's own."""
+    """Lists the directories that a container must see: the run's, its inputs', the second copy's, and the
+    user's own.
+    """
     reward = config.model.reward.partition(":")
     wanted = [config.run_dir, config.model.path, config.data.root, config.data.eval_root or ""]
     wanted += [reward[2] if reward[0] == "classifier" else "", config.checkpoint.local_dir or ""]
@@ -79,10 +81,11 @@ def container_places(config: RunConfig) -> list[str]:
 def launcher_argv(
     python: str, config: RunConfig, paths: RunPaths, launch: Launch, scratch: Path
 ) -> list[str]:
-    """What starts the ranks of one node: `ranks` for ours and most guests', Ray for verl's PPO.
+    """Returns the command that starts the ranks of one node: `ranks` for our trainer and most guests, Ray for
+    verl's PPO.
 
     Args:
-        scratch: a private directory of this node, removed by the agent.
+        scratch: a private directory of this node; the agent removes it.
     """
     life = ["--run", str(paths.root), "--epoch", str(launch.epoch), "--resume", launch.resume]
     trainer, shape = config.trainer, config.distributed
@@ -102,17 +105,18 @@ def launcher_argv(
 def launcher_env(
     environ: dict[str, str], config: RunConfig, paths: RunPaths, launch: Launch, control: Path
 ) -> dict[str, str]:
-    """The ranks' environment: ours, who they are in the run's life (`wire.environment`), and a fixed number of threads.
+    """Builds the ranks' environment: our variables, their place in the run (`wire.environment`), and a fixed
+    number of threads.
 
     Args:
-        control: 0700, made by this agent under a name that nobody can guess, and removed by it.
+        control: a directory with mode 0700 and an unguessable name; this agent creates and removes it.
     """
     threads = config.distributed.threads_per_rank
     environ = clean_environment(environ)
-    # By default compiled code is loaded from /tmp/torchinductor_USER, which anybody can have made before us.
+    # By default compiled code is loaded from /tmp/torchinductor_USER, which any user can create before us.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from wherever the user stood when he submitted
+    fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from the directory in which the user submitted
     if config.trainer.is_guest:
         fixed |= {
             RUN_VARIABLE: str(paths.root),
@@ -121,7 +125,8 @@ def launcher_env(
             RESUME_VARIABLE: launch.resume,
         }
     program = config.trainer.command[:1]
-    if program and program[0].endswith(".py"):  # named by the user himself: its neighbours are meant, too
+    # The user named the file, so its neighbours may be imported as well.
+    if program and program[0].endswith(".py"):
         inherited = environ.get("PYTHONPATH", "")
         fixed["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program[0]).parent)) if part)
     if threads:

@@ -1,4 +1,4 @@
-"""Without Slurm: this machine, or the hosts of a hostfile. Two `Allocation`s."""
+"""Two `Allocation`s without Slurm: this machine, or the hosts of a hostfile."""
 
 import asyncio
 import os
@@ -19,9 +19,9 @@ __all__ = ["HostfileAllocation", "LocalAllocation"]
 
 
 class LocalAllocation:
-    """No Slurm: the "nodes" are agents on this machine, and a requeue is a new attempt of this very process.
+    """This machine without Slurm: the "nodes" are agents on it, and a requeue is a new attempt in this very process.
 
-    Signals stand for Slurm's events, so that the same path can be tried on a laptop: SIGUSR2 is a preemption with
+    Signals stand for Slurm's events, so that the same path can be tried on a laptop. SIGUSR2 is a preemption with
     `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
     """
 
@@ -55,7 +55,7 @@ class LocalAllocation:
         return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 
     async def hasten(self, clean: bool) -> None:
-        """Nothing to do: it starts at once."""
+        """Does nothing: the next attempt starts at once."""
 
     async def withdraw(self) -> str:
         return ""
@@ -77,7 +77,7 @@ class LocalAllocation:
         return [await self._start(argv, node, f"local{node}") for node in nodes]
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        """Nothing to do: there is no requeue to ask for."""
+        """Does nothing: there is no requeue to ask for."""
 
     async def _start(self, argv: list[str], node: int, name: str) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
@@ -89,7 +89,7 @@ class LocalAllocation:
 
 
 class HostfileAllocation(LocalAllocation):
-    """Several machines without Slurm: as `LocalAllocation`, but the other hosts' agents come by themselves."""
+    """Several machines without Slurm: as `LocalAllocation`, but the other hosts start their own agents."""
 
     def __init__(self, config: RunConfig, paths: RunPaths, host: str) -> None:
         super().__init__(config, paths)

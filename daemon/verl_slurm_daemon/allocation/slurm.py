@@ -1,4 +1,4 @@
-"""The Slurm job that a lead is the batch process of: an `Allocation`."""
+"""The `Allocation` of a lead that is the batch process of a Slurm job."""
 
 import asyncio
 import contextlib
@@ -31,18 +31,18 @@ from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 __all__ = ["SlurmAllocation"]
 
 _LAST_WORD_S = 3.0
-"""Before Slurm's KILL: to write down how it ended, and to leave with an exit code."""
+"""Seconds kept free before Slurm's KILL, to record the end and to leave with an exit code."""
 _AWAY = ("unable to contact", "no end within")
-"""Of a slurmctld that does not run, or hangs: Slurm's words, and ours (`slurm.runner`)."""
+"""Signs of a slurmctld that is down or hangs: Slurm's own words, and ours (`slurm.runner`)."""
 _ASK_AGAIN_S = (2.0, 5.0, 10.0)
 _WITHDRAW_S = 10.0
 _LEAVES_S = 3.0
-"""From KILL to the end of the job: processes that are killed may take a moment to go."""
+"""From KILL to the end of the job: killed processes may take a moment to go."""
 _LEAST_DELAY_S = 2.0
 """From the lead's end to the end of COMPLETING: 0.2 s on an idle cluster without an epilog."""
 _EPILOG_S = 15.0
-"""The same where the cluster has an epilog. Slurm does not say how long one takes."""
-# A job that is COMPLETING is gone after KillWait (30 s by default), and a little.
+"""As `_LEAST_DELAY_S`, on a cluster with an epilog. Slurm does not say how long an epilog takes."""
+# A job that is COMPLETING is gone shortly after KillWait (30 s by default).
 _LEAVING_S = (0.2, 0.3, 0.5) + (1.0,) * 60
 _TRIGGERS: dict[str, Trigger] = {
     "SIGUSR1": "warning",
@@ -51,14 +51,14 @@ _TRIGGERS: dict[str, Trigger] = {
     "SIGTERM": "term",
     "SIGINT": "term",
 }
-"""SIGCONT is left out: it also follows every `scontrol resume`, and is then no reason to save."""
+"""SIGCONT is left out: it also follows every `scontrol resume`, which is no reason to save."""
 
 
 class SlurmAllocation:
-    """The job that this process is the batch process of, or an agent of.
+    """The job whose batch process, or one of whose agents, this process is.
 
     Args:
-        leaves_at_once: who asks for a requeue here does nothing after it (an agent whose lead is dead).
+        leaves_at_once: the process does nothing after it asked for a requeue (an agent whose lead is dead).
     """
 
     cluster: Literal["slurm", "local"] = "slurm"
@@ -70,7 +70,7 @@ class SlurmAllocation:
         self._job, self._config, self._paths = job, config, paths
         self._client = SlurmClient()
         self._clock = SlurmClock()
-        self._kill_wait_s = 30.0  # Slurm's default, until it has said otherwise
+        self._kill_wait_s = 30.0  # Slurm's default, until slurmctld has given its value
         self._epilog_s = 0.0
         self._heard, self._leaves_at_once = False, leaves_at_once
         self._ends_at, self._last_try = math.inf, math.inf
@@ -83,7 +83,7 @@ class SlurmAllocation:
         return await self._client.node_addr(self._job.node_name)
 
     async def _hear(self) -> None:
-        """Slurm's time, and how long it takes a job to leave its nodes."""
+        """Asks for Slurm's time, and for how long a job takes to leave its nodes."""
         with contextlib.suppress(VerlSlurmError, ValueError, LookupError):
             conf, date = await self._client.config_and_time()
             self._clock.hear(date)
@@ -109,13 +109,16 @@ class SlurmAllocation:
         if cause.kind == "time_limit" and left is not None:
             self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
         if left is None and cause.ends_job:
-            # It is being ended now: TERM has come, KILL follows; a slow slurmctld's answers are part of that time.
+            # The job is being ended: TERM has come, KILL follows. A slow answer of slurmctld uses up part of
+            # that time.
             left = max(self._kill_wait_s - (time.monotonic() - asked), 0.0)
             self._ends_at = time.monotonic() + left
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
 
     async def _lost_nodes(self, facts: JobFacts) -> tuple[str, ...]:
-        """Why the job was requeued. Asked only then: of a large job this is a large answer."""
+        """Returns the nodes because of which the job was requeued. Asked in that case alone: for a large job
+        the answer is large.
+        """
         if facts.restarts <= self.restart:
             return ()
         try:
@@ -161,11 +164,11 @@ class SlurmAllocation:
         return RequeueAnswered(code, said)
 
     def _delay_from_now(self, *, left: bool) -> int:
-        """Seconds until the next start, beyond the job's COMPLETING: a start time that is past by its end is worth
-        nothing to Slurm, which then waits its own 120 s (22.05.8).
+        """Returns the seconds until the next start, beyond the job's COMPLETING. Slurm ignores a start time
+        that has passed by the end of COMPLETING and waits its own 120 s (22.05.8).
 
         Args:
-            left: all that runs here is about to end. If not, it ends with KillWait at the latest.
+            left: all processes here are about to end. If not, they end with KillWait at the latest.
         """
         ends_s = 0.0 if left else self._kill_wait_s + _LEAVES_S
         least_s = ends_s + max(_LEAST_DELAY_S, self._epilog_s)
@@ -184,10 +187,13 @@ class SlurmAllocation:
                 await self._client.set_start(facts, self._delay_from_now(left=clean), self._clock.now)
 
     def _unanswered(self, said: str) -> RequeueAnswered | str:
-        """To be asked again, while it can matter. A job that is preempted, or whose node is lost, is requeued by Slurm
-        itself in the end; one that has run into its time limit is not, and then our exit code says why. But the limit
-        is slurmctld's to enforce: while that is away nobody ends the job, and once it is back it ends it with TERM and
-        KillWait, in which the request gets through."""
+        """Returns a text if the request should be repeated while it can still matter.
+
+        Slurm itself requeues a job that is preempted or whose node is lost. It does not requeue one that
+        reached its time limit; then our exit code says why. But slurmctld enforces the limit: while it is
+        away, the job is not ended. Once it is back, it ends the job with TERM and KillWait, and the request
+        gets through in that time.
+        """
         if any(words in said.lower() for words in _AWAY):
             still = time.monotonic() + self._kill_wait_s - _LAST_WORD_S
             self._last_try = max(self._last_try, still)
@@ -204,7 +210,7 @@ class SlurmAllocation:
 
     async def withdraw(self) -> str:
         if self._ends_at < math.inf:
-            return ""  # Slurm ends it already, and takes no such change any more (22.05.8)
+            return ""  # Slurm already ends it and accepts no such change (22.05.8)
         said = "no answer"
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_WITHDRAW_S):
@@ -218,7 +224,7 @@ class SlurmAllocation:
 
     async def _withdraw(self) -> str:
         facts = await self._client.job(self._job.job_id)
-        own_life = facts.restarts == self.restart  # what runs may be the next one already
+        own_life = facts.restarts == self.restart  # the running attempt may already be the next one
         if not (facts.requeue and facts.is_running and own_life):
             return ""
         if refused := await self._client.forbid_requeue(facts):
@@ -233,7 +239,7 @@ class SlurmAllocation:
         try:
             facts = await self._client.job(int(former))
         except VerlSlurmError:
-            # Forgotten (a chain may wait for hours), or no answer: then the journal's word counts.
+            # Slurm forgot the job (a chain may wait for hours) or did not answer: then the journal decides.
             if array is not None and ended_cancelled(events, former, array):
                 return f"job {former}, which this one follows, was cancelled"
             return ""
@@ -263,23 +269,25 @@ class SlurmAllocation:
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
 
     async def _can_spare(self, nodes: Sequence[str], own: str, partition: str) -> bool:
-        """Whether the run has enough nodes without these. Nobody takes the exclusion back while the job waits, so only
-        nodes count that are up and of the same kind: what a constraint or a GPU asks for, the others may not have."""
+        """Returns whether the run has enough nodes without these. Nothing withdraws the exclusion while the
+        job waits. So only nodes of the same kind that are up count: others may lack what a constraint or a
+        GPU request asks for.
+        """
         usable = await self._client.usable_nodes(partition)
         bad = {*nodes, *(await self._client.expand(own) if own else ())}
         kinds = {usable.get(node) for node in nodes}
-        if kinds == {None}:  # down already: Slurm keeps off them by itself
+        if kinds == {None}:  # already down: Slurm avoids them by itself
             return False
         left = sum(1 for node, kind in usable.items() if node not in bad and kind in kinds)
         return left >= self._config.distributed.nodes
 
     async def is_running(self) -> bool:
-        """Whether Slurm has the job as running. Raises as `SlurmClient.job`."""
+        """Returns whether Slurm has the job as running. Raises as `SlurmClient.job`."""
         return (await self._client.job(self._job.job_id)).is_running
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster or owner.job_id == self.job_id:
-            return ""  # our own former attempt; what may still run of it is fenced out by the epoch
+            return ""  # our own former attempt; the epoch fences off what may still run of it
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
             try:
@@ -289,11 +297,11 @@ class SlurmAllocation:
             except VerlSlurmError:
                 pause = next(silent, None)
                 if pause is None:
-                    return ""  # nobody can say; the epoch keeps the two apart
+                    return ""  # unknown; the epoch keeps the two apart
             else:
                 if facts.is_over:
                     return ""
-                # A job that was cancelled a moment ago: on the nodes that it has left, we started already.
+                # The job was cancelled a moment ago, and this one already started on the nodes that it left.
                 pause = next(leaving, None) if facts.state == "COMPLETING" else None
                 if pause is None:
                     return f"job {owner.job_id} is {facts.state}"
@@ -304,10 +312,11 @@ class SlurmAllocation:
         return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL)]
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        # srun forks a shepherd, which has Slurm KILL the whole step, on all nodes, once srun has died without a word
-        # (_shepherd_spawn in Slurm's srun_job.c). Where somebody kills all that runs here, srun a moment before its
-        # shepherd, that ends the other nodes' agents before any of them can ask for the requeue. Without it srun says
-        # "write(shepherd): Broken pipe" at the step's end, and nothing else: agents end by themselves.
+        # srun forks a shepherd. It has Slurm KILL the whole step, on all nodes, once srun has died without a
+        # word (_shepherd_spawn in Slurm's srun_job.c). If everything here is killed, srun a moment before its
+        # shepherd, the other nodes' agents would end before any of them can ask for the requeue. Without a
+        # shepherd srun prints "write(shepherd): Broken pipe" at the step's end and does nothing else: agents
+        # end by themselves.
         for process in step:
             with contextlib.suppress(psutil.Error):
                 for child in psutil.Process(process.pid).children(recursive=True):

@@ -1,7 +1,10 @@
-"""What time it is for slurmctld: the ends of jobs are told by its clock, and a node's may be minutes off, or be set.
+"""Estimates slurmctld's time.
 
-Asked once, at the start; from then on the machine's own steady clock counts, which runs on while a virtual machine
-sleeps. Slurm says whole seconds, so nodes that agree with it that closely keep their own time.
+Slurm gives the ends of jobs by its own clock; a node's clock may be minutes off, or be set.
+
+Slurm is asked once, at the start. From then on the machine's steady clock counts, which also runs while a
+virtual machine sleeps. Slurm gives whole seconds, so nodes that agree with it that closely keep their own
+time.
 """
 
 import time
@@ -22,11 +25,11 @@ def _since_boot() -> float:
 
 
 class SlurmClock:
-    """
+    """Slurm's clock as this machine estimates it.
 
     Args:
-        today: this machine's date.
-        steady: seconds that nobody sets.
+        today: returns this machine's date.
+        steady: returns seconds of a clock that is never set.
     """
 
     def __init__(
@@ -36,15 +39,15 @@ class SlurmClock:
         self._date, self._at = today(), steady()
 
     def hear(self, date: datetime | None) -> float:
-        """Slurm has said what time it is, just now; None: it did not say.
+        """Takes Slurm's time, given just now; None: Slurm did not say.
 
         Returns:
-            By how many seconds this machine is ahead; 0: not so that it matters.
+            The seconds by which this machine is ahead; 0: the difference does not matter.
         """
         self._date, self._at = self._today(), self._steady()
         if date is None or abs(ahead_s := (self._date - date).total_seconds()) <= _NO_SKEW_S:
             return 0.0
-        # Of the second that was cut off nobody knows; a deadline is better too early.
+        # The fraction of a second was cut off; a deadline that is too early is safer.
         self._date = date + timedelta(seconds=1)
         return ahead_s
 

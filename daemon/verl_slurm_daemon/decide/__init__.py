@@ -1,1 +1,1 @@
-"""Decisions of the lead and the agents. Pure: no clock, no process, no file."""
+"""The decisions of the lead and the agents. Pure: no clock, no process, no file."""

@@ -1,6 +1,7 @@
-"""What a lead may do. Data without behaviour; `policy.decide` makes them, `effects` carries them out.
+"""The actions of a lead, as data without behaviour. `policy.decide` makes them, `effects` carries them out.
 
-`SaveRequest` is the message itself: it goes to all ranks, and its `seconds_left`, less the margin, arm `SaveDeadline`.
+`SaveRequest` is the message itself: it goes to all ranks, and its `seconds_left`, less the margin, arm
+`SaveDeadline`.
 """
 
 import msgspec
@@ -29,49 +30,49 @@ class _Action(msgspec.Struct, frozen=True):
 
 
 class StartGeneration(_Action, frozen=True):
-    """Start one step: an agent on every node, all ranks. Also arms the start timeout."""
+    """Starts one step: an agent on every node, all ranks. Also arms the start timeout."""
 
     generation: int
 
 
 class AskCause(_Action, frozen=True):
-    """Ask Slurm what is going on. `trigger`: what made us ask."""
+    """Asks Slurm what is going on. `trigger`: the reason to ask."""
 
     trigger: str
 
 
 class ArmDeadline(_Action, frozen=True):
-    """`SaveDeadline` at this many seconds less the margin; an earlier timer stays."""
+    """Arms `SaveDeadline` at this many seconds less the margin; an earlier timer stays."""
 
     seconds_left: float
 
 
 class Verify(_Action, frozen=True):
-    """Read a committed checkpoint back, every byte."""
+    """Reads a committed checkpoint back, every byte."""
 
     name: str
 
 
 class TakeDown(_Action, frozen=True):
-    """End the step: `Shutdown` to the agents, then kill what stays. Ends in `GenerationEnded`."""
+    """Ends the step: `Shutdown` to the agents, then kills the rest. Ends in `GenerationEnded`."""
 
     stacks: bool = False
-    """Before it, have all ranks write down where their threads are."""
+    """Before that, all ranks dump the stacks of their threads."""
 
 
 class Pause(_Action, frozen=True):
-    """Wait before the next restart, then `BackoffOver`."""
+    """Waits before the next restart, then `BackoffOver`."""
 
     seconds: float
 
 
 class Requeue(_Action, frozen=True):
-    """Ask Slurm to run this job again."""
+    """Asks Slurm to run this job again."""
 
     avoid: tuple[str, ...] = ()
-    """Nodes that it is to stay away from for a while."""
+    """Nodes that the next attempt should avoid for a while."""
     delay_s: int | None = None
-    """Not before so many seconds; None: as the user configured it."""
+    """Seconds before which it must not start; None: as the user configured it."""
 
 
 class Exit(_Action, frozen=True):

@@ -1,7 +1,7 @@
-"""Whether a run is done: then a start has nothing to do, and starts no ranks. Pure.
+"""Decides whether a run is done, so that a start has nothing to do and starts no ranks. Pure.
 
-Slurm may start a job again that has ended well (23.02 to 25.11 do so after a preemption, docs/slurm-versions.md), and
-the tasks of a chain follow one another whatever became of the run.
+Slurm may start a job again that has ended well (23.02 to 25.11 do so after a preemption, docs/slurm-versions.md). The
+tasks of a chain follow one another whatever became of the run.
 """
 
 from collections.abc import Sequence
@@ -17,10 +17,11 @@ __all__ = ["nothing_left"]
 def nothing_left(
     config: RunConfig, manifest: Manifest | None, events: Sequence[Event], job_id: str, array: str | None
 ) -> str:
-    """Why nothing is left to do behind this checkpoint; empty: something is.
+    """Returns why nothing is left to do after this checkpoint; empty: something is.
 
-    How long a guest's loop is, its own program says, which may have been changed. So it counts as done where this very
-    job, or an earlier task of its array, has ended well with this checkpoint, and no new submission came since.
+    The length of a guest's loop is known to its own program, which may have been changed. So the loop counts as done
+    if this very job, or an earlier task of its array, ended well with this checkpoint, and no new submission came
+    since.
 
     Args:
         manifest: of the checkpoint to resume from, verified; None: there is none.

@@ -1,16 +1,17 @@
-"""When is silence a hang? Pure: told of safe points and of the time, says when too much of it has passed.
+"""Decides when silence is a hang. Pure: it is told of safe points and of the time.
 
-The pace is the run's own: the longest that any rank has needed from one safe point to the next, in this restart. A
-rank that needs `factor` times that is hung, but none is before `floor_s`: the first evaluation, a compilation or a
-slow disk may take longer than anything before. Until a rank's first safe point (models are loaded, communicators
-made, the ledger replayed) there is no pace, and `load_s` counts. It counts, too, from the start of a save to the next
-safe point: training may have to wait there for the save before, and at the end for the last one, as long as storage
-takes. Such a wait is no pace either.
+The pace is the run's own: the longest time that any rank has needed between two safe points, in this restart. A rank
+that needs `factor` times that is hung, but never before `floor_s`: the first evaluation, a compilation or a slow disk
+may take longer than anything before. Until a rank's first safe point (models are loaded, communicators made, the
+ledger replayed) there is no pace, and `load_s` counts. `load_s` also counts from the start of a save to the next safe
+point: training may have to wait there for the previous save, and at the end for the last one, as long as storage
+takes. Such a wait does not count towards the pace.
 
-When all are done their processes have `floor_s` to end: communicators that are taken down may hang, too.
+When all ranks are done, their processes have `floor_s` to end: the teardown of communicators may hang, too.
 
-Ranks wait for one another in collectives, so where one hangs all fall silent soon. The others wait for the one that has
-passed the fewest safe points. Where several have, nobody can tell from here who hangs and who waits: the stacks do.
+Ranks wait for one another in collectives, so if one hangs, all fall silent soon. The others wait for the one that has
+passed the fewest safe points. If several have passed equally few, the safe points cannot tell which one hangs; the
+stacks can.
 """
 
 from dataclasses import dataclass, field
@@ -20,18 +21,18 @@ __all__ = ["HangWatch", "Silence"]
 
 @dataclass(frozen=True)
 class Silence:
-    """Ranks, silent for too long."""
+    """Ranks that have been silent for too long."""
 
     ranks: tuple[int, ...]
-    """Those with the fewest safe points. One: the others wait for it. Several: one of them hangs."""
+    """The ranks with the fewest safe points. One: the others wait for it. Several: one of them hangs."""
     seconds: float
     limit_s: float
     longest_s: float
     safe_points: int
-    """They have passed so many; the foremost rank: `foremost`."""
+    """The number of safe points that they have passed; the foremost rank: `foremost`."""
     foremost: int
     done: bool = False
-    """All ranks are, and their processes do not end."""
+    """All ranks are done, and their processes do not end."""
 
     @property
     def words(self) -> str:
@@ -53,12 +54,12 @@ class _Rank:
     safe_points: int = 0
     saves: bool = False
     trains: bool = False
-    """It is past loading: what it needs from here on is pace."""
+    """The ranks are past loading: the time they need from here on counts as pace."""
 
 
 @dataclass
 class HangWatch:
-    """One restart's. Times are monotonic seconds."""
+    """Watches the ranks of one restart. Times are monotonic seconds."""
 
     factor: float
     floor_s: float
@@ -68,29 +69,30 @@ class HangWatch:
     _done_at: float | None = None
 
     def started(self, rank: int, now: float) -> None:
-        """It has spoken for the first time."""
+        """Records the first message of a rank."""
         self._ranks[rank] = _Rank(now)
 
     def passed(self, rank: int, safe_points: int, now: float) -> None:
-        """A safe point; several at once count as one. None yet: its loop begins (a guest's, whose first step counts as
-        pace: it may have one safe point in ten minutes, and the second step is no faster)."""
+        """Records a safe point; several at once count as one. With `safe_points` 0 the loop begins. A guest's first
+        step counts as pace: it may have one safe point in ten minutes, and the second step is no faster.
+        """
         before = self._ranks.get(rank)
         if before is not None and before.trains and not before.saves:
             self._longest_s = max(self._longest_s, now - before.at)
         self._ranks[rank] = _Rank(now, safe_points, trains=True)
 
     def saves(self, rank: int, now: float) -> None:
-        """It begins a save, and may wait for storage before its next safe point."""
+        """Records that the rank begins a save; it may wait for storage before its next safe point."""
         before = self._ranks.get(rank)
         self._ranks[rank] = _Rank(now, before.safe_points if before else 0, saves=True)
 
     def finished(self, rank: int, now: float) -> None:
-        """Nothing more is to be expected of it but its end."""
+        """Records that the rank is done: nothing follows but its end."""
         self._ranks.pop(rank, None)
         self._done_at = now
 
     def limit_s(self, rank: int) -> float:
-        """So long may this rank be silent now."""
+        """Returns how many seconds this rank may be silent now."""
         known = self._ranks.get(rank)
         if known is None or not known.safe_points:
             return self.load_s
@@ -98,13 +100,14 @@ class HangWatch:
         return max(by_pace, self.load_s) if known.saves else by_pace
 
     def next_look_s(self, now: float) -> float:
-        """Seconds until the first of them could be hung. At most `floor_s`: a rank that loads now may by then train,
-        and have a shorter limit."""
+        """Returns the seconds until the first rank could be hung. At most `floor_s`: a rank that loads now may train
+        by then, and have a shorter limit.
+        """
         dues = [known.at + self.limit_s(rank) - now for rank, known in self._ranks.items()]
         return max(min([*dues, self.floor_s]), 0.0)
 
     def silence(self, now: float) -> Silence | None:
-        """Those that are behind, if any rank has been silent for too long."""
+        """Returns the ranks that are behind, if any rank has been silent for too long."""
         if not self._ranks and self._done_at is not None and now - self._done_at >= self.floor_s:
             return Silence((), now - self._done_at, self.floor_s, self._longest_s, 0, 0, done=True)
         if not any(now - known.at >= self.limit_s(rank) for rank, known in self._ranks.items()):

@@ -1,4 +1,6 @@
-"""What can happen to a lead. Data without behaviour; `sources` make them, `policy.decide` reads them."""
+"""The events that a lead decides about, as data without behaviour.
+
+`effects` and `loop` make them, `policy.decide` reads them."""
 
 import msgspec
 
@@ -37,18 +39,18 @@ class Ready(_Event, frozen=True):
 
     world_size: int
     strangers: int = 0
-    """How many starts of earlier attempts met strangers, in a row, up to now (`journal.stranger_starts`)."""
+    """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.stranger_starts`)."""
 
 
 class Over(_Event, frozen=True):
-    """There is nothing to lead, and another start would not change that: no rank of ours runs."""
+    """There is nothing to lead, and another start would not change that: none of our ranks runs."""
 
     exit_code: ExitCode
     reason: str
 
 
 class AllDone(_Event, frozen=True):
-    """What the ranks would resume from is the run's end: they are not started."""
+    """The checkpoint to resume from is the run's end: no ranks are started."""
 
     name: str
     """The checkpoint."""
@@ -56,13 +58,13 @@ class AllDone(_Event, frozen=True):
 
 
 class StartFailed(_Event, frozen=True):
-    """The start met an error of the operating system: storage that is full or does not answer, say."""
+    """The start met an error of the operating system, for example storage that is full or does not answer."""
 
     detail: str
     before: int = 0
-    """How many attempts in a row have failed so before this one."""
+    """Failed starts in a row of this kind before this one."""
     exit_code: ExitCode = ExitCode.NO_PROGRESS
-    """To end with, when there were too many."""
+    """The exit code to end with after too many such starts."""
 
 
 class SignalArrived(_Event, frozen=True):
@@ -73,12 +75,12 @@ class SignalArrived(_Event, frozen=True):
 
 
 class CauseKnown(_Event, frozen=True):
-    """What Slurm answered when it was asked why."""
+    """Slurm's answer to the question why."""
 
     kind: CauseKind
     evidence: str
     seconds_left: float | None
-    """Until the job is killed; None where Slurm gives no deadline."""
+    """Seconds until the job is killed; None: Slurm gives no deadline."""
 
 
 class RankSaid(_Event, frozen=True):
@@ -91,18 +93,20 @@ class NodeFailed(_Event, frozen=True):
     node: str
     detail: str
     lost: bool = False
-    """The agent itself is gone: of the node nothing is known."""
+    """The agent itself is gone, so nothing is known about the node."""
 
 
 class StrangerFound(_Event, frozen=True):
-    """A rank ends itself, because a peer of its process group is none of ours. Comes before what follows from that."""
+    """A rank ends itself because a peer in its process group is not ours. Comes before the failures that follow from
+    it.
+    """
 
     node: str
     detail: str
 
 
 class Hung(_Event, frozen=True):
-    """A rank has passed no safe point for too long (`hang.py` says what that is)."""
+    """A rank has passed no safe point for too long (defined in `hang.py`)."""
 
     generation: int
     node: str
@@ -110,13 +114,13 @@ class Hung(_Event, frozen=True):
 
 
 class RunLost(_Event, frozen=True):
-    """A newer attempt owns the run: what ours do from here on counts for nothing. Said again while it is so."""
+    """A newer attempt owns the run, so the work of our ranks no longer counts. Repeated as long as it is so."""
 
     owner: str
 
 
 class GenerationEnded(_Event, frozen=True):
-    """The step with the agents is gone: no process of ours is left on any node."""
+    """The step with the agents is gone: none of our processes is left on any node."""
 
     exit_code: int
 
@@ -124,7 +128,7 @@ class GenerationEnded(_Event, frozen=True):
 class Verified(_Event, frozen=True):
     """A committed save was read back.
 
-    `pruned`: it was not found good, but the retention of the living run had removed it meanwhile.
+    `pruned`: it was not found good, but the retention of the living run had removed it in between.
     """
 
     name: str
@@ -142,16 +146,16 @@ class StartTimedOut(_Event, frozen=True):
 
 
 class BackoffOver(_Event, frozen=True):
-    """The pause after a crash is over. `stuck`: how many restarts in a row brought nothing new."""
+    """The pause after a crash is over. `stuck`: the number of starts in a row that brought nothing new."""
 
     stuck: int
 
 
 class RequeueAnswered(_Event, frozen=True):
-    """Slurm's final word on the requeue."""
+    """Slurm's final answer to the requeue."""
 
     exit_code: ExitCode
-    """REQUEUED, REQUEUE_FAILED, or CANCELLED where the user was faster."""
+    """REQUEUED, REQUEUE_FAILED, or CANCELLED if the user was faster."""
     detail: str
 
 

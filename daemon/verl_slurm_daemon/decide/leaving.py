@@ -1,9 +1,9 @@
-"""May an agent leave? Decided from what it knows, never from how it came to its end. Pure.
+"""Decides whether an agent may leave: from what it knows, never from how it came to its end. Pure.
 
-The property that `decide` stands for: an agent leaves only where the lead knows (it said so itself, or it answers and
-so will see the agent's link end), where there is no Slurm to ask, or after it asked Slurm to run the job again; and
-Slurm's answer to that is no where the user cancelled the job (`slurm/client.py: refuse_requeue`). Every way an
-agent's work can end comes through here: the lead's Shutdown, a lost link, ranks that have ended, and any exception.
+`decide` guarantees that an agent leaves in one of three cases. The lead knows: it said so itself, or it answers and
+so will see the agent's link end. Or there is no Slurm to ask. Or the agent has asked Slurm to run the job again;
+Slurm refuses that if the user cancelled the job (`slurm/client.py: refuse_requeue`). Every way an agent's work can
+end comes through here: the lead's Shutdown, a lost link, ranks that have ended, and any exception.
 """
 
 from typing import Literal
@@ -13,17 +13,18 @@ import msgspec
 __all__ = ["PATIENCE_S", "Known", "Verdict", "decide"]
 
 PATIENCE_S = 600.0
-"""How long Slurm may have the job as running while its lead does not answer. Slurm learns of a batch process's death
-within a second (seen: 0.2 s) unless its node is lost, too, and then within minutes; storage that hangs may keep a lead
-silent for minutes, and it goes on afterwards."""
+"""Seconds that Slurm may have the job as running while its lead does not answer. Slurm learns of a batch process's
+death within a second (seen: 0.2 s), or within minutes if the node is lost, too. Storage that hangs may keep a lead
+silent for minutes, after which it goes on.
+"""
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What an agent knows whose work is over."""
+    """The knowledge of an agent whose work is over."""
 
     in_slurm: bool
     released: bool
-    """The lead said Shutdown, be it as the answer to NodeExited."""
+    """The lead said Shutdown; it may have been the answer to NodeExited."""
     link_up: bool
     """The connection to the lead has not ended."""
     joined: bool
@@ -31,32 +32,32 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
     looked: bool = False
     """The facts below have been looked at."""
     lead_ended: bool | None = None
-    """The journal has this attempt's end; None: it cannot be read."""
+    """The journal has the end of this attempt; None: it cannot be read."""
     lead_answers: bool = False
-    """A new connection was answered by a lead that knows this attempt's token."""
+    """A lead that knows this attempt's token answered a new connection."""
     job_runs: bool | None = None
     """Slurm has the job as running; None: it does not say, or was not asked yet."""
     waited_s: float = 0.0
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """What to do, and why."""
+    """The next step, and its reason."""
 
     do: Literal["leave", "ask", "look"]
-    """`ask`: for a requeue, then leave. `look`: at the facts, again, then decide again."""
+    """`ask`: for a requeue, then leave. `look`: at the facts again, then decide again."""
     reason: str
 
 
 def decide(known: Known) -> Verdict:
-    """One of the three."""
+    """Decides for one of the three verdicts."""
     if known.released and known.link_up:
         return Verdict("leave", "the lead said so")
     if not known.in_slurm:
         return Verdict("leave", "there is no Slurm to ask")
     if not known.looked:
         return Verdict("look", "the lead may be gone")
-    # A lead that took the restart down for good may end before its agents do: then its word stands. One that only
-    # wanted to start anew, and was killed meanwhile, has not written an end.
+    # A lead that ended the restart for good may end before its agents do; then its word stands. A lead that wanted to
+    # start again, and was killed meanwhile, has not written an end.
     if known.released and known.lead_ended is not False:
         return Verdict("leave", "the lead said so, and has ended")
     if known.lead_answers:

@@ -1,4 +1,4 @@
-"""What a lead knows while it decides: data for `policy.decide`, and nothing that acts."""
+"""The lead's knowledge while it decides: data for `policy.decide`, without effects."""
 
 from enum import StrEnum
 from typing import Literal
@@ -16,7 +16,7 @@ _ENOUGH_TO_BLAME = 2
 
 
 class Intent(StrEnum):
-    """What is to happen when the ranks are gone."""
+    """The plan for the time when the ranks are gone."""
 
     REQUEUE = "requeue"
     CANCELLED = "cancelled"
@@ -27,7 +27,7 @@ FailureKind = Literal["crash", "hang", "node", "stranger"]
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """The patience that the user configured (`DaemonConfig`)."""
+    """The limits that the user configured (`DaemonConfig`)."""
 
     crash_budget: int
     backoff_s: float
@@ -37,7 +37,7 @@ class Limits(msgspec.Struct, frozen=True):
     stranger_budget: int = 4
 
     def budget(self, kind: FailureKind) -> int:
-        """Restarts in place after such failures."""
+        """Returns how many restarts in place such failures allow."""
         budgets: dict[FailureKind, int] = {
             "crash": self.crash_budget,
             "hang": self.hang_budget,
@@ -48,7 +48,7 @@ class Limits(msgspec.Struct, frozen=True):
 
 
 class Model(msgspec.Struct, frozen=True):
-    """All that a decision may depend on."""
+    """Everything that a decision may depend on."""
 
     limits: Limits
     state: State = State.STARTING
@@ -57,11 +57,11 @@ class Model(msgspec.Struct, frozen=True):
     crashes: int = 0
     """Failures of all kinds in this allocation, since the last checkpoint that verified."""
     failed: tuple[tuple[FailureKind, str], ...] = ()
-    """The same one by one: kind, and the node that was behind it (empty: nobody knows)."""
+    """The same failures one by one: kind, and the node that caused it (empty: unknown)."""
     failure_kind: FailureKind = "crash"
     failure_node: str = ""
     fruitless: int = 0
-    """Crashed restarts in a row that sampled nothing new: what the back-off grows with."""
+    """Crashed restarts in a row that sampled nothing new; the back-off grows with this number."""
     strangers: int = 0
     """Starts in a row, of all attempts, that met strangers and had sampled nothing new."""
     request_id: int = 0
@@ -69,38 +69,38 @@ class Model(msgspec.Struct, frozen=True):
     cause: str = ""
     asking: bool = False
     ask_again: str = ""
-    """What arrived while Slurm was being asked: its answer may be older than that."""
+    """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
     started: bool = False
-    """A rank of this restart has spoken."""
+    """A rank of this restart has sent a message."""
     finished: frozenset[int] = frozenset()
     unverified: str = ""
-    """The newest checkpoint whose read-back has not been heard of."""
+    """The newest checkpoint whose read-back has no result yet."""
     lost: str = ""
-    """What came of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
+    """The result of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
     came: frozenset[int] = frozenset()
     """The ranks that have come to the save before the end."""
     wrote: frozenset[int] = frozenset()
     """Those of them whose own part of it is durable."""
     on_nodes: SavedOnNodes | None = None
-    """What the nodes' disks have of the save before the end, when shared storage has not, yet."""
+    """What the nodes' disks have of the save before the end, while shared storage does not have it."""
     failure: str = ""
     """Why the present restart is being taken down; empty: it is not."""
     refusal: Refused | None = None
-    """What the trainer of the present restart will not do, however often it is started."""
+    """The present trainer's refusal, which another start would not change."""
     step_gone: bool = True
     fresh: bool = False
     """This restart has sampled a rollout of its own: it is past everything that was replayed."""
     requeue: inputs.RequeueAnswered | None = None
     delay_s: int | None = None
-    """Seconds that the next start is to wait; None: as the user configured it."""
+    """Seconds that the next start has to wait; None: as the user configured it."""
     step: int = 0
-    """Whole steps done, as the ranks say."""
+    """Completed steps, as the ranks report them."""
     raised: str = ""
-    """Where the user's code raised last, and what; empty: it has not, or new rollouts came since."""
+    """Where the user's code last raised, and the exception; empty: it has not, or new rollouts came since."""
 
     @property
     def saves_unbounded(self) -> bool:
-        """The one save before the end that has no deadline: of a requeue that was wished for."""
+        """Returns whether this is a save before the end without a deadline: the user asked for the requeue."""
         return self.state is State.SAVING and self.cause == "operator_requeue"
 
 
@@ -110,7 +110,8 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 def suspects(failed: tuple[tuple[FailureKind, str], ...]) -> tuple[str, ...]:
-    """The node that was behind all of several failures. A program that is wrong fails on any node: with one failure,
-    or with several on different nodes, no node is to blame."""
+    """Returns the node that caused all of several failures. A wrong program fails on any node. So after one failure,
+    or several on different nodes, no node is to blame.
+    """
     nodes = {node for _, node in failed}
     return tuple(nodes) if len(failed) >= _ENOUGH_TO_BLAME and len(nodes) == 1 and nodes != {""} else ()

@@ -1,4 +1,4 @@
-"""What the journal is told of saves: pure, and the one place that says when a save has one copy only."""
+"""Builds the journal's notes about saves, including the note that a save has one copy. Pure."""
 
 from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import Saved, SavedOnNodes
@@ -12,7 +12,7 @@ _MOST_NAMED = 8
 
 
 def saved_notes(message: Saved) -> tuple[act.Note, ...]:
-    """A save that is done; with which medium does not have it, if one has not."""
+    """Returns the notes about a completed save, naming a medium that lacks it."""
     saved = ev.Saved(
         message.name,
         seconds=round(message.seconds, 3),
@@ -26,13 +26,13 @@ def saved_notes(message: Saved) -> tuple[act.Note, ...]:
 
 
 def kept_note(message: SavedOnNodes) -> act.Note:
-    """Said at once: should the daemon be killed next, a person still reads where the work is."""
+    """Returns a note to be written at once: if the daemon is killed next, a person can still read where the work is."""
     reason = f"{message.name} is on the nodes' disks, read back; shared storage is still being written"
     return act.Note(ev.SecondCopy(reason, message.name))
 
 
 def late_ranks(model: Model) -> str:
-    """For whom the save before the end still waits; empty: for no rank."""
+    """Names the ranks that the save before the end still waits for; empty: none."""
     if model.state is not State.SAVING:
         return ""
     absent, writing = frozenset(range(model.world_size)) - model.came, model.came - model.wrote
@@ -45,12 +45,12 @@ def late_ranks(model: Model) -> str:
 
 
 def given_up(kept: SavedOnNodes | None, state: State, reason: str) -> tuple[act.Note, ...]:
-    """The answer when the save before the end is waited for no longer.
+    """Returns the notes for a save before the end that is no longer waited for.
 
     Args:
         kept: what the nodes' disks have of it, read back; None: nothing.
-        state: in CHECKING, shared storage has it as well, and nobody has read it there.
-        reason: why nobody waits.
+        state: in CHECKING, shared storage has it as well, but it was not read back there.
+        reason: why the wait ends.
     """
     if kept is None:
         return (act.Note(ev.Degraded(reason)),)

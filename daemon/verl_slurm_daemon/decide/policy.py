@@ -1,14 +1,14 @@
-"""What a lead does about what happens: one pure function from (model, event) to (model, actions).
+"""Decides how a lead reacts: one pure function from (model, event) to (model, actions).
 
-No clock, no process, no Slurm and no file in here; whatever these know arrives in an event. So every line of
-the table of causes is a unit test, and a journal can be replayed through the same function.
+It uses no clock, no process, no Slurm and no file; their facts arrive in events. So every line of the table of causes
+is a unit test, and a journal can be replayed through the same function.
 
 Three rules stand above the rest:
 
 1. A cancel is final. It turns any intention to requeue into an intention to leave, in every state in which the
-   requeue has not been asked for yet; and `effects` reads the job's state once more before it asks.
-2. The requeue is asked for before the deadline whether or not the save is done: a run without a fresh
-   checkpoint loses a little (the ledger keeps the rollouts), a job that Slurm has ended loses its place.
+   requeue has not been asked for yet. `effects` also reads the job's state once more before it asks.
+2. The requeue is asked for before the deadline whether or not the save is done. A run without a fresh checkpoint
+   loses a little (the ledger keeps the rollouts); a job that Slurm has ended loses its place.
 3. All ranks done is the end, whatever was asked for in between.
 """
 
@@ -44,16 +44,17 @@ _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitC
 _MOST_DOUBLINGS = 6
 _MOST_FAILED_STARTS = 24
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
-"""Of starts that storage stopped, and of jobs that strangers kept from starting: the second one waits 30 s, then
-60, ...: the last of 24 begins 18 hours later."""
+"""Waits after starts that storage stopped, and of jobs that strangers kept from starting. The second start waits
+30 s, then 60, ...: the last of 24 begins 18 hours later.
+"""
 _STRANGER_DELAY_S = 5
-"""In place, after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
+"""Wait in place after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
 _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
 _TRAINING = (State.LAUNCHING, State.RUNNING)
 
 
 def decide(model: Model, event: inputs.Input) -> Decision:
-    """What follows from `event`.
+    """Returns what follows from `event`.
 
     Raises:
         AssertionError: the policy made a transition that `states.NEXT` does not have: our bug.
@@ -90,7 +91,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
                 return _give_up(model, detail)
             if generation != model.generation or model.state not in _TRAINING:
                 return Decision(model)  # any other save before the end has its own deadline
-            if _all_finished(model):  # their work is done, and counts; only their processes do not end
+            if _all_finished(model):  # their work is done and counts; their processes do not end
                 warning = act.Note(ev.Warned("hang", detail))
                 return Decision(model, (warning, act.TakeDown(True)))
             return _on_failure(model, detail, "hang", node)
@@ -137,8 +138,9 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
 
 
 def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
-    """Another node, or a later hour, may do. Each such start in a row waits twice as long as the one before, so that
-    storage which is away for a night costs a few minutes of the allocation and not the run."""
+    """Requeues: another node, or a later hour, may do. Each such start in a row waits twice as long as the one
+    before. So storage that is away for a night costs a few minutes of the allocation and not the run.
+    """
     note = act.Note(ev.StartFailed(event.detail, event.before))
     if event.before >= _MOST_FAILED_STARTS:
         reason = f"{event.before + 1} attempts in a row could not begin: {event.detail}"
@@ -151,7 +153,7 @@ def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
 
 
 def _on_all_done(model: Model, name: str, detail: str) -> Decision:
-    """No rank was started. A cancel, or a requeue that Slurm has taken, that came meanwhile is kept."""
+    """Ends a start that needs no ranks. A cancel, or a requeue that Slurm accepted, that came in between is kept."""
     note = act.Note(ev.Done(name, detail))
     model = msgspec.structs.replace(model, step_gone=True)
     after = _exit(model, ExitCode.OK, detail) if model.state is State.LAUNCHING else _maybe_exit(model)
@@ -159,8 +161,9 @@ def _on_all_done(model: Model, name: str, detail: str) -> Decision:
 
 
 def _on_run_lost(model: Model, owner: str) -> Decision:
-    """Down with the ranks, as if one of them had been refused: what they do counts for nothing. Where they are not gone
-    when it is said again (srun may wait for a node that is lost), this lead leaves without them."""
+    """Takes the ranks down as if one had been refused: their work no longer counts. If they are still there when the
+    event is repeated (srun may wait for a lost node), this lead leaves without them.
+    """
     lost = model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED
     reason = f"a newer attempt owns the run: {owner}"
     if model.state is State.ENDED:
@@ -173,8 +176,8 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
 
 
 def _on_signal(model: Model, signal: str, where: str) -> Decision:
-    # Slurm signals every step of a job at once; one question answers them all. Once the ranks were asked to
-    # stop, only the lead's own signals can bring news: a cancel in the middle of the save, or of the requeue.
+    # Slurm signals every step of a job at once; one question answers them all. Once the ranks were asked to stop, new
+    # facts come with the lead's own signals: a cancel in the middle of the save, or of the requeue.
     stale = model.state not in (*_TRAINING, State.PAUSED) and where != "lead"
     if model.state is State.ENDED or stale:
         return Decision(model)
@@ -192,11 +195,12 @@ def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
 
 def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     if event.kind == "none" or (model.state is State.LEAVING and event.kind != "cancel"):
-        return Decision(model)  # on the way out: the requeue's own TERM, a preemption of what leaves anyway
+        # Leaving already: the requeue's own TERM, or a preemption of a job that ends anyway.
+        return Decision(model)
     left = None if event.seconds_left is None else round(event.seconds_left, 1)
     note = act.Note(ev.Cause(event.kind, event.evidence, left))
     match event.kind:
-        case "unknown" | "operator":  # Slurm may be away: a save can only help, whatever it is
+        case "unknown" | "operator":  # Slurm may be away: a save can only help, whatever the cause
             return _operator_save(model, note)
         case "suspended":
             return Decision(model, (note,))
@@ -209,12 +213,12 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         case _:
             assert_never(event.kind)
     known = event.kind == model.cause and model.state in (State.SAVING, State.CHECKING)
-    notes = () if known else (note,)  # Slurm sends CONT and USR1: one story is enough
+    notes = () if known else (note,)  # Slurm sends CONT and USR1: one note is enough
     model = msgspec.structs.replace(model, intent=intent, cause=event.kind)
     if model.state in _BEFORE_RANKS or (
         model.state is State.RUNNING and event.kind in ("node_lost", "failed")
     ):
-        return _leave(model, note)  # nobody there who could save
+        return _leave(model, note)  # no rank is there to save
     if model.state is State.RUNNING:
         request_id = model.request_id + 1
         model = msgspec.structs.replace(
@@ -223,7 +227,8 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         request = act.SaveRequest(request_id=request_id, stop=True, seconds_left=event.seconds_left)
         return Decision(model, (note, request))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
-        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))  # it may have come nearer
+        # The deadline may be nearer now.
+        return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))
     exit_now = _maybe_exit(model)
     return Decision(exit_now.model, (*notes, *exit_now.actions))
 
@@ -251,17 +256,17 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 return Decision(model)
             return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
         case Saved():
-            if message.request_id > model.request_id:  # nobody asked that
+            if message.request_id > model.request_id:  # no such request was made
                 return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
             notes = saved_notes(message)
             if not message.on_shared:
-                # The ranks have read it back where it is; there is nothing here that we could read.
+                # The ranks have read it back on their nodes; the lead cannot read it from here.
                 if model.state is State.SAVING and message.request_id == model.request_id:
                     return _leave(model, *notes)
                 return Decision(model, notes)
             actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
             if model.state is State.CHECKING and model.unverified and message.request_id != model.request_id:
-                return Decision(model, actions)  # late; what is waited for is the answer that came before it
+                return Decision(model, actions)  # late; the awaited answer has come already
             model = msgspec.structs.replace(model, unverified=message.name, lost="")
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return Decision(msgspec.structs.replace(model, state=State.CHECKING), actions)
@@ -283,8 +288,10 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
 
 
 def _on_refused(model: Model, message: Refused) -> Decision:
-    """What another start would not change ends the run. User code that raised after it had worked is started once more,
-    since what it asks may answer again; the same exception at the same place, with nothing new in between, is final."""
+    """Ends the run if another start would not change the refusal. User code that raised after it had worked is
+    started once more, since a service it uses may answer again. The same exception at the same place, with nothing
+    new in between, is final.
+    """
     note = act.Note(ev.Refused(message.reason, message.rank))
     if model.state not in _TRAINING:
         return Decision(model, (note,))
@@ -299,7 +306,7 @@ def _on_refused(model: Model, message: Refused) -> Decision:
 
 
 def _further(model: Model, message: SaveStarted | PartSaved) -> Model:
-    """How far a rank has got with the save before the end."""
+    """Records a rank's progress in the save before the end."""
     if model.state is not State.SAVING or message.request_id != model.request_id:
         return model
     if isinstance(message, SaveStarted):
@@ -321,7 +328,7 @@ def _on_progress(model: Model, message: Progress) -> Decision:
 
 
 def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
-    """A node is dead, or silent. The others are taken down too: ranks cannot go on without one another."""
+    """Reacts to a node that is dead or silent. The others are taken down too: no rank can go on alone."""
     if model.state not in (*_TRAINING, State.SAVING) or model.failure or _all_finished(model):
         return Decision(model)
     after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
@@ -331,7 +338,9 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
 
 
 def _on_stranger(model: Model, node: str, detail: str) -> Decision:
-    """The start is lost. What the ranks say of it, before or after, follows from that and is not its fault."""
+    """Reacts to a stranger: the start is lost. What the ranks report of it, before or after, follows from that and is
+    no failure of its own.
+    """
     refused = model.refusal is not None and not model.refusal.place
     if model.state not in (*_TRAINING, State.SAVING) or refused or _all_finished(model):
         return Decision(model)
@@ -346,7 +355,7 @@ def _on_generation_ended(model: Model, exit_code: int) -> Decision:
     if model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED:
         return _exit(model, ExitCode.FENCED, model.refusal.reason)
     if _all_finished(model) and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
-        if model.unverified:  # done is done only when the last checkpoint has been read back
+        if model.unverified:  # the run is done once the last checkpoint has been read back
             return Decision(msgspec.structs.replace(model, state=State.CHECKING))
         return _on_end(model)
     match model.state:
@@ -382,8 +391,10 @@ def _on_crash(model: Model, detail: str) -> Decision:
 
 
 def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
-    """Wait longer each time: some minutes in place, then without the nodes, up to an hour at a time. A run that meets
-    nothing else for most of a day ends, with a report: it would queue for weeks, and train on no day of them."""
+    """Waits longer each time: some minutes in place, then without the nodes, up to an hour at a time. A run that
+    meets nothing else for most of a day ends with a report: otherwise it would queue for weeks and train on no day of
+    them.
+    """
     starts = 1 if model.fresh else model.strangers + 1
     model = msgspec.structs.replace(model, strangers=starts)
     budget = model.limits.stranger_budget
@@ -421,7 +432,7 @@ def _on_verified(model: Model, event: inputs.Verified) -> Decision:
     model = msgspec.structs.replace(model, unverified="", lost=lost)
     if model.state is State.CHECKING and not _all_finished(model):
         return _leave(model, note)
-    # Where all are done, their end is the next event.
+    # If all are done, their end is the next event.
     after = _on_end(model) if model.state is State.CHECKING and model.step_gone else Decision(model)
     return Decision(after.model, (note, *after.actions))
 
@@ -432,7 +443,7 @@ def _on_end(model: Model) -> Decision:
 
 
 def _leave(model: Model, *notes: act.Note) -> Decision:
-    """Take the step down and, where that is the intent, ask for the requeue at the same time."""
+    """Takes the step down. If the intent is to requeue, asks for it at the same time."""
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
         actions.append(act.Requeue(suspects(model.failed), model.delay_s))
@@ -444,7 +455,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
 
 
 def _give_up(model: Model, reason: str) -> Decision:
-    """Leave without waiting for the save any longer."""
+    """Leaves without waiting for the save any longer."""
     kept = model.on_nodes
     ours = kept if kept is not None and kept.request_id == model.request_id else None
     return _leave(model, *given_up(ours, model.state, reason))

@@ -1,4 +1,4 @@
-"""The states of a lead, and which may follow which. The policy fills in when; this page says what is possible.
+"""The states of a lead and the possible transitions. The policy decides when a transition is made.
 
 ```
 STARTING ──▶ LAUNCHING ──▶ RUNNING ──▶ SAVING ──▶ CHECKING ──▶ LEAVING ──▶ ENDED
@@ -8,10 +8,10 @@ STARTING ──▶ LAUNCHING ──▶ RUNNING ──▶ SAVING ──▶ CHECKI
    └──────────────────────────────────────────────────────────────▶ ENDED  (refused at the start)
 ```
 
-From every state before LEAVING, ENDED is reached at once where nothing is left to take down: all ranks finished,
+From every state before LEAVING, ENDED is reached at once if nothing is left to take down: all ranks finished,
 the trainer refused, or there was no progress.
 
-* STARTING: fenced in, choosing what to resume from.
+* STARTING: fenced in, choosing the checkpoint to resume from.
 * LAUNCHING: the step with the agents is started; no rank has passed a safe point yet.
 * RUNNING: every rank trains. An operator's save happens here, without leaving the state.
 * SAVING: the ranks were asked to save and to stop.
@@ -27,7 +27,7 @@ __all__ = ["NEXT", "State"]
 
 
 class State(StrEnum):
-    """Where a lead is; see the module."""
+    """The state of a lead; see the module."""
 
     STARTING = "starting"
     LAUNCHING = "launching"
@@ -49,4 +49,6 @@ NEXT: dict[State, frozenset[State]] = {
     State.LEAVING: frozenset({State.ENDED}),
     State.ENDED: frozenset(),
 }
-"""A state may also follow itself. `policy.decide` is checked against this table after every event."""
+"""Allowed successors of each state; a state may also follow itself. `policy.decide` is checked against this table
+after every event.
+"""

@@ -1,6 +1,6 @@
-"""The only file in which a lead acts: starts steps, talks to agents, asks Slurm, reads checkpoints back.
+"""Carries out the policy's actions: starts steps, talks to agents, asks Slurm, reads checkpoints back.
 
-Every effect runs as a task of its own and reports by an event; none is waited for in the loop, so a hanging
+Every effect runs as a task of its own and reports by an event. The loop waits for none of them, so a hanging
 `scontrol` or a slow disk never delays the next decision.
 """
 
@@ -65,18 +65,18 @@ __all__ = ["Effects"]
 _GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
 _AGENTS_READY_S = 60.0
-"""From srun to the last agent's first word: 0.3 s on an idle cluster; a node whose disk is slow may need a while."""
+"""From srun to the last agent's first message: 0.3 s on an idle cluster; a node with a slow disk may need longer."""
 _STEP_ENDS_S = 2.0
-"""From the end of the first agent to that of srun, where srun is what ends."""
+"""From the end of the first agent to that of srun, if srun is what ends."""
 _STACKS_S = 5.0
-"""For all agents' word that stacks are written; each takes a second."""
+"""Limit for all agents to report that stacks are written; each takes a second."""
 
 
 class Effects:
-    """The hands of one lead.
+    """Carries out the actions of one lead.
 
     Args:
-        post: where events go.
+        post: takes the resulting events.
     """
 
     def __init__(
@@ -107,10 +107,10 @@ class Effects:
         self.refusals = Refusals(REASONS, self._tell_of_stranger)
         self.exit: tuple[ExitCode, str] | None = None
         self.left_clean = True
-        """The newest step ended by itself; a node that hangs may keep the job for a while where it did not."""
+        """Whether the newest step ended by itself. If not, a node that hangs may keep the job for a while."""
 
     async def open(self) -> None:
-        """Read the key, where one is configured; listen for agents; have checkpoints moved to their tiers.
+        """Reads the key, if one is configured; listens for agents; starts moving checkpoints to their tiers.
 
         Raises:
             KeyRefused, PermissionRefused: `keys.load_keys`.
@@ -118,7 +118,7 @@ class Effects:
         self._keys = load_keys(self._config.checkpoint.encryption)
         self._spawn(self._mover.run())
         token = secrets.token_bytes(32)
-        # Twice the agents: each may ask over a second connection whether we live (`orphan`).
+        # Twice the agents: each may ask over a second connection whether the lead lives (`orphan`).
         links = 2 * self._config.distributed.nodes + 4
         host = await self._allocation.address()
         self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals.add)
@@ -130,7 +130,7 @@ class Effects:
         )
 
     def _announce(self, generation: int) -> None:
-        """Say that agents may join. srun's are told by being started; those of a hostfile wait for this."""
+        """Announces that agents may join. Those of srun need no announcement; those of a hostfile wait for it."""
         if self._address is not None:
             self._address = msgspec.structs.replace(self._address, generation=generation)
             write_lead_address(self._paths, self._address)
@@ -178,7 +178,7 @@ class Effects:
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # An effect that breaks must not leave the lead waiting for its event for ever.
+            # An effect that breaks must not leave the lead waiting for its event.
             self._journal.write(ev.Internal(f"{type(error).__name__}: {error}"))
             if self.exit is None:
                 code = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
@@ -211,10 +211,10 @@ class Effects:
         watch = asyncio.create_task(self._watch_pace(generation))
         codes = [await process.wait() for process in self._step]
         watch.cancel()
-        # srun may have died alone: no rank lives on beside the next restart's
+        # srun may have died alone: no rank may survive into the next restart
         for link in self._links.values():
             link.send(Shutdown())
-        if self._listeners:  # what the agents said last is still in the sockets
+        if self._listeners:  # the agents' last messages are still in the sockets
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
             link.close()
@@ -223,7 +223,7 @@ class Effects:
     async def _begin(
         self, generation: int
     ) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone | inputs.Over:
-        """Choose where to resume and start the step with the agents; else why it was not started.
+        """Chooses the resume point and starts the step with the agents; otherwise returns why it was not started.
 
         Raises:
             OSError, VerlSlurmError: nothing was started.
@@ -237,17 +237,17 @@ class Effects:
         self._paths.resume_once.unlink(missing_ok=True)
         if done:
             return inputs.AllDone(point.name, done)
-        if self._leaving.is_set():  # a cancel came while we looked
+        if self._leaving.is_set():  # a cancel came during the search
             return inputs.GenerationEnded(0)
         self._announce(generation)
         self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
         return point
 
     def _require_unchanged(self, point: ResumePoint) -> None:
-        """What the ranks will read is what the run has trained with so far, as far as that matters.
+        """Checks that the configuration for the ranks is the one the run has trained with, in all keys that matter.
 
         Raises:
-            ConfigError: it is not; the keys and their values are named.
+            ConfigError: it is not; names the keys and their values.
         """
         now = load_own(self._paths.run_yaml)
         newest = self._paths.checkpoints / point.name if point.name else None
@@ -265,7 +265,7 @@ class Effects:
         find = partial(find_resume_point, self._paths, checkpoint.resume_from, self._epoch, self._keys)
         told: list[str] = []
         if checkpoint.local_dir and not self._paths.resume_once.exists():
-            # What the nodes hold is newer than what lies in a tier: it comes home first.
+            # The nodes hold something newer than a tier does, so that comes home first.
             point = await asyncio.to_thread(find)
             told += point.reasons
             await self._bring_home(point.name)
@@ -328,7 +328,8 @@ class Effects:
                     )
                 case NodeExited():
                     said_goodbye = True
-                    # The agent waits for it, for we might be gone; without its driver, all of Ray waits for nothing.
+                    # The agent waits for this in case the lead is gone.
+                    # Without its driver, all of Ray waits in vain.
                     for heard in self._links.values() if self._config.trainer.on_ray else (link,):
                         heard.send(Shutdown())
                     if message.exit_code != 0:
@@ -339,7 +340,8 @@ class Effects:
                     store.call(message, link.send)
                 case StrangerMet():
                     self._journal.write(ev.Stranger("ranks", message.peers, node=node, rank=message.rank))
-                    # Before the answer, for which the rank waits: its end, and its peers' words on it, come after.
+                    # Posted before the answer that the rank waits for: its end, and its peers' reports of it, come
+                    # after.
                     self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
                     link.send(StoreAnswer(call=message.call, outcome="ok"))
                 case StacksWritten():
@@ -362,8 +364,9 @@ class Effects:
             self._post(inputs.NodeFailed(node, detail, lost=True))
 
     async def _fell_with_the_step(self) -> bool:
-        """Whether an agent is gone because its step did not come up as a whole: srun ends the agents that run when a
-        node cannot be reached (24.11). Then nothing speaks against the agent's own node."""
+        """Returns whether an agent is gone because its step did not come up as a whole: srun ends the running agents
+        if a node cannot be reached (24.11). Then nothing speaks against the agent's own node.
+        """
         if self._all_ready.is_set() or not self._step:
             return False
         with contextlib.suppress(TimeoutError):
@@ -372,12 +375,12 @@ class Effects:
         return all(process.returncode is not None for process in self._step)
 
     async def _write_stacks(self) -> None:
-        """Have all ranks say where they stand, and wait for it, bounded: a node that is dead says nothing."""
+        """Makes all ranks dump their stacks and waits, bounded: a dead node does not answer."""
         for link in self._links.values():
             link.send(DumpStacks())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STACKS_S):
-                for _ in range(len(self._links)):  # more may join meanwhile
+                for _ in range(len(self._links)):  # more may join in between
                     written = await self._stacks.get()
                     self._journal.write(ev.Stacks(written.node, written.log))
 
@@ -386,7 +389,7 @@ class Effects:
             generation = self._generation
             await self._write_stacks()
             if generation != self._generation:
-                return  # it ended by itself meanwhile: what runs now is the next one
+                return  # it ended by itself in between: the running one is the next
         self._leaving.set()
         step = self._step
         for link in self._links.values():
@@ -413,7 +416,7 @@ class Effects:
         if left is not None:
             self._arm(left)
             self._mover.interrupt()
-        seconds_left = left and round(left, 1)  # written down last: a disk may be slow, and the time runs
+        seconds_left = left and round(left, 1)  # recorded last: a disk may be slow, and the time runs
         self._journal.write(ev.Save(request.stop, request.request_id, seconds_left))
 
     def _arm(self, seconds_left: float) -> None:
@@ -431,7 +434,7 @@ class Effects:
             self._mover.wake()
 
     async def _bring_home(self, after: str) -> bool:
-        """Have every node send what shared storage lacks; whether anything came of it."""
+        """Makes every node send what shared storage lacks; returns whether anything came of it."""
         argv = bring_home_argv(sys.executable, self._paths, self._epoch, after)
         try:
             step = await self._allocation.start_step(argv)
@@ -459,6 +462,6 @@ class Effects:
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
         stuck = 0
-        with contextlib.suppress(OSError):  # storage may be better by now; if not, we are here again soon
+        with contextlib.suppress(OSError):  # storage may work by now; if not, this code runs again soon
             stuck = stuck_restarts(read_events(self._paths))
         self._post(inputs.BackoffOver(stuck))

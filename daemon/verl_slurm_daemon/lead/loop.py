@@ -1,11 +1,13 @@
-"""One lead a job: gathers what happens, lets the policy decide, and has it done. An attempt, from top to bottom.
+"""The lead, one per job: collects events, lets the policy decide, and has the actions carried out.
 
-1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. Storage that does not let it is
-   waited for, and then the start has failed (`start.py`).
-2. The data set is held against its fingerprint, restarts without progress are counted.
+One attempt, in order:
+
+1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. If storage does not
+   allow it, the lead waits; after that the start has failed (`start.py`).
+2. The data set is compared with its fingerprint; starts without progress are counted.
 3. Restarts, until the policy says `Exit`.
-4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is written down.
-   Where this was a requeue outside Slurm, the next attempt begins in this process.
+4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.
+   After a requeue outside Slurm, the next attempt begins in this process.
 """
 
 import asyncio
@@ -57,13 +59,13 @@ __all__ = ["run_lead"]
 _STATUS_EVERY_S = 1.0
 _FENCE_EVERY_S = 2.0
 _LOOK_AGAIN_S = 300.0
-"""Where the job has no limit."""
+"""Seconds between looks if the job has no limit."""
 _LOOK_SOON_S = 15.0
-"""Where Slurm did not answer, or the end is near and nothing came of it."""
+"""The same if Slurm did not answer, or the end is near and no action followed."""
 
 
 class Lead:
-    """See the module.
+    """The lead of one attempt; see the module.
 
     Args:
         failed: why this start can only ask for another one (`start.prepare`).
@@ -127,11 +129,11 @@ class Lead:
         return code
 
     async def _take_run(self) -> Epoch | None:
-        """The run made ours; None: storage does not let us, and how is in `self._failed`.
+        """Takes the run; returns None if storage does not allow it, with the error in `self._failed`.
 
         Raises:
-            Fenced: another attempt has it, and its lead lives.
-            CheckpointCorrupt: its owner cannot be told.
+            Fenced: another attempt has it, and lives.
+            CheckpointCorrupt: its owner cannot be determined.
         """
         for pause in () if self._failed else (*PAUSES_S, None):
             try:
@@ -153,7 +155,7 @@ class Lead:
         return None
 
     async def _begins(self, mine: Epoch, journal: Journal, effects: Effects) -> None:
-        """Say that the run is ours from here on."""
+        """Records that this attempt owns the run from here on."""
         if self._metrics is not None:
             await self._metrics.read_back()
             self._metrics.refused = effects.refusals.counts
@@ -175,9 +177,9 @@ class Lead:
     async def _end(
         self, mine: Epoch | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
     ) -> None:
-        """What is to become of the job, and the last word.
+        """Settles what is to become of the job, and records the end.
 
-        Where Slurm did not take the requeue (24), it may still start the job again by itself, and that is welcome.
+        If Slurm did not accept the requeue (24), it may still start the job again by itself, and that is welcome.
         """
         if code is ExitCode.REQUEUED:
             await self._allocation.hasten(clean)
@@ -196,7 +198,7 @@ class Lead:
             journal.write(ev.Fenced(int(code), reason))
 
     def _take_over(self) -> None:
-        """What the former attempts leave to the snapshot: how far the run is, and what it has gone through."""
+        """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions."""
         with suppress(OSError):  # it informs, nothing depends on it
             former = read_status(self._paths)
             self._status.step = max(former.get("step", 0), 0)
@@ -216,7 +218,7 @@ class Lead:
             status.last_interruption = msgspec.to_builtins(each[-1])
 
     async def _refuse_if_owned(self) -> Epoch | None:
-        """The run's former owner, which is over.
+        """Returns the run's former owner, which is over.
 
         Raises:
             Fenced: it is not.
@@ -265,7 +267,7 @@ class Lead:
             return start_failed(self._paths, self._allocation, error)
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
-        """What has to hold before a rank may start.
+        """Checks the conditions for starting ranks.
 
         Raises:
             OSError: storage does not answer.
@@ -282,7 +284,7 @@ class Lead:
         return inputs.Ready(self._config.speakers, stranger_restarts(read_events(self._paths)))
 
     async def _watch_the_fence(self) -> None:
-        """Whether the run is still ours, asked while nothing else happens: a lead may wait for srun."""
+        """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""
         while self._status.attempt:
             await asyncio.sleep(_FENCE_EVERY_S)
             try:
@@ -295,7 +297,7 @@ class Lead:
                 )
 
     async def _watch_the_clock(self) -> None:
-        """What no signal tells: a warning from before we listened, or one that was lost with a dead step."""
+        """Finds what no signal reported: a warning from before we listened, or one that was lost with a dead step."""
         lead_s = self._config.slurm.signal_lead_s
         while True:
             outlook = await self._allocation.outlook()
@@ -312,7 +314,7 @@ class Lead:
                 await asyncio.sleep(_LOOK_AGAIN_S if left is None else max(left - 0.75 * lead_s, 1.0))
 
     def _note(self, event: inputs.Input, journal: Journal) -> None:
-        """Keep the snapshot for `verl-slurm status`."""
+        """Updates the snapshot for `verl-slurm status`."""
         status, model = self._status, self._model
         if self._metrics is not None and isinstance(event, inputs.RankSaid):
             self._metrics.heard(event.message)
@@ -338,7 +340,7 @@ class Lead:
 
 
 def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
-    """The lead of this job, from start to end. Leaves the process by itself: see `_leave`.
+    """Runs the lead of this job from start to end. Leaves the process by itself: see `_leave`.
 
     Args:
         hostfile: the hosts of a run without Slurm; this is the first of them.
@@ -362,9 +364,10 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
 
 
 def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
-    """Out at once, from inside the loop: it would wait for a read-back in a thread, while the requeue's delay runs.
+    """Leaves at once, from inside the loop: the loop would wait for a read-back in a thread while the requeue's delay
+    runs.
 
-    Outside Slurm the next attempt begins here. Signals are blocked until it listens: a cancel in between is kept.
+    Outside Slurm the next attempt begins here. Signals are blocked until it listens, so a cancel in between is kept.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,7 @@
-"""The lead's page for Prometheus: which numbers, under which names, with which words. docs/observability.md lists them.
+"""The lead's Prometheus page: its numbers, their names and their help texts. docs/observability.md lists them.
 
-The clock goes with the monotonic one from the moment the lead starts: a wall clock that is set makes no save older.
+From the moment the lead starts, its time follows the monotonic clock: setting the wall clock makes no save
+older.
 """
 
 import asyncio
@@ -37,17 +38,17 @@ _LEARNING = (
     "learning_rate",
     "eval/reward",
 )
-"""Columns of a step's row that are shown where `observability.learning_numbers` says so."""
+"""Columns of a step's row that are shown if `observability.learning_numbers` is set."""
 
 
 def steady_clock() -> Callable[[], float]:
-    """Seconds since the epoch, as they were at this call, and from there by the monotonic clock."""
+    """Returns a clock: seconds since the epoch as of this call, continued by the monotonic clock."""
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
 
 class LeadMetrics:
-    """Gathers and shows.
+    """Collects the numbers and renders the page.
 
     Args:
         status: the lead's own; read when a page is made.
@@ -64,7 +65,7 @@ class LeadMetrics:
         self._paths, self._config, self._status, self._clock = paths, config, status, clock
         self.run, self.live = RunNumbers(), LiveNumbers(range(config.speakers))
         self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
-        """At the control port, by reason; the lead's own."""
+        """Refused connections at the control port, by reason; the lead counts them."""
         self._queue: int | None = None
         self._exporter = Exporter(
             paths,
@@ -75,11 +76,11 @@ class LeadMetrics:
         )
 
     async def read_back(self) -> None:
-        """Read what the run has behind it; before anything is journaled."""
+        """Reads the run's history. Call it before anything is journaled."""
         await asyncio.to_thread(self._read_back)
 
     async def open(self, own_host: Callable[[], Awaitable[str]]) -> str:
-        """Listen; as `Exporter.open`."""
+        """Listens, as `Exporter.open`."""
         return await self._exporter.open(own_host, self._config.observability.metrics_port or 0)
 
     def _read_back(self) -> None:
@@ -92,14 +93,14 @@ class LeadMetrics:
         self._exporter.close()
 
     def journaled(self, event: Event) -> None:
-        """The lead writes this down now."""
+        """Takes note of an event that the lead is writing now."""
         if isinstance(event, Restart):
             self.live.new_generation()
         steady = datetime.fromtimestamp(self._clock(), UTC).isoformat()
         self.run.feed(msgspec.structs.replace(event, time=steady))
 
     def heard(self, message: FromRank) -> None:
-        """A rank said this now."""
+        """Takes note of a message from a rank."""
         self.live.feed(message, self._clock())
         if isinstance(message, Progress) and message.rank == 0:
             self._queue = queue_length(self._config, message.phase, message.index)
@@ -107,7 +108,7 @@ class LeadMetrics:
                 self.run.step_took(message.step, message.metrics["step_s"])
 
     def families(self) -> Iterator[Metric]:
-        """All of the page, but the process' own."""
+        """Yields all families of the page except the process' own."""
         now, live, status = self._clock(), self.live, self._status
         yield from self._of_issue(now)
         states = {str(state): float(state == status.state) for state in State}
@@ -141,7 +142,7 @@ class LeadMetrics:
             yield labelled(GaugeMetricFamily, "verl_learning", "Of the newest step.", "number", numbers)
 
     def _of_issue(self, now: float) -> Iterator[Metric]:
-        """The four that alerts are made of."""
+        """Yields the four numbers that alerts are built from."""
         run, live = self.run, self.live
         saved = run.first_started if run.last_save is None else run.last_save
         yield gauge(

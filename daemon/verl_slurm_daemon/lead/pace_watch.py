@@ -1,7 +1,8 @@
-"""Keeps the pace of one restart, from what its ranks say, and waits for a hang. What a hang is: `hang.py`.
+"""Keeps the pace of one restart from its ranks' messages, and waits for a hang. `hang.py` defines a hang.
 
-Time in which this process itself stood still is nobody's silence: `scontrol suspend` and gang scheduling stop the lead
-with its ranks, and storage that hangs stops the lead alone. It is seen by looks that come late, and left out.
+Time during which this process itself stood still does not count as silence. `scontrol suspend` and gang
+scheduling stop the lead with its ranks, and storage that hangs stops the lead alone. A look that comes late
+reveals such a stop, and the time is left out.
 """
 
 import asyncio
@@ -16,16 +17,16 @@ __all__ = ["PaceWatch"]
 
 _LEAST_LOOK_S = 0.1
 _MOST_LOOK_S = 10.0
-"""So much of a stop may go unnoticed."""
+"""The longest stop, in seconds, that may go unnoticed."""
 _LATE_S = 1.0
-"""A look that comes so much too late shows a stop, and not a busy machine."""
+"""Seconds by which a look must be late to show a stop rather than a busy machine."""
 
 
 class PaceWatch:
-    """See the module.
+    """Watches the pace of one restart; see the module.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, config: DaemonConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -35,7 +36,7 @@ class PaceWatch:
         self._next_look: float | None = None
 
     def awake_s(self) -> float:
-        """The clock, without the time in which this process stood still."""
+        """Returns the clock without the time during which this process stood still."""
         now = self._clock()
         if self._next_look is not None and now - self._next_look > _LATE_S:
             self._stood_still_s += now - self._next_look
@@ -43,7 +44,7 @@ class PaceWatch:
         return now - self._stood_still_s
 
     def hear(self, node: str, message: FromRank) -> None:
-        """A rank of `node` has said something."""
+        """Takes note of a message from a rank of `node`."""
         match message:
             case RankStarted(rank=rank):
                 self._node_of[rank] = node
@@ -56,7 +57,9 @@ class PaceWatch:
                 self._hang.finished(rank, self.awake_s())
 
     async def hang(self) -> tuple[str, str]:
-        """Wait until a rank has been silent for too long: its node (empty: not known), and words for people."""
+        """Waits until a rank has been silent for too long. Returns its node (empty: not known) and a text for
+        people.
+        """
         while (silence := self._hang.silence(self.awake_s())) is None:
             pause = min(max(self._hang.next_look_s(self.awake_s()), _LEAST_LOOK_S), _MOST_LOOK_S)
             self._next_look = self._clock() + pause

@@ -1,4 +1,4 @@
-"""Asks for another attempt of the job until there is an answer that counts, and has it stay away from bad nodes."""
+"""Asks for another attempt of the job until an answer counts, and makes it avoid bad nodes."""
 
 import asyncio
 import contextlib
@@ -28,10 +28,10 @@ async def requeue(
     avoid: tuple[str, ...],
     delay_s: int | None = None,
 ) -> RequeueAnswered:
-    """Slurm's final word.
+    """Returns Slurm's final answer to the request.
 
-    While Slurm is away or says nothing that counts, this job stays: leaving would end it for good, and staying costs
-    what is left of the grace time at most. Slurm's KILL ends the loop.
+    While Slurm is away or gives no answer that counts, this job stays. Leaving would end the run's job, and
+    staying costs at most the rest of the grace time. Slurm's KILL ends the loop.
     """
     while isinstance(answer := await allocation.requeue(delay_s), str):
         journal.write(ev.Requeue(False, answer))
@@ -39,7 +39,7 @@ async def requeue(
     accepted = answer.exit_code is ExitCode.REQUEUED
     journal.write(ev.Requeue(accepted, answer.detail))
     if accepted:
-        with contextlib.suppress(OSError):  # the journal cannot be read: then nothing is avoided
+        with contextlib.suppress(OSError):  # the journal cannot be read, so no node is avoided
             await _avoid(allocation, config, paths, journal, avoid)
     return answer
 
@@ -47,16 +47,15 @@ async def requeue(
 async def _avoid(
     allocation: Allocation, config: DaemonConfig, paths: RunPaths, journal: Journal, new: tuple[str, ...]
 ) -> None:
-    """Name to Slurm the nodes that failed us lately; once there were some, also that there are none any more."""
+    """Tells Slurm which nodes failed us lately. If there were some earlier and none now, tells it that as well."""
     events = read_events(paths)
     if not new and not any(isinstance(event, ev.Avoid) for event in events):
         return
     nodes = avoided_nodes(events, new, datetime.now(UTC), config.avoid_node_s)
     said = f"nothing is avoided: no answer in {_AVOID_S:.0f} s"
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(
-            _AVOID_S
-        ):  # the requeue is taken, and its delay runs: what waits is the way out
+        # Bounded: the requeue is accepted and its delay runs, so the exit is all that waits for this.
+        async with asyncio.timeout(_AVOID_S):
             said = await allocation.avoid(nodes)
     if said:
         journal.write(ev.Avoid(list(new), said))

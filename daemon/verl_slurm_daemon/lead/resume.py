@@ -1,4 +1,4 @@
-"""Which checkpoint a restart starts from, and whether a fresh one can be trusted: reads files, no torch."""
+"""Picks a restart's checkpoint, and decides whether a fresh one can be trusted. Reads files; no torch."""
 
 import os
 import secrets
@@ -31,26 +31,26 @@ __all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back"]
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """Where a restart begins."""
+    """The point from which a restart begins."""
 
     name: str
-    """A directory in checkpoints/, empty for a start from nothing."""
+    """A directory in checkpoints/; empty: the run starts from nothing."""
     reasons: tuple[str, ...]
     progress: str
-    """What a start has to show: two starts with the same one brought nothing new in between."""
+    """A measure of progress: two starts with the same value brought nothing new in between."""
     manifest: Manifest | None = None
-    """Of the checkpoint; None: a start from nothing."""
+    """The checkpoint's manifest; None: the run starts from nothing."""
     rollouts: bool = False
-    """The ledger has some."""
+    """The ledger has rollouts."""
 
     @property
     def begun(self) -> bool:
-        """There is something that was trained or sampled with a configuration."""
+        """Returns whether something was trained or sampled with a configuration."""
         return bool(self.name) or self.rollouts
 
     @property
     def steps_done(self) -> int:
-        """Steps that are done or begun."""
+        """Returns the number of steps that are done or begun."""
         return 0 if self.manifest is None else self.manifest.step + bool(self.manifest.safe_point)
 
 
@@ -61,18 +61,19 @@ def find_resume_point(
     keys: Keyring | None = None,
     has_tiers: bool = False,
 ) -> ResumePoint:
-    """Verify from the newest back and take the first that is good; sets corrupt ones aside.
+    """Verifies checkpoints from the newest back and takes the first that is good; sets corrupt ones aside.
 
-    What the user named counts for the first start after his submission (`RUN/control/resume_once`), then `auto`.
+    A checkpoint that the user named counts for the first start after the submission
+    (`RUN/control/resume_once`), then `auto`.
 
-    Where the user named a checkpoint (or null: none), that is where the run goes on from now on: what is newer
-    is set aside, or the next requeue would return to it. A checkpoint of another run is copied in first.
+    If the user named a checkpoint (or null: none), the run goes on from there. Newer ones are set aside, or
+    the next requeue would return to them. A checkpoint of another run is copied in first.
 
-    Where nothing of the run itself verifies and it has tiers, the newest they have is brought back, unless the run
-    was told to begin from nothing and has saved nothing since.
+    If no checkpoint of the run itself verifies and it has tiers, the newest one in the tiers is brought back.
+    This is not done if the run was told to begin from nothing and has saved nothing since.
 
     Args:
-        keys: what is resumed from must be signed with one of them.
+        keys: the checkpoint must be signed with one of them.
 
     Raises:
         KeyRefused: what is left to resume from needs a key that is not there.
@@ -82,7 +83,7 @@ def find_resume_point(
     def checked(path: Path) -> Verdict:
         return verify(path, keys=keys)
 
-    require_epoch(paths, epoch)  # a former attempt that still breathes must not tidy up under the present one
+    require_epoch(paths, epoch)  # an earlier attempt that still runs must not clean up under the present one
     if not paths.resume_once.exists():
         resume_from = "auto"
     sweep(paths)
@@ -98,7 +99,8 @@ def find_resume_point(
         found = choose_resume(paths, "auto", verifier=checked)
         choice = replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
     if choice.manifest is not None:
-        # Verifying what is encrypted needs no key; to say so now is better than to have every rank fail.
+        # Verifying encrypted data needs no key. It is better to report a missing key now than to have every
+        # rank fail.
         CheckpointCipher.of(choice.manifest, keys, where=choice.path)
     if choice.path is not None and choice.path.parent != paths.checkpoints:
         choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
@@ -114,16 +116,16 @@ def find_resume_point(
 
 
 def _manifest_of(checkpoint: Path) -> bytes | None:
-    with suppress(FileNotFoundError, bounded.TooMuch):  # storage that fails says nothing about our own
+    with suppress(FileNotFoundError, bounded.TooMuch):  # an error of that storage says nothing about our own
         return bounded.read_regular(checkpoint / MANIFEST, bounded.MANIFEST)
     return None
 
 
 def _adopt(paths: RunPaths, source: Path) -> str:
-    """Copy a verified checkpoint of another run into this one; it is verified again where it lands.
+    """Copies a verified checkpoint of another run into this one and verifies the copy.
 
-    Our own of that name is set aside unless it is the very same; and so are our rollouts: they were sampled by
-    other weights than those that now go on.
+    Our own checkpoint of that name is set aside unless it is identical. So are our rollouts: weights other
+    than those that now continue sampled them.
     """
     final = paths.checkpoints / source.name
     if final.exists():
@@ -145,7 +147,7 @@ def _adopt(paths: RunPaths, source: Path) -> str:
 def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
     chosen = checkpoint_order(choice.name) if choice.name else None
     reasons = []
-    # Partial saves, too: one of the way that was left would stand in for the new one of its name.
+    # Partial saves, too: one that was left by the abandoned path would stand in for the new one of its name.
     infos = [*list_checkpoints(paths), *list_checkpoints(paths.partial, partial=True)]
     for info in infos:
         order = checkpoint_order(info.name)
@@ -158,11 +160,11 @@ def _abandon_newer(paths: RunPaths, choice: ResumeChoice) -> list[str]:
 
 
 class ReadBack(msgspec.Struct, frozen=True):
-    """What came of reading a committed checkpoint back.
+    """The result of reading a committed checkpoint back.
 
     Attributes:
-        detail: what was found, one line.
-        pruned: not good, but gone: the run has newer ones and let this one go while it was read.
+        detail: the findings, one line.
+        pruned: not good, but gone: the run has newer ones, and retention removed this one during the read.
     """
 
     good: bool
@@ -171,9 +173,9 @@ class ReadBack(msgspec.Struct, frozen=True):
 
 
 def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> ReadBack:
-    """Re-read a committed checkpoint, every byte.
+    """Reads a committed checkpoint again, every byte.
 
-    Only what is damaged beyond doubt is set aside: a disk that did not answer may answer at the next start.
+    It is set aside if it is damaged beyond doubt. A disk that did not answer may answer at the next start.
     """
     verdict = verify(paths.checkpoints / name, keys=keys)
     if verdict.ok:
@@ -189,9 +191,10 @@ def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = Non
 
 
 def _was_pruned(paths: RunPaths, name: str) -> bool:
-    """Whether the retention took it: it leaves nothing under the name, and never takes the newest.
+    """Returns whether retention removed it: that leaves nothing under the name, and never takes the newest.
 
-    One that is gone and was the newest is lost, and one that is in quarantine was damaged: the scrub was faster.
+    A checkpoint that is gone and was the newest is lost. One in quarantine was damaged: the scrub set it
+    aside first.
     """
     if os.path.lexists(paths.checkpoints / name):
         return False

@@ -1,7 +1,8 @@
-"""The slow scrub of a running job: checkpoints and frozen models are read back one by one; what rotted is set aside.
+"""Scrubs a running job slowly: reads checkpoints and frozen models back one by one, and sets damaged ones aside.
 
-When each was read last is in the journal (`verified`, `scrubbed`), so it holds over requeues. Where the nodes have a
-second copy, the damaged one is brought home at once. Nothing here may end a run: what goes wrong is written down.
+The journal holds the time of each last read (`verified`, `scrubbed`), so the schedule survives requeues. If
+the nodes have a second copy, a damaged checkpoint is brought home at once. No error here ends a run; errors
+are recorded.
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from verl_slurm_daemon.journal import Journal
 __all__ = ["scrub_forever", "scrub_next"]
 
 _SETTLE_S = 600.0
-"""After a start there is enough to do."""
+"""Seconds after a start before the first scrub: the start itself has enough to do."""
 
 _FROZEN = "frozen/"
 
@@ -33,13 +34,13 @@ _FROZEN = "frozen/"
 def scrub_next(
     paths: RunPaths, config: CheckpointConfig, epoch: int, now: float, keys: Keyring | None = None
 ) -> tuple[float, Scrubbed | None]:
-    """Read the next checkpoint back if one is due. Blocks; slow on purpose.
+    """Reads the next checkpoint back if one is due. Blocks; slow on purpose.
 
     Args:
-        keys: where given, it must be signed with one of them.
+        keys: if given, the checkpoint must be signed with one of them.
 
     Returns:
-        Seconds until the next look, and what to journal; None: nothing was due.
+        Seconds until the next look, and the entry for the journal; None: nothing was due.
     """
     every_s = config.scrub_every_h * 3600
     infos = [*list_checkpoints(paths), *_frozen(paths)]
@@ -60,15 +61,15 @@ def scrub_next(
     told = Scrubbed(one.verdict.ok, due.name, one.verdict.num_bytes, detail)
     if one.verdict.ok or one.set_aside:
         return 0.0, told
-    # One that cannot be read now stays due, and is not asked for again at once. One whose owner or signature is
-    # wrong is judged: it would keep all others from their turn for ever.
+    # A checkpoint that cannot be read now stays due, and is not tried again at once. One whose owner or
+    # signature is wrong is judged: otherwise it would keep all others from their turn.
     if not any(problem.kind == "unreadable" for problem in one.verdict.problems):
         told.judged = True
     return _SETTLE_S, told
 
 
 def _frozen(paths: RunPaths) -> list[CheckpointInfo]:
-    """The copies in RUN/frozen, to stand in line with the checkpoints: behind all of them."""
+    """Returns the copies in RUN/frozen, to be queued after all checkpoints."""
     return [
         CheckpointInfo(kind="committed", name=_FROZEN + digest, path=paths.frozen / digest)
         for digest in frozen_digests(paths)
@@ -83,10 +84,10 @@ async def scrub_forever(
     bring_home: Callable[[str], Awaitable[bool]],
     keys: Keyring | None = None,
 ) -> None:
-    """Until it is cancelled. Runs once per lead."""
+    """Scrubs until cancelled. Runs once per lead."""
     pause = min(_SETTLE_S, config.scrub_every_h * 1800)
     while config.scrub_every_h > 0:
-        await asyncio.sleep(pause)  # the due time, worked out from the journal
+        await asyncio.sleep(pause)  # the due time, computed from the journal
         try:
             pause, told = await asyncio.to_thread(scrub_next, paths, config, epoch, time.time(), keys)
         except (OSError, VerlSlurmError) as error:

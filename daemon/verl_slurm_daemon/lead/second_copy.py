@@ -1,7 +1,8 @@
-"""Brings checkpoints home from the nodes' own disks: each node sends its parts, the lead makes them whole.
+"""Brings checkpoints home from the nodes' own disks: each node sends its parts, and the lead assembles them.
 
-At the start of a restart, where a node may hold something newer than shared storage (which was gone, full, or
-damaged since), and after a save that does not read back. `checkpoint/store/local_copy.py` is the specification.
+This happens at the beginning of a restart, and after a save that does not read back. A node may then hold something
+newer than shared storage, which was gone, full, or damaged since. `checkpoint/store/local_copy.py` is the
+specification.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ __all__ = ["bring_home_argv", "collect", "left_behind", "parts_since", "run_brin
 
 
 def bring_home_argv(python: str, paths: RunPaths, epoch: int, after: str) -> list[str]:
-    """The command of one node."""
+    """Returns the command line for one node."""
     argv = [
         python,
         "-P",
@@ -36,7 +37,7 @@ def bring_home_argv(python: str, paths: RunPaths, epoch: int, after: str) -> lis
 
 
 def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
-    """Send this node's parts that are newer than `after` and that shared storage lacks.
+    """Sends this node's parts that are newer than `after` and that shared storage lacks.
 
     Raises:
         Fenced: the run belongs to another attempt.
@@ -56,10 +57,10 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
 
 
 def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequence[str]:
-    """The lead's part, when every node has sent: what came of it, a line a checkpoint.
+    """Does the lead's part once every node has sent; returns the result, one line per checkpoint.
 
     Args:
-        keys: what came home must be signed with one of them.
+        keys: checkpoints that came home must be signed with one of them.
     """
     require_epoch(paths, epoch)
     lines = []
@@ -75,13 +76,13 @@ def collect(paths: RunPaths, epoch: int, keys: Keyring | None = None) -> Sequenc
 
 
 def left_behind(name: str, nodes: str) -> str:
-    """What is said of a checkpoint that the nodes outside this job hold alone, or have lost."""
+    """Returns the message about a checkpoint that nodes outside this job hold alone, or have lost."""
     where = nodes or "other nodes"
     return f"{name} is on the disks of {where} alone, and did not come home: the run goes on without it"
 
 
 def parts_since(paths: RunPaths) -> int:
-    """The first attempt whose parts count: what is older, the user has left behind on purpose."""
+    """Returns the first attempt whose parts count: the user abandoned older ones on purpose."""
     try:
         return int(read_regular(paths.parts_since, SMALL))
     except (FileNotFoundError, ValueError):

@@ -1,7 +1,8 @@
-"""What a lead needs before it can own its run: the configuration, the directories, and storage that takes a file.
+"""Prepares a lead's start: the configuration, the directories, and storage that takes a file.
 
-Storage that is full, read-only or silent costs no run. It is waited for as long as `PAUSES_S` lasts; then the start has
-failed, and the policy has the job requeued: `failed_starts` counts such starts, and `policy` says how long each waits.
+Storage that is full, read-only or silent costs no run. The lead waits for it as long as `PAUSES_S` lasts.
+After that the start has failed, and the policy has the job requeued: `failed_starts` counts such starts, and
+`policy` says how long each waits.
 """
 
 import errno
@@ -33,12 +34,14 @@ from verl_slurm_daemon.decide.inputs import StartFailed
 __all__ = ["PAUSES_S", "SIGNALS", "Ground", "prepare", "say_again", "start_failed"]
 
 PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between tries in place: half a minute, which a busy file server may need, and a job in a full cluster is worth."""
+"""Between tries in place: half a minute in all. A busy file server may need that, and a place in a full
+cluster is worth it.
+"""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
-"""What a lead hears. Blocked until it listens, so that none is lost, or deadly."""
+"""Signals that a lead handles. Blocked until it listens, so that none is lost or fatal."""
 _LOOK_S = 0.2
 _NOT_KNOWN = 3
-"""Failed starts before this one, where the journal that counts them cannot be read."""
+"""Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
 _CODES = {
     errno.ENOSPC: ExitCode.NO_ROOM,
     errno.EDQUOT: ExitCode.NO_ROOM,
@@ -48,7 +51,7 @@ _CODES = {
 
 
 class Ground(NamedTuple):
-    """What a lead stands on. `failed`: storage did not let it have more than this."""
+    """The configuration and the allocation of a lead. `failed`: the storage error that prevented the rest."""
 
     config: RunConfig
     allocation: Allocation
@@ -56,7 +59,7 @@ class Ground(NamedTuple):
 
 
 def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
-    """Read the configuration and make the run's directories.
+    """Reads the configuration and makes the run's directories.
 
     Raises:
         VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
@@ -68,7 +71,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
     def attempt() -> RunConfig:
         nonlocal host
         if restarted:
-            paths.run_yaml.stat()  # it was there: a node without the file system is no run without a configuration
+            paths.run_yaml.stat()  # missing on a node without the file system: not a wrong configuration
         config = load_own(paths.run_yaml)
         for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
             private_dir(directory)
@@ -99,7 +102,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
 
 
 def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
-    """Refuse a name that means nothing here: the agents would never find each other.
+    """Refuses a host name that does not resolve here: the agents would never find each other.
 
     Raises:
         ConfigError: with the name.
@@ -118,14 +121,14 @@ def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
 
 
 def say_again(error: OSError, pause_s: float) -> None:
-    """Into the lead's log: the journal may be on the storage that fails."""
+    """Writes to the lead's log: the journal may be on the storage that fails."""
     with suppress(OSError, ValueError):
         sys.stdout.write(f"verl-slurmd: {error}: tries again in {pause_s:.0f} s\n")
         sys.stdout.flush()
 
 
 def start_failed(paths: RunPaths, allocation: Allocation, error: OSError) -> StartFailed:
-    """What the policy is told of a start that `error` has stopped."""
+    """Returns the input that tells the policy that `error` stopped the start."""
     try:
         before = failed_starts(read_events(paths), allocation.job_id, allocation.restart)
     except OSError:
@@ -135,10 +138,10 @@ def start_failed(paths: RunPaths, allocation: Allocation, error: OSError) -> Sta
 
 
 def _interrupted(seconds: float) -> bool:
-    """Wait that long; whether a signal has come meanwhile, which is left for the lead to hear."""
+    """Waits that long; returns whether a signal arrived. The signal stays pending for the lead."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         if signal.sigpending() & set(SIGNALS):
             return True
-        time.sleep(_LOOK_S)  # a blocked signal wakes no process; sigwait would take it
+        time.sleep(_LOOK_S)  # a blocked signal wakes no process, and sigwait would consume it
     return False

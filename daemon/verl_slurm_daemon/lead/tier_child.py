@@ -1,7 +1,8 @@
-"""Checkpoints move on to the run's tiers by themselves: `python -m verl_slurm.tiers`, as a child of the lead.
+"""Runs `python -m verl_slurm.tiers` as a child of the lead: moves checkpoints on to the run's tiers automatically.
 
-A process of its own, of the lowest priority: boto3 is not in the daemon's memory, an upload never delays a decision,
-and a kill at any moment costs no more than a part of it. It writes what it did to the journal itself.
+It is a process of its own with the lowest priority. So boto3 is not in the daemon's memory, an upload never
+delays a decision, and a kill at any moment costs at most one part. The child writes its results to the
+journal itself.
 """
 
 import asyncio
@@ -20,9 +21,9 @@ __all__ = ["TierMover", "restore_newest"]
 
 
 class TierMover:
-    """A pass after every verified checkpoint and every `tiers_every_min`, one at a time.
+    """Makes a pass after every verified checkpoint and every `tiers_every_min`, one at a time.
 
-    Without tiers it does nothing.
+    Does nothing without tiers.
     """
 
     def __init__(self, paths: RunPaths, config: RunConfig, journal: Journal) -> None:
@@ -32,11 +33,11 @@ class TierMover:
         self._child: asyncio.subprocess.Process | None = None
 
     def wake(self) -> None:
-        """There is something new to move."""
+        """Announces that there is something new to move."""
         self._wanted.set()
 
     async def run(self) -> None:
-        """For ever; cancel it to end it, child included."""
+        """Runs until cancelled; cancelling also ends the child."""
         if self._every_s is None:
             return
         try:
@@ -52,7 +53,7 @@ class TierMover:
             self.interrupt()
 
     def interrupt(self) -> None:
-        """End a pass that is under way: a save needs the disks and the network now. The next one goes on with it."""
+        """Ends a pass that is under way: a save needs the disks and the network now. The next pass continues it."""
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
 
@@ -65,22 +66,23 @@ class TierMover:
                 stderr=subprocess.PIPE,
                 preexec_fn=child_setup,
             )
-        except OSError as error:  # no process to be had: never a reason to end a training
+        except OSError as error:  # no process left: no reason to end a training
             self._journal.write(Tiers(str(error)))
             return
         _, said = await self._child.communicate()
-        if self._child.returncode and said:  # a failed copy is in the journal already, and says nothing here
+        # A failed copy is in the journal already, and prints nothing here.
+        if self._child.returncode and said:
             self._journal.write(Tiers(said.decode("utf-8", "replace").strip()[-500:]))
 
 
 def restore_newest(paths: RunPaths) -> None:
-    """Bring the newest checkpoint of any tier into the run: nothing in it verifies.
+    """Brings the newest checkpoint of any tier into the run, because none in the run verifies.
 
-    Blocks until that is done; the child bounds itself by the bytes that it expects.
+    Blocks until that is done; the child limits its own time by the number of bytes it expects.
 
     Raises:
-        TierError: a tier that has one does not answer, or gave back something else: to begin afresh would throw
-            away what is there.
+        TierError: a tier that has one does not answer, or returned something else. Beginning afresh would throw away
+            what is there.
     """
     words = _command("restore", paths)
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

@@ -1,1 +1,1 @@
-"""Between lead and agents: the channel and its limits."""
+"""Connects lead and agents: the channel and its limits."""

@@ -19,14 +19,15 @@ _HANDSHAKE_S = 5.0
 _READ_BYTES = 64 * 1024
 _BACKLOG, _MOST_BACKLOG = 128, 4096
 _SILENCE_S = 180
-"""A link whose other end acknowledges nothing for so long is dead: a node without power says nothing more. Long enough
-for a switch that starts anew: what was sent meanwhile arrives afterwards, and nobody has noticed. A process that is
-stopped, or slow, is not silent: its kernel acknowledges for it, until what it does not read fills its buffer; one that
-reads nothing for so long after that is given up, too."""
+"""Seconds without an acknowledgement after which a link is dead: a node without power sends nothing more. The
+limit outlasts the restart of a switch, after which everything that was sent meanwhile arrives. A stopped or
+slow process does not count as silent at first: its kernel acknowledges for it until the unread bytes fill its
+buffer. If it still reads nothing for this long, the link is given up, too.
+"""
 
 
 class AgentLink:
-    """The lead's end of one agent's connection."""
+    """The lead's end of the connection to one agent."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
@@ -34,12 +35,12 @@ class AgentLink:
         self._reader, self._writer, self._framer = reader, writer, framer
 
     def send(self, message: ToAgent) -> None:
-        """Hand one message to the kernel; a link that is broken says so by ending, not here."""
+        """Hands one message to the kernel. A broken link shows by its end, not by an error here."""
         if not self._writer.is_closing():
             self._writer.write(self._framer.encode(message))
 
     async def messages(self, deliver: Callable[[FromAgent], None]) -> None:
-        """Give every message to `deliver` until the link ends."""
+        """Passes every message to `deliver` until the link ends."""
         while data := await self._reader.read(_READ_BYTES):
             for message in self._framer.feed(data):
                 deliver(message)  # type: ignore[arg-type]
@@ -56,21 +57,21 @@ async def serve(
     on_link: Callable[[AgentLink], Awaitable[None]],
     refused: Callable[[str, str], None] = lambda *_: None,
 ) -> tuple[asyncio.Server, int]:
-    """Listen on a free port. `on_link` runs for each peer that proved it knows the token.
+    """Listens on a free port. `on_link` runs for each peer that proved it knows the token.
 
     Args:
-        host: what the agents will be told. A loopback address is listened on alone; for any other, all
-            interfaces are, because a node's name may mean 127.0.1.1 on the node itself and only there.
+        host: the address that agents will be given. For a loopback address, it listens on that address alone. For any
+            other, it listens on all interfaces, because on the node itself its name may mean 127.0.1.1.
         max_links: proven peers at once.
-        refused: told of every other one: one of `connection_limits.REASONS`, and who it was.
+        refused: called for every other peer with one of `connection_limits.REASONS` and the peer's address.
 
-    Peers that do not finish the handshake in 5 s are dropped, and sooner where newer ones push them out.
+    Peers that do not finish the handshake in 5 s are dropped, and sooner if newer ones push them out.
     """
     limits = ConnectionLimits(max_links, refused)
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         transport: Any = writer.transport
-        transport.max_size = _READ_BYTES  # asyncio would take 256 KiB for each read, of each stranger
+        transport.max_size = _READ_BYTES  # asyncio would allocate 256 KiB for each read of each unproven peer
         _notice_silence(writer)
         limits.arrive(transport)
         try:
@@ -85,15 +86,16 @@ async def serve(
         try:
             await on_link(AgentLink(reader, writer, framer))
         except (WireError, OSError):
-            pass  # an agent that died: its absence is noticed where it is waited for
+            pass  # an agent that died; the code that waits for it notices
         finally:
             limits.leave()
             await _close(writer)
 
-    # All agents of a large job come within milliseconds, and one that finds the queue full asks again after a second.
+    # All agents of a large job connect within milliseconds. One that finds the queue full retries after a
+    # second.
     backlog = min(max(_BACKLOG, max_links), _MOST_BACKLOG)
     make_room(max_links + limits.most_strangers + backlog)
-    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - whoever connects must know the token
+    everywhere = "::" if ":" in host else "0.0.0.0"  # noqa: S104 - every peer must know the token
     server = await asyncio.start_server(
         on_connection, host if host.startswith("127.") else everywhere, port=0, backlog=backlog
     )
@@ -115,7 +117,7 @@ async def _greet_agent(
 
 
 class LeadLink:
-    """The agent's end."""
+    """The agent's end of the connection to the lead."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, framer: Framer[ToAgent | FromAgent]
@@ -124,7 +126,7 @@ class LeadLink:
 
     @property
     def own_host(self) -> str:
-        """The address of this node on the network that reaches the lead: the one to rendezvous on."""
+        """Returns this node's address on the network that reaches the lead: the address to rendezvous on."""
         return str(self._writer.get_extra_info("sockname")[0])
 
     def send(self, message: FromAgent) -> None:
@@ -132,7 +134,7 @@ class LeadLink:
             self._writer.write(self._framer.encode(message))
 
     async def messages(self, deliver: Callable[[ToAgent], None]) -> None:
-        """Give every message to `deliver` until the lead is gone."""
+        """Passes every message to `deliver` until the lead is gone."""
         try:
             while data := await self._reader.read(_READ_BYTES):
                 for message in self._framer.feed(data):
@@ -141,7 +143,7 @@ class LeadLink:
             return
 
     async def close(self) -> None:
-        """Send what is still in the buffer, bounded, and close."""
+        """Sends what is still in the buffer, bounded in time, and closes."""
         try:
             async with asyncio.timeout(1.0):
                 await self._writer.drain()
@@ -152,10 +154,10 @@ class LeadLink:
 
 
 async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
-    """Connect to the lead and prove, both ways, knowledge of the token.
+    """Connects to the lead; both sides prove that they know the token.
 
     Raises:
-        WireError: the lead is not the one of this token and epoch.
+        WireError: the lead has another token or epoch.
     """
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
@@ -189,9 +191,9 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 def _notice_silence(writer: asyncio.StreamWriter) -> None:
-    """Without it a link on which nothing is said never ends, and one with something under way after 15 minutes."""
+    """Sets TCP's limits. Without them an idle link never ends, and one with data under way ends after 15 minutes."""
     connection: socket.socket = writer.get_extra_info("socket")
-    with contextlib.suppress(OSError):  # a kernel that does not know one of these
+    with contextlib.suppress(OSError):  # the kernel may not know one of these options
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_SILENCE_S // 3, 1))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_SILENCE_S // 12, 1))

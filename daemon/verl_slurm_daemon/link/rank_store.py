@@ -1,7 +1,8 @@
-"""The keys under which the ranks of one restart find each other: torch's `Store`, held by the lead.
+"""Holds the keys under which the ranks of one restart find each other: torch's `Store`, kept in the lead.
 
-It keeps what `torch.distributed.Store` promises, as TCPStore does it: an absent counter is 0, and `compare_set` with an
-empty expectation creates. Nothing here touches a socket. All of it runs in the lead's loop, so an operation is atomic.
+It keeps the promises of `torch.distributed.Store` as TCPStore does: an absent counter is 0, and `compare_set`
+with an empty expectation creates. Nothing here touches a socket. All of it runs in the lead's loop, so an
+operation is atomic.
 """
 
 import asyncio
@@ -15,11 +16,13 @@ __all__ = ["RankStore"]
 
 MAX_KEYS = 131_072
 MAX_BYTES = 256 * 1024 * 1024
-"""Of all keys and values. gloo needs 154 + 8 N bytes for each of N ranks and each group: 8 MiB for 1,000 ranks."""
+"""Limit for all keys and values. gloo needs 154 + 8 N bytes for each of N ranks and each group: 8 MiB for
+1,000 ranks.
+"""
 MAX_WAITING = 65_536
 _LONGEST_S = 7 * 86_400.0
 _KEY_COST = 100
-"""Bytes that an entry costs besides its key and value."""
+"""Bytes of overhead of an entry, besides its key and value."""
 
 
 @dataclass(eq=False)
@@ -33,7 +36,7 @@ class _Waiter:
 
 
 class RankStore:
-    """One restart's keys. `close` answers whatever still waits."""
+    """The keys of one restart. `close` answers all calls that still wait."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -44,7 +47,7 @@ class RankStore:
         self._bytes = 0
 
     def call(self, call: StoreCall, answer: Callable[[StoreAnswer], None]) -> None:
-        """Do it; `answer` is called once, now or when the key appears or the time is over."""
+        """Carries out the call. `answer` is called once: now, when the key appears, or when the time is over."""
         reason = self._refusal(call)
         if reason:
             answer(StoreAnswer(call=call.call, outcome="refused", reason=reason))
@@ -65,7 +68,7 @@ class RankStore:
         answer(StoreAnswer(call=call.call, outcome="ok", value=value, number=number))
 
     def close(self) -> None:
-        """The restart is over."""
+        """Ends the store, because the restart is over."""
         waiters = {id(w): w for many in (*self._waiting.values(), *self._popping.values()) for w in many}
         for waiter in waiters.values():
             self._end(
@@ -77,7 +80,7 @@ class RankStore:
         self._values, self._queues, self._bytes = {}, {}, 0
 
     def _refusal(self, call: StoreCall) -> str:
-        """Why `call` cannot be done; empty where it can."""
+        """Returns why `call` cannot be done; empty: it can."""
         wanted = {"count": 0, "wait": len(call.keys), "check": len(call.keys)}.get(call.op, 1)
         values = {"set": 1, "append": 1, "push": 1, "compare_set": 2}.get(call.op, 0)
         if len(call.keys) != wanted or len(call.values) != values:
@@ -92,10 +95,10 @@ class RankStore:
         return ""
 
     def _do(self, call: StoreCall) -> tuple[bytes, int]:
-        """The answer's value and number.
+        """Returns the answer's value and number.
 
         Raises:
-            ValueError: refused.
+            ValueError: the call is refused.
         """
         key = call.keys[0] if call.keys else ""
         held = self._values.get(key)

@@ -1,4 +1,4 @@
-"""Who was not let in: counted each time, told at the first, tenth, hundredth, ... so that no stranger fills a disk."""
+"""Counts refused connections. The first, tenth, hundredth, ... is reported, so that no stranger fills a disk."""
 
 from collections.abc import Callable
 
@@ -6,11 +6,11 @@ __all__ = ["Refusals"]
 
 
 class Refusals:
-    """Of one door.
+    """The refusals at one port or socket.
 
     Args:
-        reasons: all there are; no text of a stranger's becomes one.
-        tell: is given the reason, the peer, and how many there have been.
+        reasons: all possible reasons; a stranger's text never becomes one.
+        tell: called with the reason, the peer, and the count so far.
     """
 
     def __init__(self, reasons: tuple[str, ...], tell: Callable[[str, str, int], None]) -> None:
@@ -18,7 +18,7 @@ class Refusals:
         self._tell, self._next = tell, 1
 
     def add(self, reason: str, peer: str) -> None:
-        """One more."""
+        """Counts one more."""
         self.counts[reason] += 1
         total = sum(self.counts.values())
         if total >= self._next:

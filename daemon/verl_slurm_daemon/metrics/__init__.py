@@ -1,1 +1,1 @@
-"""Metrics ports: numbers, exposition, HTTP."""
+"""The metrics ports: their numbers, the text format, HTTP."""

@@ -1,8 +1,8 @@
-"""The metrics port of a lead or an agent: `GET /metrics` and `GET /healthz`, and nothing that changes anything.
+"""The metrics port of a lead or an agent: serves `GET /metrics` and `GET /healthz`, both read-only.
 
-Where it listens is written into a file (`observability.targets_dir`), as Prometheus' file-based service discovery has
-it; the run's name and id are there, too, for what the port itself shows is everybody's to read. A port that cannot be
-had stops no run: another one is taken, or none, and it is said.
+Its address is written to a file (`observability.targets_dir`) in the format of Prometheus' file-based service
+discovery. That file also holds the run's name and id, because anybody can read what the port itself shows. A
+port that cannot be opened stops no run: another one is taken, or none, and a message says so.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ class Exporter:
     """One open port.
 
     Args:
-        name: `lead`, or `node_0003`: in the name of that file, and the series' label `instance`.
+        name: `lead` or `node_0003`; part of that file's name, and the value of the series' label `instance`.
         page: makes the text of /metrics.
-        up: whether this part of the run is at work.
+        up: returns whether this part of the run is at work.
     """
 
     def __init__(
@@ -52,14 +52,15 @@ class Exporter:
         self._written = b""
 
     async def open(self, own_host: Callable[[], Awaitable[str]], port: int) -> str:
-        """Listen and publish.
+        """Listens and publishes the address.
 
         Args:
-            own_host: says where other nodes reach this one; asked only where they are to.
+            own_host: returns the address by which other nodes reach this one; called if they are to reach it.
             port: the wanted one; 0: any.
 
         Returns:
-            What people should know: where it listens if not where it was to, or why it does not. Empty: all is well.
+            A message for people: the actual address if it differs from the wanted one, or why the port is closed.
+            Empty: as configured.
         """
         wanted = self._config.observability
         try:
@@ -67,7 +68,7 @@ class Exporter:
                 self._token = read_token(wanted.token_file)
             reached: str = wanted.metrics_host
             if reached != "127.0.0.1":
-                # Its name may mean 127.0.1.1 on the node itself, so it is not what is listened on.
+                # Not the address to listen on: on the node itself, its name may mean 127.0.1.1.
                 reached = await own_host()
             host = "::" if ":" in reached else wanted.metrics_host
             found, problem = await self._listen(host, port)
@@ -120,7 +121,7 @@ class Exporter:
         return HttpReply(200, self._page(), _TEXT)
 
     def close(self) -> None:
-        """Close the port; take the address back, unless another has written its own there."""
+        """Closes the port and removes the published address, unless another process has written its own there."""
         if self._server is not None:
             self._server.close()
             self._server = None

@@ -1,8 +1,9 @@
-"""Numbers as Prometheus' text format. The only file that imports prometheus_client, and only imported where a port is
-asked for: it costs 2 MB.
+"""Renders numbers in Prometheus' text format.
 
-No label says who or what a run is. A port on 127.0.0.1 is read by everybody on the node; which run a series is of, the
-service-discovery file says (`exporter.py`), which is 0600.
+Imports prometheus_client, which costs 2 MB, so this module is imported when a port is configured.
+
+No label names the run. Everybody on the node can read a port on 127.0.0.1. The service-discovery file
+(`exporter.py`) says which run a series belongs to, and its mode is 0600.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +16,7 @@ __all__ = ["counter", "gauge", "labelled", "renderer"]
 
 
 def gauge(name: str, text: str, value: float | None) -> Metric:
-    """One number; None: the name is known and there is nothing to say."""
+    """Makes one number; None: the name is known, the value is not."""
     family = GaugeMetricFamily(name, text)
     if value is not None:
         family.add_metric([], value)
@@ -23,7 +24,7 @@ def gauge(name: str, text: str, value: float | None) -> Metric:
 
 
 def counter(name: str, text: str, value: float) -> Metric:
-    """`name` without its `_total`."""
+    """Makes a counter. `name` comes without its `_total`."""
     return CounterMetricFamily(name, text, value=value)
 
 
@@ -34,7 +35,7 @@ def labelled(
     label: str,
     values: Mapping[str, float],
 ) -> Metric:
-    """One number for each value of one label, out of a closed list."""
+    """Makes one number for each value of one label, out of a closed list."""
     family = kind(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
@@ -50,7 +51,9 @@ class _Told(Collector):
 
 
 def renderer(tell: Callable[[], Iterable[Metric]]) -> Callable[[], bytes]:
-    """What makes the page: `tell`'s families, and the process' own (memory, CPU, file descriptors)."""
+    """Returns the function that renders the page: `tell`'s families, and the process' own (memory, CPU, file
+    descriptors).
+    """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Told(tell))
     ProcessCollector(registry=registry)

@@ -1,6 +1,6 @@
-"""What the ranks say of themselves, kept as numbers: pure; the clock is an argument.
+"""Keeps the ranks' reports as numbers. Pure; the clock is an argument.
 
-Where a rank did not say something (its GPU's memory, without a GPU) there is no number, not a zero.
+A value that a rank did not report (its GPU's memory, without a GPU) has no number, rather than a zero.
 """
 
 from verl_slurm.config.schema import RunConfig
@@ -10,12 +10,12 @@ __all__ = ["LiveNumbers", "queue_length"]
 
 
 def queue_length(config: RunConfig, phase: str, index: int) -> int:
-    """Responses of the running step, on all ranks, that are sampled and that training has not done with yet.
+    """Returns the responses of the running step, on all ranks, that are sampled and not yet used up by training.
 
-    The ranks pass their safe points together, so one rank's position says it for all.
+    The ranks pass their safe points together, so the position of one rank is enough.
 
     Args:
-        phase, index: the position of `Progress`: what comes next.
+        phase, index: the position of `Progress`: the next piece of work.
     """
     per_rank = config.train.batch_size_per_device
     if phase == "step_end":
@@ -26,30 +26,30 @@ def queue_length(config: RunConfig, phase: str, index: int) -> int:
 
 
 class LiveNumbers:
-    """The newest word of each rank of one restart.
+    """The newest report of each rank of one restart.
 
     Args:
-        ranks: that there are; no other has a number.
+        ranks: the ranks that exist; no other gets a number.
     """
 
     def __init__(self, ranks: range) -> None:
         self._ranks = ranks
         self.heard: dict[int, float] = {}
-        """When each rank last passed a safe point, by the caller's monotonic clock."""
+        """Time of each rank's last safe point, by the caller's monotonic clock."""
         self.gpu_percent: dict[int, float] = {}
-        """Memory in use of each rank's GPU, of all there is."""
+        """Percentage of each rank's GPU memory that is in use."""
         self.rollouts_at: float | None = None
-        """When new rollouts were last in the ledger."""
+        """Time at which the ledger last received new rollouts."""
         self.num_rollouts = 0
-        """Sampled (not replayed) since this process began."""
+        """Rollouts that were sampled (not replayed) since this process began."""
         self._rollouts: dict[int, int] = {}
 
     def new_generation(self) -> None:
-        """Other ranks now: nothing of the former ones is said any more."""
+        """Forgets the numbers of the former ranks: a restart has other ones."""
         self.heard, self.gpu_percent, self._rollouts = {}, {}, {}
 
     def feed(self, message: FromRank, now: float) -> None:
-        """Add one message."""
+        """Adds one message."""
         if message.rank not in self._ranks:
             return
         match message:
@@ -68,5 +68,7 @@ class LiveNumbers:
                 pass
 
     def safe_point_age(self, now: float) -> float | None:
-        """Seconds since the last safe point of the rank that is furthest behind; None before the first word."""
+        """Returns the seconds since the last safe point of the rank that is furthest behind; None before the
+        first report.
+        """
         return max(now - min(self.heard.values()), 0.0) if self.heard else None

@@ -1,1 +1,1 @@
-"""What to save, keep and resume from. Pure: values in, reasons out."""
+"""Decides what to save, keep and resume from. Pure: values in, reasons out."""

@@ -1,9 +1,9 @@
-"""Which checkpoints are the best by a metric of their step. Pure.
+"""Ranks checkpoints by a metric of their step. Pure.
 
-A checkpoint has the numbers of the step that it ends (`Manifest.metrics`); one from the middle of a step has none, and
-is never among the best. Where the reward was replaced, numbers from before say nothing of the present one: as soon as
-there is one by it, those by it are ranked and no others. Of equal ones the earlier is the better: to reach the same
-later is no gain, and what is kept does not change for nothing.
+A checkpoint has the numbers of the step that it ends (`Manifest.metrics`). One from the middle of a step has none, and
+is never among the best. If the reward was replaced, older numbers say nothing about the present reward: once a
+checkpoint has a number by the present one, older numbers are not ranked. Of equal checkpoints the earlier is the
+better: reaching the same number later is no gain, and the kept set does not change without need.
 """
 
 import math
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 REWARD_NUMBER = "reward_number"
-"""A column of a step's row: how often the reward had been replaced; not there before the first time."""
+"""Column of a step's row: how often the reward had been replaced; absent before the first time."""
 
 _MAX_METRICS = 256
 _MAX_NAME = 128
@@ -35,12 +35,12 @@ _MAX_NAME = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Best:
-    """What is asked for.
+    """The request for best checkpoints.
 
     Attributes:
-        keep: how many; 0: none.
+        keep: number of best checkpoints to keep; 0: none.
         metric: a column of a step's row.
-        mode: whether more or less of it is better.
+        mode: whether a larger or a smaller number is better.
     """
 
     keep: int
@@ -52,7 +52,7 @@ class Best:
         return cls(keep=config.keep_best, metric=config.best_metric, mode=config.best_mode)
 
     def beats(self, value: float, other: float) -> bool:
-        """Whether `value` is better than `other`; equal is not."""
+        """Returns whether `value` is better than `other`; equal is not better."""
         return value > other if self.mode == "max" else value < other
 
 
@@ -65,18 +65,18 @@ class Rank:
 
 
 def reward_of(row: Mapping[str, float]) -> float:
-    """Which of the run's rewards a row is of, counted from 0."""
+    """Returns the number, counted from 0, of the reward that a row belongs to."""
     return row.get(REWARD_NUMBER, 0.0)
 
 
 def latest_reward(infos: Iterable[CheckpointInfo], best: Best) -> float:
-    """The last reward that the committed ones with the metric are of."""
+    """Returns the newest reward number among the committed checkpoints with the metric."""
     found = (i for i in infos if i.kind == "committed" and best.metric in i.metrics)
     return max((reward_of(info.metrics) for info in found), default=0.0)
 
 
 def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
-    """The best `best.keep` of the committed ones that have the metric, by the last reward: name → its place."""
+    """Ranks the best `best.keep` committed checkpoints that have the metric, by the last reward: name → place."""
     infos = list(infos)
     latest = latest_reward(infos, best)
     found = [
@@ -93,11 +93,10 @@ def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
 
 
 def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
-    """Whether the newest row has a metric of the evaluation that is better than in all rows before it of the
-    same reward.
+    """Returns whether the newest row has a metric of the evaluation that beats all earlier rows of the same reward.
 
-    Only of the evaluation: those are rare, and made to judge by. Another metric may set a new best at every step, and
-    saving every step is nobody's wish.
+    It applies to metrics of the evaluation: evaluations are rare and made for judging. Another metric may set a new
+    best at every step, and a save at every step is not wanted.
     """
     if not best.keep or not history or not best.metric.startswith(EVAL_PREFIX):
         return False
@@ -109,7 +108,8 @@ def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
 
 
 def metrics_of(row: Mapping[str, float]) -> dict[str, float]:
-    """Of a step's row, what a manifest holds: no step, which it has, and no NaN, which JSON has not."""
+    """Selects the part of a step's row that a manifest holds: without the step, which it has, and without NaN, which
+    JSON lacks."""
     kept = [
         (name, value)
         for name, value in row.items()

@@ -1,25 +1,25 @@
-"""When a periodic save is due. Pure: no clock, no file, no rank; asked at whole steps only.
+"""Decides when a periodic save is due. Pure: no clock, no file, no rank. Called at whole steps.
 
 `fixed`: at every multiple of `every_steps` and of `runtime_every_steps`.
 
 `adaptive`: at every multiple of the interval that `intervals` gives for the step. While the loss is volatile
-(`volatility.py`) the interval is half of that, but not below `min_every_steps`: a state from before the trouble is
-then never far.
+(`volatility.py`) the interval is halved, but not below `min_every_steps`. So a state from before the trouble is never
+far.
 
-`young_daly`: so many steps after the last save as cost the least time in all, saving and doing again what was
-lost. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a mean time M between interruptions; Daly,
-"A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), for C < 2M
+`young_daly`: at the number of steps after the last save that costs the least total time for saving and for repeating
+lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a mean time M between interruptions. Daly,
+"A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), found for C < 2M
 
     sqrt(2 C M) * (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C         and M for all others.
 
-C is the training time that one save takes (`trainer.measures.cost`), not the time until it is durable; M is counted
-from the journal (`interruptions.py`). While a save is being written none is begun, and between two there is a step
-without one, or its cost could not be told. It assumes that all since the last save is done again. Here the rollouts are
-not: the ledger replays them, so we save rather too often than too seldom. At least every `every_steps`, whatever is
-measured.
+C is the training time that one save takes (`trainer.measures.cost`), not the time until it is durable. M is counted
+from the journal (`interruptions.py`). No save begins while another is being written. Between two saves there is a step
+without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
+repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom. The interval is at
+most `every_steps`, whatever is measured.
 
-At the last step a save is always due. No decision here changes a number of the training. What is measured by a clock
-differs from rank to rank, and a save is collective: rank 0 plans the interval, and all decide by its number
+At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
+rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
 (`trainer.pace`).
 """
 
@@ -35,12 +35,12 @@ __all__ = ["Costs", "Due", "Interval", "daly_interval_s", "decide", "is_partial_
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What was measured; None: not yet.
+    """Measured costs; None: not measured yet.
 
     Attributes:
-        step_s: a step of training, without saves.
+        step_s: seconds of a training step, without saves.
         save_s: training time that a save takes.
-        durable_s: from the start of a save until it is durable; a next one cannot be begun before.
+        durable_s: seconds from the start of a save until it is durable; the next one cannot begin before.
         mtbi_s: mean time between interruptions that lose work.
     """
 
@@ -52,7 +52,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """Save once in so many steps, and why."""
+    """Steps between two saves, and the reason."""
 
     steps: int
     reason: str
@@ -60,14 +60,14 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class Due:
-    """Whether to save now, and why (not)."""
+    """The decision to save now or not, and its reason."""
 
     save: bool
     reason: str
 
 
 def daly_interval_s(save_s: float, mtbi_s: float) -> float:
-    """Seconds of training between two saves, by the formula above.
+    """Returns the seconds of training between two saves, by the formula above.
 
     Args:
         save_s: C, at least 0. mtbi_s: M, above 0, may be infinite.
@@ -87,12 +87,12 @@ def plan_interval(
     history: Sequence[Mapping[str, float]] = (),
     costs: Costs | None = None,
 ) -> Interval:
-    """The interval that holds at `step`.
+    """Plans the interval that holds at `step`.
 
     Args:
         step: whole steps done.
         history: rows of metrics of the newest steps, oldest first.
-        costs: for `young_daly`; the others do not look at it.
+        costs: for `young_daly`; the other cadences ignore them.
     """
     if config.cadence == "fixed":
         return Interval(steps=min(config.every_steps, config.runtime_every_steps), reason="as configured")
@@ -111,14 +111,12 @@ def decide(
     interval: Interval,
     under_way: bool = False,
 ) -> Due:
-    """Whether a save is due when `step` whole steps are done.
+    """Decides whether a save is due when `step` whole steps are done. Runs on every rank.
 
     Args:
-        last_save: the step of the last save that was tried, or where this attempt began.
-        interval: as `plan_interval` made it; on every rank the same number.
+        last_save: the step of the last attempted save, or the first step of this attempt.
+        interval: from `plan_interval`; the same number on every rank.
         under_way: the last save is still being written; `young_daly` does not make training wait for it.
-
-    Runs on every rank.
     """
     if step <= 0:
         return Due(save=False, reason="nothing has been done yet")
@@ -132,7 +130,7 @@ def decide(
             if step % every == 0:
                 return Due(save=True, reason=f"a multiple of {key}={every}")
         return Due(save=False, reason="not a multiple of every_steps or runtime_every_steps")
-    # Multiples make names that can be foretold; where the interval has just changed, none may come in time.
+    # Multiples give predictable names. If the interval has just changed, the next multiple may come too late.
     if config.cadence == "adaptive" and step % interval.steps == 0:
         return Due(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
     since = step - last_save
@@ -144,7 +142,7 @@ def decide(
 
 
 def is_partial_due(config: CheckpointConfig, *, step: int, full: Due) -> Due:
-    """Whether a partial save is due; where a full one is, that one holds all a partial one would."""
+    """Returns whether a partial save is due. A full save that is due contains the partial one."""
     every = config.partial_every_steps
     if not every or not config.components:
         return Due(save=False, reason="no partial saves are configured")

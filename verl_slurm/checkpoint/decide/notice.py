@@ -1,4 +1,4 @@
-"""Something about a run that a person should hear, and that stops nothing: a plain value."""
+"""Defines a message about a run for people that stops nothing: a plain value."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""What to resume from, and why: pure. `recover.py` asks, does what it says, and asks again."""
+"""Decides what to resume from, and why. Pure. `recover.py` asks, carries out the answer, and asks again."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +15,8 @@ class Decision:
     """The next thing to do.
 
     Attributes:
-        action: verify: check `name` and ask again. use: resume from `name`. fresh: start from the beginning.
-            refuse: neither, `name` is in the way and a person must look.
+        action: verify: check `name` and ask again. use: resume from `name`. fresh: start from the beginning. refuse:
+            neither; `name` is in the way and a person must look.
         set_aside: names that are damaged beyond doubt.
         reasons: one line for each checkpoint that was judged, newest first, and one for the outcome.
     """
@@ -28,16 +28,15 @@ class Decision:
 
 
 def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdict]) -> Decision:
-    """Choose the newest checkpoint that verifies.
+    """Chooses the newest checkpoint that verifies.
 
     Args:
-        infos: what lies in the run's checkpoint directory, in any order.
-        verdicts: of those that were verified so far.
+        infos: the entries of the run's checkpoint directory, in any order.
+        verdicts: results of the verifications so far.
 
-    A damaged one is passed over and set aside. One that cannot be read now, or that others may write, is
-    passed over and left where it is; but when only such are left, the answer is `refuse`: starting over
-    would throw away what may be good. One of an unknown format version is never passed over, since the run
-    would silently go on from an older state.
+    A damaged checkpoint is skipped and set aside. One that cannot be read now, or that others may write, is skipped and
+    left in place. If no others are left, the answer is `refuse`: starting over would throw away what may be good. One
+    of an unknown format version is never skipped, since the run would silently resume from an older state.
     """
     candidates = sorted(
         (i for i in infos if i.kind in {"committed", "torn"} and checkpoint_order(i.name) is not None),

@@ -1,18 +1,18 @@
-"""What to keep and what to drop, each with its reason: pure. `apply.py` carries it out.
+"""Decides what to keep and what to drop, each with its reason. Pure. `apply.py` carries it out.
 
-keep and drop together are all committed checkpoints; torn, quarantined and foreign entries are nobody's to
-plan. Kept are, in this order of reasons:
+keep and drop together are all committed checkpoints; torn, quarantined and foreign entries are not planned. A plan
+keeps, in this order of reasons:
 
 1. the newest `keep_last`;
-2. older ones, while too few of those kept are known to be whole: the newest is not relied upon before it has
-   been read back. So a trainer with `keep_last=1` keeps two: the one it has just written, which nobody has read
-   yet, and the one before. One on disk it is only where that one was verified for the plan (`verl-slurm prune`);
-3. with `keep_every=K`, for ever: the first at or after each multiple of K. Where saves fall on multiples of K that
-   is every K-th step; where they do not (an adaptive cadence, 30 for K=25) it is still one in every K steps;
+2. older ones, while too few of the kept ones are verified: the newest is not relied upon before it has been read back.
+   So a trainer with `keep_last=1` keeps two: the one it has just written, which is not read back yet, and the one
+   before. One stays if it was verified for the plan (`verl-slurm prune`);
+3. with `keep_every=K`, permanently: the first at or after each multiple of K. If saves fall on multiples of K, that is
+   every K-th step. If they do not (an adaptive cadence, 30 for K=25), it is still one in every K steps;
 4. with `keep_best=N`, the best N by a metric of their step (`best.py`);
-5. what is in use.
+5. checkpoints in use.
 
-A run goes on from those of rules 1 and 2; the others are results.
+A run resumes from those of rules 1 and 2; the others are results.
 """
 
 from collections.abc import Collection, Sequence
@@ -24,13 +24,13 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 __all__ = ["ASSURED_KEPT", "PrunePlan", "Reasoned", "plan_prune"]
 
 ASSURED_KEPT = 2
-"""`num_verified` of a trainer that has just saved. It hashed its own checkpoint while it wrote it, but has not read it
-back; so one that is known to be whole stays beside it, whatever `keep_last` says."""
+"""`num_verified` of a trainer that has just saved. It hashed its own checkpoint while writing and has not read it back.
+So one that is known to be whole stays beside it, whatever `keep_last` says."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reasoned:
-    """A checkpoint's name and why it is kept or dropped."""
+    """A checkpoint's name and the reason for keeping or dropping it."""
 
     name: str
     reason: str
@@ -38,12 +38,12 @@ class Reasoned:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunePlan:
-    """Newest first.
+    """The plan, newest first.
 
     Attributes:
-        assured: one that is kept is known to verify, so `apply_prune` need not check that itself.
-        working: names kept by rules 1 and 2. A run goes on from these, so only these need the rollouts that were
-            journaled since; from one that is kept for ever they can be sampled again.
+        assured: a kept checkpoint is known to verify, so `apply_prune` need not check that itself.
+        working: names kept by rules 1 and 2. A run resumes from these, so they need the rollouts that were journaled
+            since. From one that is kept permanently the rollouts can be sampled again.
     """
 
     keep: tuple[Reasoned, ...]
@@ -62,22 +62,23 @@ def plan_prune(
     num_verified: int | None = None,
     protected: Collection[str] = (),
 ) -> PrunePlan:
-    """Keep at least the newest `keep_last` checkpoints and one in every `keep_every` steps, drop the others.
+    """Plans to keep at least the newest `keep_last` checkpoints and one in every `keep_every` steps, and to drop the
+    others.
 
     Args:
-        infos: a catalog, in any order; only committed ones are looked at.
+        infos: a catalog, in any order; entries that are not committed are ignored.
         keep_last: at least 1.
-        keep_every: 0: none for ever.
-        best: how many stay because of a metric, and which; None: none.
-        verified: names that are known to verify; nothing is dropped while there are too few of them.
-            None: nothing is known; `apply_prune` makes sure before it drops.
-        num_verified: so many of `verified` must be kept before anything older is dropped. Default:
-            `keep_last`, so one that was not checked is kept besides, while it is newer.
-        protected: names that stay whatever happens (one that is being read).
+        keep_every: 0: none permanently.
+        best: how many stay because of a metric, and which metric; None: none.
+        verified: names that are known to verify; nothing is dropped while there are too few of them. None: nothing is
+            known; `apply_prune` checks before it drops.
+        num_verified: number of `verified` that must be kept before anything older is dropped. Default: `keep_last`, so
+            an unchecked one is kept in addition, while it is newer.
+        protected: names that always stay (one that is being read).
 
     Raises:
         ValueError: `keep_last` or `num_verified` is below 1 (the newest is never dropped), or `keep_every` or
-            `best.keep` below 0.
+            `best.keep` is below 0.
     """
     needed = keep_last if num_verified is None else num_verified
     if min(keep_last, needed) < 1:
@@ -131,7 +132,7 @@ def _why_dropped(info: CheckpointInfo, keep_last: int, keep_every: int, best: Be
 
 
 def _for_ever(newest_first: Sequence[CheckpointInfo], keep_every: int) -> dict[str, int]:
-    """Name → the multiple of `keep_every` it stands for."""
+    """Maps each name to the multiple of `keep_every` that it stands for."""
     if not keep_every:
         return {}
     first: dict[int, str] = {}

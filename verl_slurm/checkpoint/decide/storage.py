@@ -1,14 +1,15 @@
-"""Is there room for a save, and is the medium well: verdicts with reasons. Pure; `free_space.py` asks the system.
+"""Judges whether a save fits and whether the medium is healthy: verdicts with reasons. Pure; `free_space.py` asks the
+system.
 
-ROOM. What a file system says is free is not what a user may take: quotas of users, groups and projects, and thin
-pools, are not in statvfs on most file systems (Lustre, GPFS and NFS show the whole; some XFS project quotas do
-show). So `enough` is never a promise, and its reason says so; `not enough` is certain as far as the file system
-knows. Some report no inodes (Btrfs, FUSE): then those are not judged.
+ROOM. A file system's free space is not what a user may take: on most file systems statvfs leaves out quotas of users,
+groups and projects, and thin pools (Lustre, GPFS and NFS show the whole; some XFS project quotas do show). So `enough`
+is never a promise, and its reason says so; `not enough` is certain as far as the file system knows. Some report no
+inodes (Btrfs, FUSE): then those are not judged.
 
-SPEED. A save is SLOW when its bytes a second lie below SLOW_FRACTION of the median of the saves before, and it
-lost at least LEAST_LOSS_S by that: the fifth part of a second more or less for a small save says nothing about a
-disk. The medium is slow when the newest SLOW_SAVES are, each measured against the saves that precede all of them.
-FAILING is a medium on which the newest save ended with an error, whatever came before.
+SPEED. A save is SLOW when its bytes per second lie below SLOW_FRACTION of the median of the earlier saves, and it lost
+at least LEAST_LOSS_S by that: a fifth of a second more or less for a small save says nothing about a disk. The medium
+is slow when the newest SLOW_SAVES are, each measured against the saves that precede all of them. A medium is FAILING
+when the newest save on it ended with an error, whatever came before.
 """
 
 from collections.abc import Sequence
@@ -36,19 +37,19 @@ _LEAST_HISTORY = 3
 _WINDOW = 32
 _MARGIN = 0.1
 _BLOCK_BYTES = 4096
-"""What a file may take beyond its bytes: the rest of its last block."""
+"""Disk space that a file may take beyond its bytes: the rest of its last block."""
 _SPARE_INODES = 16
-"""The directories, the manifest, the hint and temporary names of one save."""
+"""Inodes of one save for its directories, the manifest, the hint and temporary names."""
 
 HealthKind = Literal["unknown", "well", "slow", "failing"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FreeSpace:
-    """What the file system says, for a user without privileges; None: it does not say.
+    """Free space that the file system reports to a user without privileges; None: it does not report it.
 
     Attributes:
-        device: which file system; the same number is the same one.
+        device: number of the file system; equal numbers mean the same one.
         problem: why it could not be asked.
     """
 
@@ -61,7 +62,7 @@ class FreeSpace:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What is going to be written; `basis` says in words where the number comes from."""
+    """Size of the next write; `basis` names the source of the number."""
 
     bytes: int
     inodes: int
@@ -70,7 +71,7 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """A verdict: `enough` None where the file system does not say."""
+    """A verdict on room; `enough` is None if the file system does not report it."""
 
     enough: bool | None
     reason: str
@@ -80,7 +81,7 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one save went: its bytes and seconds, or why it failed (then `error` is not empty)."""
+    """Result of one save: its bytes and seconds, or why it failed (then `error` is not empty)."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -104,11 +105,11 @@ class Health:
 def need_of_next(
     last_bytes: int, num_files: int, *, copies: int = 1, basis: str = "the last save", margin: float = _MARGIN
 ) -> Need:
-    """What `copies` more checkpoints like the last one need.
+    """Returns what `copies` more checkpoints like the last one need.
 
     Args:
-        last_bytes, num_files: of that one; or an estimate, then `basis` says so.
-        margin: on top, as a share: rollouts of another length, a longer history.
+        last_bytes, num_files: of that one; for an estimate, `basis` says so.
+        margin: added share, for rollouts of another length and a longer history.
     """
     one = round(last_bytes * (1.0 + margin)) + num_files * _BLOCK_BYTES
     words = basis if copies == 1 else f"{copies} checkpoints like {basis}"
@@ -116,7 +117,7 @@ def need_of_next(
 
 
 def judge_room(free: FreeSpace, need: Need) -> Room:
-    """Hold the one against the other."""
+    """Compares the need with the free space."""
     if free.problem or (free.bytes is None and free.inodes is None):
         reason = free.problem or "the file system does not say how much is free"
         return Room(enough=None, reason=reason, free=free, need=need)
@@ -133,14 +134,14 @@ def judge_room(free: FreeSpace, need: Need) -> Room:
 
 
 def usual_speed(outcomes: Sequence[Outcome]) -> float | None:
-    """Median bytes a second of the saves that went well; None: too few to say."""
+    """Returns the median bytes per second of the successful saves; None: too few to tell."""
     speeds = [_speed(outcome) for outcome in outcomes if not outcome.error]
     known = [speed for speed in speeds if speed is not None][-_WINDOW:]
     return median(known) if len(known) >= _LEAST_HISTORY else None
 
 
 def judge_health(outcomes: Sequence[Outcome]) -> Health:
-    """Judge a medium by its saves, oldest first."""
+    """Judges a medium by its saves, oldest first."""
     if not outcomes:
         return Health(kind="unknown", reason="nothing has been saved yet")
     failures = 0

@@ -1,17 +1,17 @@
-"""Whether the loss is volatile: a verdict on the rows of the metric history alone. Pure.
+"""Decides from the rows of the metric history whether the loss is volatile. Pure.
 
-A value is an OUTLIER when it lies far outside of what came before it, by the modified z-score
+A value is an OUTLIER when it lies far from the values before it, by the modified z-score
 
     z = |x - median(B)| / max(1.4826 * MAD(B), 0.01 * |median(B)|)        outlier: z > 3.5, or x not finite
 
-with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|. 1.4826
-makes MAD the standard deviation where values are normal; 3.5 is the cut of Iglewicz and Hoaglin, "How to detect
-and handle outliers" (1993). A coefficient of variation would not do: the policy loss of PPO lies around zero.
-The newest values are left out of B, so that a burst does not excuse itself.
+with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|. 1.4826 makes MAD
+the standard deviation of normal values. 3.5 is the cut of Iglewicz and Hoaglin, "How to detect and handle outliers"
+(1993). A coefficient of variation would not work: the policy loss of PPO lies around zero. B leaves out the newest
+values, so that a burst does not excuse itself.
 
-With hysteresis: volatile from ENTER outliers among the NEWEST values of a metric on, and until there is none.
-Rows older than the history (256) are forgotten, so a loss that stays at a new level is the new normal after a
-while. The history is the same on every rank and after every resume, to the bit; so is the verdict.
+The verdict has hysteresis: volatile from ENTER outliers among the NEWEST values of a metric, until there is none. Rows
+older than the history (256) are forgotten, so a loss that stays at a new level becomes the new normal. The history is
+the same on every rank and after every resume, to the bit; so is the verdict.
 """
 
 import math
@@ -34,14 +34,14 @@ _TINY = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class Volatility:
-    """The verdict, and what it rests on in words."""
+    """The verdict, and its basis in words."""
 
     volatile: bool
     reason: str
 
 
 def outliers(values: Sequence[float]) -> int | None:
-    """How many of the NEWEST of `values` (oldest first) are outliers; None: too few values to say."""
+    """Counts the outliers among the NEWEST of `values` (oldest first); None: too few values to tell."""
     baseline = [value for value in values[:-NEWEST][-BASELINE:] if math.isfinite(value)]
     if len(baseline) < _LEAST_BASELINE:
         return None
@@ -52,7 +52,7 @@ def outliers(values: Sequence[float]) -> int | None:
 
 
 def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
-    """Go through the history from its oldest row on, calm at first, and say how it ends.
+    """Walks the history from its oldest row, calm at first, and returns the final verdict.
 
     Args:
         history: rows of metrics, oldest first; a metric that a row lacks counts as not finite.

@@ -1,1 +1,1 @@
-"""A checkpoint on disk: the specification, and what reads and writes its parts. No file is opened here."""
+"""Specifies a checkpoint on disk, and reads and writes its parts. Opens no file."""

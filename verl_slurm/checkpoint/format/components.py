@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and who may go on from it: partial saves, other models, other loops."""
+"""Tells what a checkpoint holds and which run may resume from it: partial saves, other models, other loops."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,9 +21,10 @@ _GUEST_OF: dict[str, Guest | None] = {"native": None, "verl": "verl", "command":
 
 
 def partial_domains(config: CheckpointConfig) -> Components:
-    """What a partial save holds, empty where none is configured.
+    """Lists what a partial save holds; empty if none is configured.
 
-    `optimizer` is one domain: with it goes the optimizer state of all that trains, of other components, too.
+    `optimizer` is one domain: it includes the optimizer state of all models that train, also of components that are
+    left out.
     """
     wanted: Sequence[str] = config.components
     optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
@@ -31,7 +32,7 @@ def partial_domains(config: CheckpointConfig) -> Components:
 
 
 def require_same_models(manifest: Manifest, config: RunConfig, where: object) -> None:
-    """Refuse to go on with another set of models: PPO's critic cannot be conjured up, nor just be forgotten.
+    """Refuses to resume with another set of models: PPO's critic cannot be created from nothing, nor simply be dropped.
 
     Raises:
         ConfigError: the checkpoint's run trained other models than `config` does, or its loop was another one.
@@ -63,10 +64,10 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
 
 
 def require_full(manifest: Manifest, where: object) -> None:
-    """Refuse to go on from a partial checkpoint.
+    """Refuses to resume from a partial checkpoint.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it is partial.
     """
     if manifest.components:
         raise ConfigError(
@@ -79,10 +80,10 @@ def require_full(manifest: Manifest, where: object) -> None:
 
 
 def require_own(manifest: Manifest, directory: Path) -> None:
-    """Refuse a guest's checkpoint: what is in it has the format of that loop already.
+    """Refuses a guest's checkpoint: its content has the format of that loop already.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: a guest saved it.
     """
     if isinstance(manifest.guest, msgspec.UnsetType):
         return

@@ -2,16 +2,15 @@
 
 ## 1. What is sealed
 
-With a key configured, every file of a checkpoint but `PLAIN_FILES` and manifest.json: tensors, runtime state
-(rollouts are data), texts (config.yaml names paths and people). The manifest tells which step it is, of which
-attempt, when, and with which key; file names, sizes and `dataset_fingerprint` stay visible.
+With a key configured, every file of a checkpoint is sealed except `PLAIN_FILES` and manifest.json: tensors, runtime
+state (rollouts are data), texts (config.yaml names paths and people). The manifest shows the step, the attempt, the
+time and the key; file names, sizes and `dataset_fingerprint` stay visible.
 
 ## 2. Keys
 
-`Manifest.encryption` has the id of the user's key and a random salt of SALT_BYTES, new for every *attempt* to
-save. A file's key is HKDF-SHA256(key, salt, info = "verl-slurm file v1" NUL checkpoint name NUL path): no two
-files ever share one. (`name` is that of the directory; for what is stored by content, whatever its store
-calls it.)
+`Manifest.encryption` has the id of the user's key and a random salt of SALT_BYTES, new for every *attempt* to save. A
+file's key is HKDF-SHA256(key, salt, info = "verl-slurm file v1" NUL checkpoint name NUL path): no two files ever share
+one. (`name` is that of the directory; for models stored by content, the name that the store uses.)
 
 ## 3. A sealed file of P plain bytes
 
@@ -24,17 +23,17 @@ offset P        tag of chunk 0, TAG_BYTES
 size            P + TAG_BYTES * chunks(P)                 `FileEntry.size`; P is `FileEntry.plain_size`
 ```
 
-Each chunk is AES-256-GCM (NIST SP 800-38D) with the chunk's index as a 96-bit big-endian nonce, and as
-associated data `<u64 index><u64 P><u8 1 if last>` (big-endian) and the path. A changed bit, a cut, chunks in another
-order, of another file or another checkpoint: all fail, and no plaintext of that chunk is given out.
-The SHA-256 digests in the manifest are of the sealed bytes: to hold them against the disk takes no key. Who made the
-manifest is asked with it (`signature.py`), by the scrub and the tiers too.
+Each chunk is AES-256-GCM (NIST SP 800-38D) with the chunk's index as a 96-bit big-endian nonce, and as associated data
+`<u64 index><u64 P><u8 1 if last>` (big-endian) and the path. A changed bit, a truncation, and chunks in another order,
+of another file or of another checkpoint all fail, and no plaintext of that chunk is returned. The SHA-256 digests in
+the manifest are of the sealed bytes: comparing them with the disk needs no key. `signature.py` tells who made the
+manifest; the scrub and the tiers ask it, too.
 
-## 4. The one duty of who calls
+## 4. The caller's duty
 
-A nonce must never be used twice with one key. So: a new `CheckpointCipher.begin` for every attempt, one
-`ChunkSealer` a file, and sealed bytes are what is written twice, not plain bytes what is sealed twice. A
-sealer refuses to seal a chunk again, and a saver process a salt that it has seen (`save.writer.sealing`).
+A nonce must never be used twice with one key. So: a new `CheckpointCipher.begin` for every attempt, and one
+`ChunkSealer` per file. To write twice, write the sealed bytes twice; never seal plain bytes twice. A sealer refuses to
+seal a chunk again, and a saver process refuses a salt that it has seen (`save.writer.sealing`).
 
 Measured on one core (EPYC with VAES): section "Cost" of docs/decisions/0003-encryption.md.
 """
@@ -77,7 +76,7 @@ _ASSOCIATED = struct.Struct(">QQB")
 
 
 class _Chunks:
-    """What sealing and opening share: the geometry of one file, its nonces and associated data."""
+    """Shared geometry of one file for sealing and opening: its chunks, nonces and associated data."""
 
     def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         from cryptography.hazmat.primitives.ciphers import algorithms
@@ -88,13 +87,13 @@ class _Chunks:
         self.num_chunks = sealed_chunks(plain_size, chunk_bytes)
 
     def length(self, index: int) -> int:
-        """Plain bytes of chunk `index`."""
+        """Returns the plain bytes of chunk `index`."""
         if not 0 <= index < self.num_chunks:
             raise ValueError(f"chunk {index} of {self.num_chunks}")
         return min(self.chunk_bytes, self.plain_size - index * self.chunk_bytes)
 
     def associated(self, index: int) -> bytes:
-        """What a chunk's tag covers beside its bytes."""
+        """Returns the data that a chunk's tag covers in addition to its bytes."""
         last = index == self.num_chunks - 1
         return _ASSOCIATED.pack(index, self.plain_size, last) + self._path
 
@@ -109,7 +108,7 @@ class ChunkSealer(_Chunks):
 
     Args:
         key: `CheckpointCipher.file_key(path)`.
-        path: as it will stand in the manifest.
+        path: as in the manifest.
         plain_size: bytes of the whole file; must be known before the first chunk.
     """
 
@@ -119,17 +118,17 @@ class ChunkSealer(_Chunks):
         self._lock = threading.Lock()
 
     def seal_into(self, index: int, plaintext: memoryview, out: memoryview) -> bytes:
-        """Encrypt one chunk into `out`, without a copy in between and without the interpreter lock.
+        """Encrypts one chunk into `out`, without a copy in between and without the interpreter lock.
 
         Args:
             plaintext: contiguous bytes, `length(index)` of them. Not changed.
-            out: as long. Must not overlap `plaintext`.
+            out: of the same length. Must not overlap `plaintext`.
 
         Returns:
-            The tag, TAG_BYTES, for place `index` of the table.
+            The tag, TAG_BYTES, for entry `index` of the table.
 
         Raises:
-            ValueError: another length, or the chunk was sealed before.
+            ValueError: the length differs, or the chunk was sealed before.
         """
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
@@ -149,11 +148,11 @@ class ChunkOpener(_Chunks):
     """Opens the chunks of one file, in any order, from any number of threads."""
 
     def open_into(self, index: int, ciphertext: memoryview, tag: bytes, out: memoryview) -> None:
-        """Decrypt one chunk into `out`, without a copy in between and without the interpreter lock.
+        """Decrypts one chunk into `out`, without a copy in between and without the interpreter lock.
 
         Raises:
-            CheckpointCorrupt: it is not what was sealed as this chunk of this file of this checkpoint. `out`
-                holds zeros then.
+            CheckpointCorrupt: the bytes are not those sealed as this chunk of this file of this checkpoint; `out` then
+                holds zeros.
             ValueError: lengths that do not fit.
         """
         from cryptography.exceptions import InvalidTag
@@ -168,7 +167,7 @@ class ChunkOpener(_Chunks):
             decryptor.update_into(ciphertext, out)
             decryptor.finalize()
         except InvalidTag:
-            out[:] = bytes(out.nbytes)  # bytes that nobody vouches for stay nowhere
+            out[:] = bytes(out.nbytes)  # unauthenticated bytes must not stay in memory
             raise CheckpointCorrupt(
                 "an encrypted file does not open",
                 where=f"{self._path.decode()}, chunk {index} of {self.num_chunks}",
@@ -178,10 +177,10 @@ class ChunkOpener(_Chunks):
 
 
 class CheckpointCipher:
-    """Everything that one key does for one checkpoint.
+    """Encrypts and decrypts the files of one checkpoint with one key.
 
     Attributes:
-        record: what `Manifest.encryption` has to hold.
+        record: the content of `Manifest.encryption`.
     """
 
     def __init__(self, key: MasterKey, name: str, record: Encryption) -> None:
@@ -190,14 +189,14 @@ class CheckpointCipher:
 
     @classmethod
     def begin(cls, key: MasterKey, name: str) -> Self:
-        """For a new attempt to save `name`: rank 0 makes it and tells the others `record`."""
+        """Makes the cipher for a new attempt to save `name`: rank 0 makes it and sends `record` to the other ranks."""
         return cls(key, name, Encryption(key_id=key.id, salt=secrets.token_hex(SALT_BYTES)))
 
     @classmethod
     def of(cls, manifest: Manifest, keys: Keyring | None, *, where: object) -> Self | None:
-        """For reading; None when the checkpoint is not encrypted.
+        """Returns the cipher for reading; None if the checkpoint is not encrypted.
 
-        Whether an unencrypted one may be read where a key is set was for `signature.authenticate` to say.
+        `signature.authenticate` has already decided whether an unencrypted one may be read with a key configured.
 
         Raises:
             KeyRefused: it is encrypted, and there is no key or another one.
@@ -215,31 +214,31 @@ class CheckpointCipher:
         return cls(keys.find(record.key_id, where=where), manifest.name, record)
 
     def file_key(self, path: str) -> Secret:
-        """The key of one file; enough to seal or open it and nothing else."""
+        """Returns the key of one file; it seals or opens that file alone."""
         info = b"\0".join((_FILE_KEY, self._name.encode("ascii"), path.encode("ascii")))
         return self._key.derive(info, bytes.fromhex(self.record.salt))
 
     def sealer(self, path: str, plain_size: int) -> ChunkSealer:
-        """To write a file of `plain_size` bytes."""
+        """Returns what writes a file of `plain_size` bytes."""
         return ChunkSealer(self.file_key(path), path, plain_size)
 
     def opener(self, entry: FileEntry) -> ChunkOpener:
-        """To read a sealed file by chunks."""
+        """Returns what reads a sealed file by chunks."""
         return ChunkOpener(self.file_key(entry.path), entry.path, _plain_size(entry))
 
     def seal(self, path: str, data: bytes) -> bytes:
-        """A small file, sealed; files of PLAIN_FILES as they are."""
+        """Returns a small file sealed; files of PLAIN_FILES unchanged."""
         return data if path in PLAIN_FILES else seal_bytes(self.file_key(path), path, data)
 
     def open(self, entry: FileEntry, data: bytes) -> bytes:
-        """What `seal` was given; a file that the manifest says is plain, as it is."""
+        """Returns the plain bytes of a sealed file; a file that the manifest calls plain unchanged."""
         if entry.plain_size is msgspec.UNSET:
             return data
         return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)
 
 
 def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
-    """The sealed file of `data`. A key and path are good for one call (section 4)."""
+    """Returns the sealed file of `data`. Use a key and path for one call (section 4)."""
     sealer = ChunkSealer(key, path, len(data), chunk_bytes=chunk_bytes)
     plain, out = memoryview(data), bytearray(sealed_size(len(data), chunk_bytes))
     view, at = memoryview(out), len(data)
@@ -254,10 +253,10 @@ def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = CHUNK_
 def open_bytes(
     key: Secret, path: str, plain_size: int, data: bytes, *, chunk_bytes: int = CHUNK_BYTES
 ) -> bytes:
-    """The plain bytes of a sealed file.
+    """Returns the plain bytes of a sealed file.
 
     Raises:
-        CheckpointCorrupt: it is not what was sealed.
+        CheckpointCorrupt: the bytes are not what was sealed.
     """
     opener = ChunkOpener(key, path, plain_size, chunk_bytes=chunk_bytes)
     if len(data) != sealed_size(plain_size, chunk_bytes):

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint: plain values, no I/O."""
+"""Describes what is known of a checkpoint: plain values, no I/O."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,18 +9,18 @@ from verl_slurm.checkpoint.format.specification import Manifest
 __all__ = ["CheckpointInfo", "Kind", "Problem", "ProblemKind", "Verdict"]
 
 Kind = Literal["committed", "torn", "foreign", "quarantined"]
-"""committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or
-a final name without a good manifest. quarantined: set aside. foreign: not ours."""
+"""committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or a final
+name without a good manifest. quarantined: set aside. foreign: not ours."""
 
 ProblemKind = Literal["damaged", "unreadable", "untrusted", "version", "key"]
-"""damaged: the bytes are not those that were committed. unreadable: the system refused to read (may pass).
-untrusted: others own or may write it. version: of a format this code does not know. key: it has
-no signature, or of a key that we have not. Only what is damaged is ever set aside: the others may be good."""
+"""damaged: the bytes differ from those that were committed. unreadable: the system refused to read (may pass).
+untrusted: others own or may write it. version: the format is unknown to this code. key: it has no signature, or one by
+a key that we lack. Damaged checkpoints may be set aside; the others may be good and never are."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One thing wrong with one path of a checkpoint.
+    """One fault at one path of a checkpoint.
 
     Attributes:
         path: relative to the checkpoint; `.` is the checkpoint itself.
@@ -36,14 +36,14 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What a full check of one directory found.
+    """Result of a full check of one directory.
 
     Attributes:
         ok: it is, byte for byte, what was committed.
-        problems: all that was found; empty exactly when `ok`.
+        problems: every fault found; empty exactly when `ok`.
         manifest: present when the manifest itself verified.
         num_bytes: read and hashed.
-        seconds: that it took.
+        seconds: duration of the check.
     """
 
     name: str
@@ -55,18 +55,19 @@ class Verdict:
 
     @property
     def needs_key(self) -> bool:
-        """That the right key is missing is all that is wrong with it."""
+        """Returns whether a missing key is its sole problem."""
         return bool(self.problems) and all(p.kind == "key" for p in self.problems)
 
     @property
     def damaged(self) -> bool:
-        """Its bytes are not those that were committed, beyond doubt: only then it may be set aside."""
+        """Returns whether its bytes differ beyond doubt from those that were committed; nothing else permits setting it
+        aside."""
         return any(p.kind == "damaged" for p in self.problems) and not any(
             p.kind in {"unreadable", "version"} for p in self.problems
         )
 
     def one_line(self, limit: int = 3) -> str:
-        """`step_000012: ok, 120 bytes` or the first problems."""
+        """Returns `step_000012: ok, 120 bytes` or the first problems."""
         if self.ok:
             return f"{self.name}: verified, {self.num_bytes} bytes"
         more = len(self.problems) - limit
@@ -79,8 +80,7 @@ class CheckpointInfo:
     """One entry of a run's checkpoint directory, from its name and manifest alone.
 
     Attributes:
-        step, safe_point: from the name; -1 where it has none.
-        attempt: that wrote it.
+        step, safe_point: from the name; -1 if it has none.
         num_bytes: of its files by the manifest; 0 without one.
         metrics: of the step it ends, by name; empty for one from the middle of a step.
         detail: why it has its kind, when that is not `committed`.

@@ -1,4 +1,4 @@
-"""Manifest to JSON and back, and its digest (`format.py`, section 2). Bytes only, no files."""
+"""Turns a manifest into JSON and back, and computes its digest (`format.py`, section 2). Bytes only, no files."""
 
 import hashlib
 import json
@@ -30,52 +30,53 @@ __all__ = [
 
 
 def canonical(value: object) -> bytes:
-    """The one JSON text of `value` that digests are taken of."""
+    """Returns the canonical JSON text of `value`, from which digests are computed."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """SHA-256 of `signed_bytes`."""
+    """Returns the SHA-256 of `signed_bytes`."""
     return hashlib.sha256(signed_bytes(manifest)).hexdigest()
 
 
 def signed_bytes(manifest: Manifest) -> bytes:
-    """The canonical JSON of everything but the digest and the HMAC, which are both taken of it."""
+    """Returns the canonical JSON of everything but the digest and the HMAC, which both cover it."""
     fields = msgspec.to_builtins(msgspec.structs.replace(manifest, files=()))
     text = canonical({key: value for key, value in fields.items() if key not in {"digest", "hmac"}})
-    # Of what a path may hold, msgspec writes the same bytes as `canonical`, in a quarter of the memory: `files` is
-    # nearly all of a manifest. No other `"files":[]` is possible outside of a text, where its quotes are escaped.
+    # For everything that a path may hold, msgspec writes the same bytes as `canonical`, in a quarter of the memory:
+    # `files` is nearly all of a manifest. No other `"files":[]` is possible outside of a text, where its quotes are
+    # escaped.
     files = msgspec.json.encode(manifest.files, order="sorted")
     return text.replace(b'"files":[]', b'"files":' + files, 1)
 
 
 def sealed(manifest: Manifest) -> Manifest:
-    """`manifest` with its files sorted and its digest filled in."""
+    """Returns `manifest` with its files sorted and its digest filled in."""
     files = tuple(sorted(manifest.files, key=lambda entry: entry.path))
     manifest = msgspec.structs.replace(manifest, files=files)
     return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))
 
 
 def render(manifest: Manifest) -> bytes:
-    """The bytes of manifest.json."""
+    """Returns the bytes of manifest.json."""
     return (
         json.dumps(msgspec.to_builtins(manifest), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     )
 
 
 def checkpoint_order(name: str) -> tuple[int, int] | None:
-    """(step, safe point) of a checkpoint's name, or None when it is no such name."""
+    """Returns (step, safe point) of a checkpoint's name; None if it is no such name."""
     match = CHECKPOINT_NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
 def parse(data: bytes, *, where: object) -> Manifest:
-    """The manifest that `data` holds, digest and paths checked.
+    """Parses the manifest in `data` and checks digest and paths.
 
     Raises:
         SchemaMismatch: another format version; nothing else of it was believed.
-        CheckpointCorrupt: anything else that is not as `format.py` says.
+        CheckpointCorrupt: anything else that violates `format.py`.
     """
     try:
         version = bounded.decode_json(data, _Version, bounded.MANIFEST).format_version
@@ -100,13 +101,13 @@ def parse(data: bytes, *, where: object) -> Manifest:
 
 
 class _Version(msgspec.Struct):
-    """What is believed of a manifest before its version is known."""
+    """The part of a manifest that is believed before its version is known."""
 
     format_version: Any = None
 
 
 def _check(manifest: Manifest) -> None:
-    # First the paths: the digest is of texts without an escape (`signed_bytes`).
+    # The paths come first: the digest covers texts without an escape (`signed_bytes`).
     problem = next((p for entry in manifest.files if (p := _path_problem(entry.path))), None)
     if problem is not None:
         raise ValueError(problem)
@@ -133,7 +134,7 @@ def _path_problem(path: str) -> str | None:
 
 
 def _sealing_problem(entry: FileEntry, *, encrypted: bool) -> str | None:
-    """Why an entry does not fit a manifest that is, or is not, of an encrypted checkpoint."""
+    """Returns why an entry does not fit the manifest of an encrypted, or unencrypted, checkpoint."""
     plain = entry.plain_size
     if isinstance(plain, msgspec.UnsetType):
         return "not encrypted" if encrypted and entry.path not in PLAIN_FILES else None

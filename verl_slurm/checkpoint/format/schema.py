@@ -1,11 +1,10 @@
-"""The schema lock: what the saved state looks like, and whether this code can read it.
+"""The schema lock: describes the layout of saved state, and tells whether this code can read it.
 
-`schema_version.json` holds a signature of each class of saved state: its fields and their types. The schema
-id is the SHA-256 of the canonical JSON of those signatures; the code version is told but not compared,
-since most versions change no layout. Limits (`msgspec.Meta`) are no part of a type: they guard readers, not
-layout.
+`schema_version.json` holds a signature of each class of saved state: its fields and their types. The schema id is the
+SHA-256 of the canonical JSON of those signatures. The code version is recorded but not compared, since most versions
+change no layout. Limits (`msgspec.Meta`) are no part of a type: they guard readers, not layout.
 
-Another layout is refused with the exact differences, unless `OLDER_LAYOUTS` says that this code reads it as it is. No
+Another layout is refused with the exact differences, unless `OLDER_LAYOUTS` says that this code reads it unchanged. No
 saved state is rewritten to fit.
 """
 
@@ -37,8 +36,8 @@ __all__ = [
     "schema_of",
 ]
 
-# What the trainer saves beside these structs. Change the text when the meaning or layout changes, and every
-# older checkpoint is refused (or migrated) instead of being misread.
+# Describes what the trainer saves beside these structs. Change the text when the meaning or layout changes: every older
+# checkpoint is then refused (or migrated) instead of being misread.
 TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
     "trainer.actor": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
     "trainer.critic": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
@@ -69,7 +68,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
 
 
 class SchemaVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The content of schema_version.json."""
+    """Holds the content of schema_version.json."""
 
     code_version: str
     schema_id: str
@@ -78,11 +77,11 @@ class SchemaVersion(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class OlderLayout(NamedTuple):
-    """A layout that is read as it is by the code of another."""
+    """An older layout that newer code reads unchanged."""
 
     schema_id: str
     read_by: str
-    """The schema id of that code. Whoever changes it again looks at each of these anew."""
+    """The schema id of that code. A change of the layout requires a new look at each entry."""
     why: str
 
 
@@ -93,27 +92,27 @@ OLDER_LAYOUTS = (
         why="a manifest may name a guest (`Manifest.guest`); nothing that was there has changed",
     ),
 )
-"""A test holds them to the layout of this code."""
+"""A test compares these entries with the layout of this code."""
 
 
 def current_schema() -> SchemaVersion:
-    """The schema of this code."""
+    """Returns the schema of this code."""
     return schema_of({c.__name__: _signature(c) for c in _STRUCTS} | TRAINER_COMPONENTS)
 
 
 def schema_of(classes: dict[str, dict[str, str]], code_version: str = __version__) -> SchemaVersion:
-    """The schema with these classes; the id follows from them."""
+    """Returns the schema with these classes; the id follows from them."""
     digest = hashlib.sha256(canonical(classes)).hexdigest()
     return SchemaVersion(code_version=code_version, schema_id=digest, classes=classes)
 
 
 def render_schema(schema: SchemaVersion) -> bytes:
-    """The bytes of schema_version.json."""
+    """Returns the bytes of schema_version.json."""
     return msgspec.json.format(msgspec.json.encode(schema, order="sorted"), indent=1) + b"\n"
 
 
 def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
-    """The schema that `data` holds; its id must follow from its classes.
+    """Parses the schema in `data`; its id must follow from its classes.
 
     Raises:
         CheckpointCorrupt: it does not.
@@ -138,11 +137,11 @@ def _unreadable(where: object, error: Exception) -> CheckpointCorrupt:
 
 
 def read_schema(checkpoint: Path) -> SchemaVersion:
-    """The schema of a checkpoint that verifies.
+    """Reads the schema of a checkpoint that verifies.
 
     Raises:
-        CheckpointCorrupt: see `parse_schema`; or it is larger than any.
-        OSError: the storage did not give it.
+        CheckpointCorrupt: see `parse_schema`; or the file exceeds its limit.
+        OSError: the storage did not deliver it.
     """
     where = checkpoint / SCHEMA_VERSION
     try:
@@ -153,7 +152,7 @@ def read_schema(checkpoint: Path) -> SchemaVersion:
 
 
 def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:
-    """Every difference in layout, one line each, sorted; empty when there is none."""
+    """Lists every difference in layout, one line each, sorted; empty when there is none."""
     lines = []
     for name in sorted(saved.classes.keys() | current.classes.keys()):
         old, new = saved.classes.get(name), current.classes.get(name)
@@ -173,10 +172,10 @@ def differences(saved: SchemaVersion, current: SchemaVersion) -> list[str]:
 
 
 def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object) -> None:
-    """Refuse a checkpoint of a layout that code of `current` does not read.
+    """Refuses a checkpoint whose layout the code of `current` does not read.
 
     Raises:
-        SchemaMismatch: with every difference.
+        SchemaMismatch: the layout differs; the error lists every difference.
     """
     read_too = {older.schema_id for older in OLDER_LAYOUTS if older.read_by == current.schema_id}
     if saved.schema_id not in read_too | {current.schema_id}:
@@ -190,14 +189,14 @@ def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object)
 
 
 def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:
-    # `numpy.ndarray` by name alone: the daemon computes this, and numpy would be a third of its memory.
+    # A stand-in for `numpy.ndarray`, used by name: the daemon computes this, and numpy would be a third of its memory.
     numpy = types.SimpleNamespace(ndarray=type("ndarray", (), {}))
     hints = get_type_hints(struct, localns={"np": numpy}, include_extras=True)
     return {field: _type_name(hints[field]) for field in struct.__struct_fields__}
 
 
 def _type_name(hint: Any) -> str:
-    """A type as text that is the same on every Python version; limits are left out."""
+    """Returns a type as text that is the same on every Python version; limits are left out."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return _type_name(args[0])

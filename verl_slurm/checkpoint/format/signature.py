@@ -1,13 +1,13 @@
-"""The manifest's HMAC: who can write the directory but has not the key cannot make a checkpoint.
+"""The manifest's HMAC: a process that can write the directory but lacks the key cannot forge a checkpoint.
 
-`hmac` is HMAC-SHA256 (hex) over the bytes that `digest` is the SHA-256 of, under HKDF(key, "verl-slurm manifest
-v1"). They name the checkpoint, step, epoch, schema, data set and each file with size and digest.
+`hmac` is HMAC-SHA256 (hex) over the bytes that `digest` is the SHA-256 of, under HKDF(key, "verl-slurm manifest v1").
+These bytes name the checkpoint, step, epoch, schema, data set and each file with size and digest.
 
-Fails closed: with a key configured a manifest without an HMAC is refused, or else whoever wants to forge one
-would simply leave it out. To go on from a checkpoint of the time before the key, its digest is named in
-`checkpoint.format.encryption.accept_unsigned`: that lets in this one checkpoint and no other.
-What it does not find is an old genuine checkpoint in the place of a newer one, and one of another run
-that has the same key: a key a run, and see docs/decisions/0003-encryption.md.
+The check fails closed: with a key configured, a manifest without an HMAC is refused, since a forger would simply leave
+it out. To resume from a checkpoint made before the key, name its digest in
+`checkpoint.format.encryption.accept_unsigned`: that admits this one checkpoint. The check does not find an old genuine
+checkpoint in place of a newer one, nor a checkpoint of another run with the same key. So use one key per run, and see
+docs/decisions/0003-encryption.md.
 """
 
 import hmac
@@ -25,7 +25,7 @@ _MANIFEST_KEY = b"verl-slurm manifest v1"
 
 
 def sign(manifest: Manifest, key: MasterKey) -> Manifest:
-    """`manifest`, already sealed, with its HMAC."""
+    """Returns `manifest`, already sealed, with its HMAC."""
     record = manifest.encryption
     if isinstance(record, msgspec.UnsetType) or record.key_id != key.id:
         raise ValueError("a manifest is signed with the key that its files were encrypted with")
@@ -33,11 +33,11 @@ def sign(manifest: Manifest, key: MasterKey) -> Manifest:
 
 
 def authenticate(manifest: Manifest, keys: Keyring, *, where: object) -> None:
-    """Was this manifest made by somebody who has our key?
+    """Checks that the manifest was made with our key.
 
     Raises:
-        KeyRefused: it has no HMAC and was not accepted by its digest, or is of a key that we have not.
-        CheckpointCorrupt: its HMAC is another one.
+        KeyRefused: it has no HMAC and was not accepted by its digest, or its key is not ours.
+        CheckpointCorrupt: its HMAC does not match.
     """
     record, mac = manifest.encryption, manifest.hmac
     if isinstance(record, msgspec.UnsetType) or isinstance(mac, msgspec.UnsetType):
@@ -62,7 +62,7 @@ def authenticate(manifest: Manifest, keys: Keyring, *, where: object) -> None:
 
 
 def signature_problem(manifest: Manifest, keys: Keyring | None) -> str:
-    """Why a resume with these keys would not take this manifest; empty: it would, or there are no keys to ask."""
+    """Returns why a resume with these keys would refuse this manifest; empty if it would not, or without keys."""
     if keys is None:
         return ""
     try:

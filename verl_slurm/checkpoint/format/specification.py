@@ -1,4 +1,4 @@
-"""A checkpoint on disk: the specification. Everything that writes or reads one goes by this page.
+"""Specifies a checkpoint on disk, for everything that writes or reads one.
 
 ## 1. Tree
 
@@ -30,7 +30,7 @@ schema_version.json, metadata.json and config.yaml, and one directory with the l
     guest/...                         guest: loop (`verl_slurm.run`)
 ```
 
-It is of a whole step, and never encrypted: nobody but the loop could decrypt it.
+It is of a whole step, and never encrypted: the loop alone could decrypt it.
 
 RUN/partial/checkpoints/ is the same for partial checkpoints, whose manifest names the tensor domains they hold
 (`components`); no other directory of tensors is in them, and nothing is resumed from them.
@@ -46,13 +46,13 @@ file of more than one chunk that is the digest of its chunks' digests, which fol
 ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key order of the file are free.
 
 `metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
-a step. They are never encrypted: whoever lists checkpoints must see which is the best, and needs no key for it.
+a step. They are never encrypted: a list of checkpoints shows which is the best, without a key.
 
 Where a key is set, `encryption` says how the files are sealed (`encryption.py`), and `hmac` signs what
 `digest` is of (`signature.py`); elsewhere neither is there.
 
-A plain digest finds accidents, not attackers: who can write the directory can write the manifest. So a
-checkpoint that is to be loaded must belong to us and be writable by nobody else (`verify`).
+A plain digest finds accidents, not attackers: a process that can write the directory can write the manifest. So a
+checkpoint that is to be loaded must belong to us, and no other user may write it (`verify`).
 
 ## 3. A path in a manifest
 
@@ -117,13 +117,13 @@ SCHEMA_VERSION = "schema_version.json"
 
 REQUIRED_FILES = ("config.yaml", "metadata.json", "orchestration.json", "scheduler.json", SCHEMA_VERSION)
 REQUIRED_DIRECTORIES = ("actor", "critic", "optimizer")
-"""Of a checkpoint that says nothing else (`Manifest.trained`, `Manifest.components`)."""
+"""Required unless the checkpoint says otherwise (`Manifest.trained`, `Manifest.components`)."""
 
 GUEST_FILES = ("config.yaml", "metadata.json", SCHEMA_VERSION)
-"""Of a checkpoint that a guest saved; beside them its own directory."""
+"""Files of a checkpoint that a guest saved; its own directory lies beside them."""
 
 Guest = Literal["verl", "loop"]
-"""Whose loop saved it: one of verl's trainers, or one that called `verl_slurm.run`."""
+"""The loop that saved it: one of verl's trainers, or one that called `verl_slurm.run`."""
 
 # A staging directory, as RunPaths.staging names it.
 STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
@@ -135,8 +135,8 @@ MAX_PATH_CHARS = 1024
 MAX_DEPTH = 8
 
 PLAIN_FILES = frozenset({SCHEMA_VERSION})
-"""Never encrypted: read before anything else, and holds names of fields only."""
-# As CHUNK_BYTES, so that a chunk is sealed, hashed, written and read in one; a tag is that of AES-GCM.
+"""Never encrypted: read before anything else, and holds nothing but names of fields."""
+# As CHUNK_BYTES, so that a chunk is sealed, hashed, written and read in one pass; a tag is that of AES-GCM.
 SEALED_CHUNK_BYTES: Literal[4194304] = 4194304
 TAG_BYTES = 16
 
@@ -154,22 +154,22 @@ _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
 class FileEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a checkpoint."""
+    """Describes one file of a checkpoint."""
 
     path: str
     """Relative to the checkpoint's directory (section 3)."""
     size: _Count
     """Bytes on disk."""
     sha256: _Sha256
-    """Of the content, or of the leaves where there are any."""
+    """SHA-256 of the content, or of the leaves if there are any."""
     leaves: tuple[_Sha256, ...] = ()
-    """Of each chunk of CHUNK_BYTES, the last one shorter, of a file of more than one."""
+    """SHA-256 of each chunk of CHUNK_BYTES, the last one shorter, for a file of several chunks."""
     plain_size: _Count | msgspec.UnsetType = msgspec.UNSET
     """Bytes before encryption, of an encrypted file."""
 
 
 class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the files are sealed (`encryption.py`)."""
+    """Describes how the files are sealed (`encryption.py`)."""
 
     cipher: Literal["AES-256-GCM"] = "AES-256-GCM"
     chunk_bytes: Literal[4194304] = SEALED_CHUNK_BYTES
@@ -178,7 +178,7 @@ class Encryption(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the ranks that wrote it were arranged."""
+    """Describes the arrangement of the ranks that wrote it."""
 
     dp: _Positive
     tp: _Positive = 1
@@ -198,38 +198,38 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     epoch: _Count
     """The attempt that wrote it."""
     parent: _Text | None
-    """Name of the checkpoint its attempt resumed from."""
+    """Name of the checkpoint that its attempt resumed from."""
     schema_id: _Text
     dataset_fingerprint: _Text
     world_size: _Positive
     topology: Topology
     files: Annotated[tuple[FileEntry, ...], msgspec.Meta(max_length=MAX_FILES)]
     components: tuple[Literal["actor", "critic", "optimizer"], ...] = ()
-    """Of a partial checkpoint, the tensor domains it holds: nothing is resumed from it. Empty: all of them."""
+    """Tensor domains of a partial checkpoint: nothing is resumed from it. Empty: all of them."""
     trained: _Roles | msgspec.UnsetType = msgspec.UNSET
-    """The models that its run trains. Not there: actor and critic."""
+    """The models that its run trains. Absent: actor and critic."""
     frozen: Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)] = {}
     """Digest of each model that does not train (reference, reward), by role."""
     created_utc: _Text
     """ISO 8601 with Z."""
     save_seconds: float
-    """Until the first medium had it all."""
+    """Seconds until the first medium had all of it."""
     guest: Guest | msgspec.UnsetType = msgspec.UNSET
-    """Whose loop saved it, where it was not ours: what is in `files` is that loop's own (section 1)."""
+    """The loop that saved it, if it was a guest: `files` then names that loop's own files (section 1)."""
     metrics: _Metrics | msgspec.UnsetType = msgspec.UNSET
-    """Reward, losses and so on of the step it ends (`best.metrics_of`)."""
+    """Reward, losses and other numbers of the step it ends (`best.metrics_of`)."""
     encryption: Encryption | msgspec.UnsetType = msgspec.UNSET
     digest: _Text = ""
     hmac: _Text | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def roles(self) -> tuple[Literal["actor", "critic"], ...]:
-        """The models that its run trains."""
+        """Returns the models that its run trains."""
         return ("actor", "critic") if isinstance(self.trained, msgspec.UnsetType) else self.trained
 
     @property
     def domains(self) -> tuple[str, ...]:
-        """The directories of tensors that it must have; a guest's are its own business."""
+        """Returns the directories of tensors that it must have; a guest's own files are not checked."""
         if self.guest is not msgspec.UNSET:
             return ()
         return self.components or (*self.roles, "optimizer")
@@ -240,7 +240,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def path_problem(path: str) -> str | None:
-    """Why `path` may not stand in a manifest (section 3), or None."""
+    """Returns why `path` may not stand in a manifest (section 3), or None."""
     if not path or len(path) > MAX_PATH_CHARS:
         return "empty or too long a path"
     names = path.split("/")
@@ -257,22 +257,22 @@ def path_problem(path: str) -> str | None:
 
 
 def sealed_chunks(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
-    """Chunks that a file of `plain_size` bytes is encrypted in; an empty one in one."""
+    """Returns the number of encrypted chunks of a file of `plain_size` bytes; an empty file has one."""
     return max(1, -(-plain_size // chunk_bytes))
 
 
 def sealed_size(plain_size: int, chunk_bytes: int = SEALED_CHUNK_BYTES) -> int:
-    """Bytes on disk of a file of `plain_size` bytes, encrypted."""
+    """Returns the bytes on disk of a file of `plain_size` bytes, encrypted."""
     return plain_size + TAG_BYTES * sealed_chunks(plain_size, chunk_bytes)
 
 
 def guest_directory(guest: Guest, step: int) -> str:
-    """Where a guest's own files are in a checkpoint."""
+    """Names the directory of a guest's own files in a checkpoint."""
     return f"global_step_{step}" if guest == "verl" else "guest"
 
 
 def missing_parts(manifest: Manifest) -> list[str]:
-    """What a checkpoint must have and this manifest does not name."""
+    """Lists the required parts that this manifest does not name."""
     paths = {entry.path for entry in manifest.files}
     tops = {path.split("/", 1)[0] for path in paths if "/" in path}
     if not isinstance(manifest.guest, msgspec.UnsetType):

@@ -1,18 +1,18 @@
-"""Where each tensor of a domain lies: the specification of `actor/index.json` and of the files beside it.
+"""Specifies where each tensor of a domain lies: `actor/index.json` and the files beside it.
 
 ```
 actor/index.json       {"format": 1, "tensors": {NAME: {"dtype": "float32", "shape": [64, 32], "pieces": [PIECE, ...]}}}
       PIECE            {"file": "rank_0000.bin", "at": 4096, "offset": [0, 0], "shape": [32, 32]}
-actor/rank_0000.bin    the pieces that rank 0 wrote, one behind the other
+actor/rank_0000.bin    the pieces that rank 0 wrote, one after the other
 ```
 
-A piece is a box of a tensor: `offset` and `shape` have its number of dimensions (none for a scalar). Its
-elements lie at `at` in the file, row by row (C order), little-endian, without gaps. Every element of a tensor
-is in exactly one piece. Pieces begin at multiples of PIECE_ALIGNMENT, files are padded with zeros to a
-multiple of FILE_ALIGNMENT, so that they can be written and read past the page cache.
+A piece is a box of a tensor: `offset` and `shape` have its number of dimensions (none for a scalar). Its elements lie
+at `at` in the file, row by row (C order), little-endian, without gaps. Every element of a tensor is in exactly one
+piece. Pieces begin at multiples of PIECE_ALIGNMENT; files are padded with zeros to a multiple of FILE_ALIGNMENT, so
+that reads and writes can bypass the page cache.
 
-Any number of ranks, sharded in any way, can fill their own boxes from these (`save.ranks.loader`). Nothing here is a
-pickle, and nothing of it is believed before the manifest's digests were checked.
+Any number of ranks, sharded in any way, can fill their own boxes from these (`save.ranks.loader`). No part is a pickle,
+and no part is believed before the manifest's digests were checked.
 """
 
 import math
@@ -60,14 +60,14 @@ DTYPE_BYTES = {
     "float32": 4,
     "float64": 8,
 }
-"""Types a checkpoint may hold, by torch's names, and the bytes of an element."""
+"""Element types of a checkpoint, by torch's names, and the bytes of an element."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=16)]
 
 
 class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A box of a tensor, and where its bytes are."""
+    """Locates a box of a tensor and its bytes."""
 
     file: str
     at: _Size
@@ -81,7 +81,7 @@ class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One tensor as a whole."""
+    """Describes one whole tensor."""
 
     dtype: str
     shape: _Shape
@@ -93,31 +93,31 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class TensorIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """All tensors of a domain."""
+    """Lists all tensors of a domain."""
 
     tensors: dict[str, TensorEntry]
     format: int = _FORMAT
 
 
 def tensor_file(rank: int) -> str:
-    """Name of the file that holds what `rank` wrote."""
+    """Returns the name of the file that `rank` wrote."""
     return f"rank_{rank:04d}.bin"
 
 
 def render_index(index: TensorIndex) -> bytes:
-    """The bytes of index.json."""
+    """Returns the bytes of index.json."""
     return msgspec.json.encode(index, order="sorted") + b"\n"
 
 
 def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.INDEX) -> TensorIndex:
-    """The index that `data` holds, checked by itself; sizes of files are the manifest's business.
+    """Parses the index in `data` and checks it by itself; the manifest checks the sizes of files.
 
     Raises:
-        CheckpointCorrupt: it is not as this module says.
+        CheckpointCorrupt: it violates this module's specification.
     """
     try:
         index = bounded.decode_json(data, TensorIndex, limit, doubles=False)
-        # What is as we write it has no key twice; the look for them takes as long as all the rest.
+        # An index in our own rendering has no key twice; the search for doubled keys takes as long as all the rest.
         if render_index(index) != data:
             bounded.refuse_doubled_keys(data)
         if index.format != _FORMAT:
@@ -135,9 +135,10 @@ def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.IN
 
 
 def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
-    """The tensor in parts of at most `num_bytes` each, in C order: each an entry of its own, in the same files.
+    """Cuts the tensor into parts of at most `num_bytes` each, in C order: each is an entry of its own, in the same
+    files.
 
-    Where they are cut depends on type and shape alone, so that two layouts of one tensor are cut alike.
+    The cuts depend on type and shape alone, so two layouts of one tensor are cut alike.
     """
     if entry.num_bytes <= num_bytes or not entry.shape:
         yield entry
@@ -151,7 +152,7 @@ def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
 
 
 def _cut(entry: TensorEntry, rows: int) -> Iterator[TensorEntry]:
-    """Along the first dimension, `rows` at a time."""
+    """Cuts along the first dimension, `rows` at a time."""
     waiting = sorted(entry.pieces, key=lambda piece: piece.offset[0], reverse=True)
     reached: list[Piece] = []
     for start in range(0, entry.shape[0], rows):
@@ -164,7 +165,7 @@ def _cut(entry: TensorEntry, rows: int) -> Iterator[TensorEntry]:
 
 
 def _rows_of(piece: Piece, start: int, stop: int, element_bytes: int) -> Piece:
-    """What of a piece lies in the rows from `start` to `stop`: in C order, these bytes are one run of its own."""
+    """Returns the part of a piece in the rows from `start` to `stop`: in C order these bytes are contiguous."""
     low, high = max(start, piece.offset[0]), min(stop, piece.offset[0] + piece.shape[0])
     skipped = (low - piece.offset[0]) * math.prod(piece.shape[1:]) * element_bytes
     return Piece(
@@ -176,7 +177,7 @@ def _rows_of(piece: Piece, start: int, stop: int, element_bytes: int) -> Piece:
 
 
 def _only_row(entry: TensorEntry) -> TensorEntry:
-    """A tensor of one row without its first dimension."""
+    """Returns a tensor of one row without its first dimension."""
     pieces = tuple(
         Piece(file=piece.file, at=piece.at, offset=piece.offset[1:], shape=piece.shape[1:])
         for piece in entry.pieces
@@ -197,14 +198,14 @@ def _check(name: str, entry: TensorEntry) -> None:
         )
         if not inside or piece.at % PIECE_ALIGNMENT:
             raise ValueError(f"{name}: a piece {piece.offset} + {piece.shape} at {piece.at}")
-    # Boxes within the whole that have as many elements as it, and of which no two overlap, are all of it.
+    # Boxes that lie within the whole, do not overlap and have as many elements as it cover all of it.
     if sum(piece.numel for piece in entry.pieces) != math.prod(entry.shape):
         raise ValueError(f"{name}: its pieces do not make {entry.shape}")
     _refuse_overlap(name, [piece for piece in entry.pieces if piece.numel])
 
 
 def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
-    """Sorted along the dimension that is cut most, only neighbours need a look."""
+    """Refuses overlapping boxes. After sorting along the most-cut dimension, comparing neighbours is enough."""
     if not pieces:
         return
     if not pieces[0].shape:

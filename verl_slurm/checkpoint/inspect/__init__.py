@@ -1,1 +1,1 @@
-"""Checkpoints for people: describe, compare, export."""
+"""Shows checkpoints to people: describe, compare, export."""

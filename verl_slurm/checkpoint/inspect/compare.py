@@ -1,8 +1,8 @@
-"""Are two checkpoints the same, bit for bit? Asked of a process of its own, because the answer needs torch.
+"""Compares two checkpoints bit for bit, in a process of its own, because the comparison needs torch.
 
-`verl_slurm.save.ranks.compare` verifies both before it opens them, then compares every tensor of models and
-optimizers and the runtime state of every rank. What a guest saved (`format.Guest`) is its own business, so there the
-files are compared, here and without torch.
+`verl_slurm.save.ranks.compare` verifies both before it opens them, then compares every tensor of models and optimizers
+and the runtime state of every rank. For a guest's checkpoint (`format.Guest`) the files themselves are compared, here
+and without torch.
 """
 
 import os
@@ -27,16 +27,16 @@ __all__ = ["Comparison", "compare", "newest_checkpoint", "torch_environment"]
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found."""
+    """Result of a comparison."""
 
     a: str
     b: str
     num_tensors: int
     num_bytes: int
     differing: list[str]
-    """Names of the tensors and states that are not the same; empty: all are."""
+    """Names of the tensors and states that differ; empty: all are the same."""
     num_files: int = 0
-    """Of a guest's checkpoints: compared byte by byte; there `differing` names files."""
+    """Number of files compared byte by byte, for guests' checkpoints; `differing` then names files."""
 
     @property
     def same(self) -> bool:
@@ -50,7 +50,7 @@ class _Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def newest_checkpoint(run: Path) -> Path:
-    """The newest committed checkpoint of a run.
+    """Returns the newest committed checkpoint of a run.
 
     Raises:
         NotFound: it has none.
@@ -62,16 +62,16 @@ def newest_checkpoint(run: Path) -> Path:
 
 
 def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
-    """Compare two checkpoint directories.
+    """Compares two checkpoint directories.
 
     Args:
-        key_file: the key of both, where it is not the one that their runs are configured with.
+        key_file: the key of both, if it is not the one that their runs are configured with.
 
     Raises:
         KeyRefused: they are encrypted, and the key is missing or another one.
         CheckpointCorrupt: one of them does not verify.
-        ConfigError: they are of two kinds of loops.
-        VerlSlurmError: the comparison itself broke, or a package is missing.
+        ConfigError: they come from two kinds of loops.
+        VerlSlurmError: the comparison itself failed, or a package is missing.
     """
     if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
         return _compare_guests(a, b, guests)
@@ -97,7 +97,8 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
 
 @contextmanager
 def torch_environment() -> Iterator[dict[str, str]]:
-    """The environment of a child that imports torch: with a compile cache of our own, removed afterwards.
+    """Builds the environment of a child that imports torch, with a compile cache of its own, which is removed
+    afterwards.
 
     torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread, so
     that the child's memory does not depend on the machine.
@@ -107,7 +108,7 @@ def torch_environment() -> Iterator[dict[str, str]]:
 
 
 def _of_a_guest(directory: Path) -> Manifest | None:
-    """Its manifest, if a guest saved it; None also where it cannot be read: who compares says why."""
+    """Returns its manifest, if a guest saved it. None also if it cannot be read: the comparison then tells why."""
     try:
         manifest = read_manifest(directory)
     except (OSError, VerlSlurmError):
@@ -126,7 +127,7 @@ def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:
     for side in (a, b):
         verdict = verify(side)
         if not verdict.ok:
-            # As the comparing process says it: `found` is the whole sentence.
+            # In the words of the comparing process: `found` is the whole sentence.
             told = f"a checkpoint to compare does not verify: {side}: {verdict.one_line()}"
             raise CheckpointCorrupt("a checkpoint to compare does not verify", found=told)
     left, right = (
@@ -140,7 +141,8 @@ def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:
 
 
 def _is_state(path: str) -> bool:
-    """Of a guest's own; torch.distributed.checkpoint gives each save a number of its own in its `.metadata`."""
+    """Returns whether a guest's file holds state: torch.distributed.checkpoint gives each save a number of its own in
+    `.metadata`."""
     return "/" in path and not path.endswith("/.metadata")
 
 

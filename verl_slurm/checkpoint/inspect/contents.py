@@ -1,7 +1,7 @@
-"""The small files of a checkpoint, each held to its manifest before it is believed; the tensors are not read.
+"""Reads the small files of a checkpoint, each checked against its manifest first; reads no tensors.
 
-For a look (`inspect`, `diff`) a re-read of every byte would take minutes and prove what nobody asked. So what is
-looked at is checked, and nothing else: `verify` and `compare` read all.
+For a look (`inspect`, `diff`) reading every byte would take minutes and prove more than was asked. So the files that
+are shown are checked, and no others: `verify` and `compare` read all.
 """
 
 import errno
@@ -36,7 +36,7 @@ _JSON = {
 
 
 def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
-    """The manifest of a checkpoint, itself verified, or one line that says why not.
+    """Returns the verified manifest of a checkpoint, or one line that tells why it is not verified.
 
     Args:
         keys: where given, it must be signed with one of them.
@@ -63,16 +63,16 @@ def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
 def read_file(
     directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None, *, head: int | None = None
 ) -> bytes:
-    """One file's content, which is what was committed, as it was before encryption.
+    """Returns one file's content as committed, decrypted.
 
     Args:
         path: as the manifest names it.
         keys: to decrypt with.
-        head: only this many bytes from its start.
+        head: read this many bytes from its start.
 
     Raises:
-        CheckpointCorrupt: the manifest does not name it, it is not there, of another size or digest, or larger than
-            a file of its kind may be.
+        CheckpointCorrupt: the manifest does not name it, or it is missing, of another size or digest, or larger than a
+            file of its kind may be.
         PermissionRefused: it may not be read.
         KeyRefused: it is encrypted, and there is no key or another one.
     """
@@ -95,19 +95,19 @@ def read_file(
 
 
 def entry_named(manifest: Manifest, path: str) -> FileEntry | None:
-    """The manifest's entry of that path."""
+    """Returns the manifest's entry of that path."""
     return next((entry for entry in manifest.files if entry.path == path), None)
 
 
 def read_indexes(
     directory: Path, manifest: Manifest, keys: Keyring | None = None
 ) -> dict[str, TensorIndex | FileEntry]:
-    """Domain → the tensors it holds, of those domains that the checkpoint has; as `read_file`.
+    """Maps each domain of the checkpoint to its tensors; errors as `read_file`.
 
-    Of an index that is larger than a look is worth (`bounded.SHOWN_INDEX`), its entry in the manifest.
+    An index that is too large for a look (`bounded.SHOWN_INDEX`) is represented by its entry in the manifest.
     """
     if manifest.guest is not msgspec.UNSET:
-        return {}  # whatever its directories are called
+        return {}  # under any directory names
     found: dict[str, TensorIndex | FileEntry] = {}
     for domain in REQUIRED_DIRECTORIES:
         path = f"{domain}/{INDEX}"
@@ -123,8 +123,8 @@ def read_indexes(
 
 
 def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | None = None) -> dict[str, Any]:
-    """One of the JSON files, as a map; as `read_file`, and CheckpointCorrupt where it is none. Empty where a guest's
-    checkpoint has no such file."""
+    """Returns one of the JSON files as a map. Errors as `read_file`, and CheckpointCorrupt if it is no JSON map. Empty
+    if a guest's checkpoint has no such file."""
     if manifest.guest is not msgspec.UNSET and path not in GUEST_FILES:
         return {}
     data = read_file(directory, manifest, path, keys)
@@ -135,18 +135,18 @@ def read_json(directory: Path, manifest: Manifest, path: str, keys: Keyring | No
 
 
 def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None) -> dict[str, object]:
-    """config.yaml by dotted key, as it was written: keys of other versions are welcome here.
+    """Returns config.yaml by dotted key, as written; keys of other versions are accepted.
 
     Raises:
         CheckpointCorrupt: see `read_file`.
-        ConfigError: it is none of our YAML.
+        ConfigError: it is outside our subset of YAML.
     """
     raw = read_file(directory, manifest, "config.yaml", keys)
     return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
 
 
 def flat(value: object, prefix: str = "") -> dict[str, object]:
-    """Nested maps as one, by dotted key; an empty map stays, as the value of its key."""
+    """Flattens nested maps to dotted keys; an empty map stays, as the value of its key."""
     if not isinstance(value, dict) or not value:
         return {prefix: value} if prefix else {}
     merged: dict[str, object] = {}

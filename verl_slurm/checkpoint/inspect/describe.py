@@ -1,7 +1,7 @@
-"""What is in a checkpoint: from its manifest, its small files and the indexes of its tensors.
+"""Describes a checkpoint from its manifest, its small files and the indexes of its tensors.
 
-No tensor is read. Each file that is looked at is held to its digest first (`contents`), so what is shown is what
-was committed; whether the rest of it still is, `verify` says.
+No tensor is read. Each file that is read is checked against its digest first (`contents`), so the output shows what was
+committed. `verify` tells whether the rest still is.
 """
 
 import math
@@ -34,17 +34,17 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
-    """Everything `verl-slurm inspect` shows, as plain values for JSON.
+    """Returns all that `verl-slurm inspect` shows, as plain values for JSON.
 
     Args:
-        keys: of the run, where it has some.
+        keys: of the run, if it has some.
 
     Raises:
         NotFound: there is no whole checkpoint.
-        CheckpointCorrupt: a file that was looked at is not what was committed.
-        ConfigError: its config.yaml is none.
-        PermissionRefused: it is closed to us.
-        KeyRefused: it needs a key that is not there.
+        CheckpointCorrupt: a file that was read is not what was committed.
+        ConfigError: its config.yaml is invalid.
+        PermissionRefused: we may not read it.
+        KeyRefused: it needs a key that is missing.
     """
     manifest = known_manifest(directory, keys)
     metadata = read_json(directory, manifest, "metadata.json", keys)
@@ -96,7 +96,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
 
 
 def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
-    """The last `width` values as bars between their least and their greatest; one value stands low."""
+    """Draws the last `width` values as bars between their minimum and maximum; a constant value is drawn low."""
     shown = list(values)[-width:]
     if not shown:
         return ""
@@ -110,7 +110,7 @@ def _length(value: object) -> int | None:
 
 
 def _parts(manifest: Manifest) -> list[dict[str, Any]]:
-    """Files and bytes of each domain, of the runtime states, and of the rest."""
+    """Counts files and bytes of each domain, of the runtime states, and of the rest."""
     parts: dict[str, list[int]] = {}
     for entry in manifest.files:
         top, _, below = entry.path.partition("/")
@@ -121,7 +121,7 @@ def _parts(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _domain(name: str, index: TensorIndex | FileEntry) -> dict[str, Any]:
-    """Number, elements and bytes of a domain's tensors, together and by type; of an index too large to be listed,
+    """Returns number, elements and bytes of a domain's tensors, in total and by type; for an index too large to list,
     its size."""
     if isinstance(index, FileEntry):
         return {
@@ -148,7 +148,7 @@ def _domain(name: str, index: TensorIndex | FileEntry) -> dict[str, Any]:
 
 
 def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, Any]]:
-    """One row a tensor, by name; `pieces`: how many boxes the ranks that wrote it cut it into."""
+    """Returns one row per tensor, by name; `pieces`: number of boxes that the ranks cut it into."""
     for name, entry in sorted(index.tensors.items()) if isinstance(index, TensorIndex) else ():
         yield {
             "domain": domain,
@@ -161,7 +161,7 @@ def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, 
 
 
 def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
-    """Position, queue and buffers of each rank; of another version's state, why it cannot be read."""
+    """Returns position, queue and buffers of each rank; for a state of another version, why it cannot be read."""
     from verl_slurm.runtime_state.codec import HEAD_BYTES, peek  # numpy, only where a state is opened
 
     found: list[dict[str, Any]] = []
@@ -170,7 +170,7 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
         match = RUNTIME_STATE_FILE.fullmatch(entry.path)
         if match is None:
             continue
-        # Its head alone: 2 MB of arrays may become 2 GB.
+        # The head alone: 2 MB of arrays may become 2 GB.
         data = read_file(directory, manifest, entry.path, keys, head=HEAD_BYTES)
         try:
             state = peek(data, where=directory / entry.path)
@@ -179,7 +179,7 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
             found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})
             continue
         shapes = {group: {s.name: s.shape for s in state.arrays if s.group == group} for group in GROUPS}
-        # The ranks of a run have one window; of ranks that disagree, the newest values do.
+        # All ranks of a run have the same window; if they disagree, the newest values count.
         first = first or state.kl_window
         window = first if state.kl_window == first else state.kl_window[-_TAIL:]
         found.append(
@@ -206,7 +206,7 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
 
 
 def _curves(history: list[Any]) -> list[dict[str, Any]]:
-    """The tail of each metric, the columns in the order of the newest row."""
+    """Returns the tail of each metric, with the columns in the order of the newest row."""
     rows = [row for row in history if isinstance(row, dict)]
     curves = []
     for name in rows[-1] if rows else ():

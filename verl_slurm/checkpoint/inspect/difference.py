@@ -1,9 +1,8 @@
-"""How two checkpoints differ in everything but values: one row a difference, with both sides.
+"""Lists how two checkpoints differ in everything but values: one row per difference, with both sides.
 
-Looked at are position, state layout, configuration, topology, data, frozen models, and names, types and shapes
-of the tensors, or of a guest's files; each file read is held to its digest first. What is in tensors, runtime states
-and a guest's files is `compare`'s.
-Times, epochs and parents are not compared: they are different in any two saves.
+It covers position, state layout, configuration, topology, data, frozen models, and names, types and shapes of the
+tensors, or of a guest's files. Each file is checked against its digest first. `compare` covers the content of tensors,
+runtime states and a guest's files. Times, epochs and parents are left out: they differ in any two saves.
 """
 
 from collections.abc import Mapping
@@ -32,11 +31,11 @@ SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tenso
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One thing that is not the same; None: that side does not have it.
+    """One difference; None: that side lacks it.
 
     Attributes:
         subject: one of SUBJECTS.
-        key: what of it, dotted.
+        key: the differing key, dotted.
     """
 
     subject: str
@@ -48,16 +47,16 @@ class Difference:
 def difference(
     a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | None = None
 ) -> list[Difference]:
-    """Every difference of two checkpoint directories, by subject and key; empty: there is none.
+    """Lists every difference of two checkpoint directories, by subject and key; empty if there is none.
 
     Args:
-        keys_a, keys_b: of their runs, where they have some.
+        keys_a, keys_b: of their runs, if they have some.
 
     Raises:
         NotFound: one of them is no whole checkpoint.
-        CheckpointCorrupt: a file that was looked at is not what was committed.
-        ConfigError: a config.yaml is none.
-        KeyRefused: one needs a key that is not there.
+        CheckpointCorrupt: a file that was read is not what was committed.
+        ConfigError: a config.yaml is invalid.
+        KeyRefused: one needs a key that is missing.
     """
     left, right = _facts(a, keys_a), _facts(b, keys_b)
     return [
@@ -69,7 +68,7 @@ def difference(
 
 
 def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]]:
-    """Subject → key → value."""
+    """Returns subject → key → value."""
     manifest = known_manifest(directory, keys)
     schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
     layout = read_json(directory, manifest, "orchestration.json", keys)
@@ -94,7 +93,7 @@ def _position(manifest: Manifest, metadata: dict[str, object]) -> dict[str, obje
 
 
 def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object]:
-    """Type and shape of each; of an index too large to be listed, its digest."""
+    """Returns type and shape of each tensor; for an index too large to list, its digest."""
     found: dict[str, object] = {}
     for domain, index in indexes.items():
         if isinstance(index, FileEntry):
@@ -106,7 +105,7 @@ def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object
 
 
 def _own_files(manifest: Manifest) -> dict[str, object]:
-    """Of a guest's checkpoint, which files there are: what is in them is that loop's own."""
+    """Names the files of a guest's checkpoint; their content belongs to that loop."""
     if manifest.guest is msgspec.UNSET:
         return {}
     return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}

@@ -1,4 +1,4 @@
-"""A checkpoint into files that others read: verified first, whole or not at all.
+"""Exports a checkpoint into files that other programs read: verified first, whole or not at all.
 
 Order: look at `--out` → verify every byte → make a directory under a hidden name beside it (`output`) → a child
 process with torch (`verl_slurm.export`) fills that → fsync all → rename → fsync of the parent.
@@ -44,7 +44,7 @@ Layout = Literal["hf", "single-file", "split"]
 Role = Literal["actor", "critic"]
 
 RECORD = "verl_slurm_export.json"
-"""In every export: which checkpoint it is of, and how it was made."""
+"""Part of every export: names its checkpoint and how it was made."""
 
 _CLASSES = (
     CheckpointCorrupt,
@@ -59,13 +59,13 @@ _CLASSES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Wish:
-    """What is asked for.
+    """A request for an export.
 
     Attributes:
         out: does not exist, or is an empty directory; its parent exists.
-        roles: of `hf` one, of the others one or both.
+        roles: for `hf` one, for the others one or both.
         model: the base model's directory, for config and tokenizer.
-        is_first_model: hold `model` to the digest that the run recorded of it at its start.
+        is_first_model: compare `model` with the digest that the run recorded at its start.
         weight_decay: of the run, for the optimizer's state.
     """
 
@@ -80,7 +80,7 @@ class Wish:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far it is, in bytes of the checkpoint; `peak`: of tensors in memory at once."""
+    """Progress in bytes of the checkpoint; `peak`: of tensors in memory at once."""
 
     phase: Literal["verify", "model", "load", "write", "sync"]
     done: int = 0
@@ -90,7 +90,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """What was made; `peak_bytes`: of tensors, in memory at once."""
+    """Result of an export; `peak_bytes`: of tensors, in memory at once."""
 
     out: str
     checkpoint: str
@@ -104,7 +104,7 @@ class Exported:
 
 
 class _Line(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of the child's."""
+    """One line of the child's output."""
 
     total: int | None = None
     peak: int = 0
@@ -121,28 +121,28 @@ def export(
     *,
     key_file: Path | None = None,
 ) -> Exported:
-    """Export one checkpoint directory.
+    """Exports one checkpoint directory.
 
     Args:
-        key_file: the key to open it with, where it is not the one that its run is configured with.
+        key_file: the key to open it with, if it is not the one that its run is configured with.
 
     Raises:
         PermissionRefused: `out` holds something, or the storage refused.
         NotFound: there is no checkpoint, or `out` has no parent directory.
         CheckpointCorrupt: the checkpoint does not verify.
         DataError: the base model is not the run's, or lacks config or tokenizer.
-        SchemaMismatch: state laid out by another version.
-        KeyRefused: it needs a key that is not there.
+        SchemaMismatch: another version laid out the state.
+        KeyRefused: it needs a key that is missing.
     """
     started = time.monotonic()
     require_packages("torch", "transformers", "safetensors", wanted_by="export")
-    # The parent's links are followed, `out` itself is not: a rename would replace a link.
+    # Resolve the parent's links, not `out` itself: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
     require_free(out, directory)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
     require_own(manifest, directory)
-    CheckpointCipher.of(manifest, keys, where=directory)  # says so before a long read
+    CheckpointCipher.of(manifest, keys, where=directory)  # fails before a long read
     progress(Progress(phase="verify", total=manifest.num_bytes))
     verdict = verify(directory, keys=keys)
     if not verdict.ok or verdict.manifest is None:
@@ -174,10 +174,10 @@ def export(
 
 
 def _require_first_model(model: Path, manifest: Manifest) -> None:
-    """Config and tokenizer must be those that the run was started with, as far as it wrote that down."""
+    """Requires the config and tokenizer that the run was started with, as far as it recorded them."""
     expected = manifest.frozen.get("reference")
     if expected is None or not model.is_dir():
-        return  # no word about it; a directory that is not there is refused by who needs it
+        return  # not recorded; the reader of a missing directory refuses it
     found = fingerprint(model).digest
     if found != expected:
         raise DataError(
@@ -197,7 +197,7 @@ def _fill(
     progress: Callable[[Progress], None],
     key_file: Path | None,
 ) -> int:
-    """Let the child write; returns the bytes of tensors it has in memory at once."""
+    """Lets the child write; returns the bytes of tensors that it holds in memory at once."""
     progress(Progress(phase="load"))
     command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
     command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]

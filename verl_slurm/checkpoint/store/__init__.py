@@ -1,1 +1,1 @@
-"""Checkpoints as files: commit, verify, list, set aside, prune, scrub."""
+"""Keeps checkpoints as files: commit, verify, list, set aside, prune, scrub."""

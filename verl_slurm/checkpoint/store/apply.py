@@ -1,7 +1,7 @@
-"""Carries out a prune plan; deletes only what the plan names, and only while something good is left.
+"""Carries out a prune plan; deletes what the plan names, and only while a good checkpoint is left.
 
-A checkpoint is first renamed to a staging name, so a crash in mid-removal leaves nothing that looks like a
-checkpoint (`commit.sweep` finishes it).
+A checkpoint is first renamed to a staging name, so a crash during removal leaves nothing that looks like a checkpoint
+(`commit.sweep` finishes it).
 """
 
 import os
@@ -27,21 +27,19 @@ def apply_prune(
     verifier: Callable[[Path], Verdict] = verify,
     epoch_check: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Remove what `plan` drops, oldest first; returns the names removed.
+    """Removes what `plan` drops, oldest first; returns the names removed. Runs on rank 0.
 
-    When the plan is not `assured`, the kept ones are verified from the newest on until one is good; when
-    none is, nothing is removed.
+    When the plan is not `assured`, the kept ones are verified from the newest on until one is good. If none is good,
+    nothing is removed.
 
     Args:
-        epoch_check: raises `Fenced` when this attempt no longer owns the run; asked before each removal, because
-            a plan that slept for a while may drop what a newer attempt goes on from.
+        epoch_check: raises `Fenced` when this attempt no longer owns the run. It is called before each removal, because
+            a plan that slept for a while may drop what a newer attempt resumes from.
 
     Raises:
         Fenced: by `epoch_check`; those before it are gone.
         ValueError: the plan names something that is no checkpoint (a bug of its maker).
         OSError: one could not be removed; those before it are gone, those after it are whole.
-
-    Runs on rank 0.
     """
     names = [item.name for item in reversed(plan.drop)]
     for name in [*names, *(item.name for item in plan.keep)]:

@@ -1,4 +1,4 @@
-"""What lies in a run's checkpoint directory, from names and manifests alone: cheap, and no verdict."""
+"""Lists a run's checkpoint directory from names and manifests alone: cheap, and no verdict."""
 
 import os
 import stat
@@ -20,12 +20,12 @@ _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
 
 
 def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[CheckpointInfo]:
-    """Every entry, committed ones first, each kind newest first. No directory: an empty list.
+    """Lists every entry, committed ones first, each kind newest first. No directory: an empty list.
 
-    `committed` says that the manifest is whole, not that its files are: ask `verify` for that.
+    `committed` says that the manifest is whole, not that its files are: use `verify` for that.
 
     Args:
-        partial: of `RunPaths.partial`: partial checkpoints are the committed ones there, and full ones are foreign;
+        partial: for `RunPaths.partial`: there partial checkpoints are the committed ones, and full ones are foreign;
             everywhere else it is the other way round.
 
     Raises:
@@ -55,14 +55,15 @@ def _children(paths: RunPaths, directory: Path) -> list[Path]:
 
 
 def _is_ours(paths: RunPaths, path: Path) -> bool:
-    """The hint, its temporary files and the quarantine are part of the layout, and no checkpoints."""
+    """Returns whether a name belongs to the layout without being a checkpoint: the hint, its temporary files and the
+    quarantine."""
     return path in (paths.latest, paths.quarantine) or (
         path.name.startswith(f".{paths.latest.name}.") and path.name.endswith(".tmp")
     )
 
 
 def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
-    """What `path` is; None: a living run has renamed or removed it since it was listed."""
+    """Classifies `path`; None: a live run has renamed or removed it since it was listed."""
     order = checkpoint_order(path.name)
     staged = STAGING_NAME.fullmatch(path.name)
     try:
@@ -91,7 +92,7 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
             kind="torn", name=path.name, path=path, step=step, safe_point=safe_point, detail=str(error)
         )
     if bool(manifest.components) != partial:
-        # Somebody has put it here. To whoever looks where a run can go on, a partial one is nothing.
+        # Somebody has put it here. A search for a state to resume from must ignore a partial one.
         detail = f"a partial checkpoint: {', '.join(manifest.components)} only"
         return CheckpointInfo(
             kind="foreign",

@@ -1,12 +1,12 @@
-"""Files in chunks of 4 MiB: their digests, and reading them fast and checked. The only reader of tensor data.
+"""Reads files in chunks of 4 MiB, fast and checked, and computes their digests. All tensor data is read here.
 
-A file's digest is the SHA-256 of its content where that is one chunk, and else the SHA-256 of its chunks'
-SHA-256 digests (32 bytes each) one behind the other. So all cores can hash one file, chunks are checked in
-any order, a part of a file is checked without the rest, and damage is named by its place. The manifest binds
-digest and size, and holds the leaves of files of several chunks.
+A file of one chunk has the SHA-256 of its content as its digest. A larger file has the SHA-256 of its chunks' SHA-256
+digests (32 bytes each), concatenated. So all cores can hash one file, chunks are checked in any order, a part of a file
+is checked without the rest, and damage is located. The manifest binds digest and size, and holds the leaves of files of
+several chunks.
 
-Reading goes past the page cache where the file system has O_DIRECT: what is checked is then what the medium
-holds, and the memory stays with the training. Elsewhere clean cached pages are dropped first.
+Reading bypasses the page cache where the file system has O_DIRECT: the check then covers what the medium holds, and the
+memory stays with the training. Elsewhere clean cached pages are dropped first.
 """
 
 import bisect
@@ -53,17 +53,17 @@ OnProblem = Callable[[str, "str | OSError"], None]
 
 
 def leaf_count(size: int) -> int:
-    """Chunks of a file of `size` bytes; an empty file has one, of no bytes."""
+    """Returns the number of chunks of a file of `size` bytes; an empty file has one, of no bytes."""
     return max(1, -(-size // CHUNK_BYTES))
 
 
 def combine(leaves: Sequence[bytes]) -> str:
-    """A file's digest (hex) from the SHA-256 of each of its chunks, in order."""
+    """Returns a file's digest (hex) from the SHA-256 of each of its chunks, in order."""
     return (leaves[0] if len(leaves) == 1 else hashlib.sha256(b"".join(leaves)).digest()).hex()
 
 
 def leaf_problem(entry: FileEntry) -> str | None:
-    """Why the leaves of `entry` contradict its size or digest, or None."""
+    """Returns why the leaves of `entry` contradict its size or digest, or None."""
     count = leaf_count(entry.size)
     if len(entry.leaves) != (count if count > 1 else 0):
         return f"{len(entry.leaves)} chunk digests for {entry.size} bytes"
@@ -73,7 +73,7 @@ def leaf_problem(entry: FileEntry) -> str | None:
 
 
 def hash_file(fd: int, path: str) -> FileEntry:
-    """The entry of a file as it reads now; one thread."""
+    """Returns the entry of a file as it reads now; uses one thread."""
     buffer = memoryview(bytearray(min(CHUNK_BYTES, max(1, os.fstat(fd).st_size))))
     leaves: list[bytes] = []
     size = 0
@@ -90,7 +90,7 @@ def hash_file(fd: int, path: str) -> FileEntry:
 
 
 def entry_of(path: str, data: bytes) -> FileEntry:
-    """The entry of a file with the content `data`."""
+    """Returns the entry of a file with the content `data`."""
     view = memoryview(data)
     starts = range(0, max(1, len(data)), CHUNK_BYTES)
     leaves = [hashlib.sha256(view[start : start + CHUNK_BYTES]).digest() for start in starts]
@@ -98,7 +98,7 @@ def entry_of(path: str, data: bytes) -> FileEntry:
 
 
 def make_entry(path: str, size: int, leaves: Sequence[bytes], plain_size: int | None = None) -> FileEntry:
-    """The manifest's entry of a file from its chunks' digests; `plain_size` where it is encrypted."""
+    """Builds the manifest's entry of a file from its chunks' digests; `plain_size` if it is encrypted."""
     several = tuple(leaf.hex() for leaf in leaves) if len(leaves) > 1 else ()
     plain = msgspec.UNSET if plain_size is None else plain_size
     return FileEntry(path=path, size=size, sha256=combine(leaves), leaves=several, plain_size=plain)
@@ -106,7 +106,7 @@ def make_entry(path: str, size: int, leaves: Sequence[bytes], plain_size: int | 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A range of a file, in bytes, and the address of the memory it goes to."""
+    """A range of a file, in bytes, and the target address in memory."""
 
     offset: int
     length: int
@@ -118,10 +118,10 @@ class Reading:
     """One file to read.
 
     Attributes:
-        wanted: ranges, sorted by offset, that do not overlap. Only the chunks that they touch are read then;
-            None: all chunks, only to check them.
-        opener: of an encrypted file, if it is to be decrypted: `wanted` is of the plain bytes then, and each
-            chunk is checked by its tag, which says more than the digest.
+        wanted: ranges, sorted by offset, that do not overlap. Only the chunks that they touch are read; None: all
+            chunks, to be checked and not copied.
+        opener: for an encrypted file that is to be decrypted: `wanted` is of the plain bytes then, and each chunk is
+            checked by its tag, which proves more than the digest.
     """
 
     entry: FileEntry
@@ -131,7 +131,7 @@ class Reading:
 
 @dataclass
 class _Open:
-    """A file that is being read by several threads."""
+    """A file that several threads are reading."""
 
     reading: Reading
     fd: int
@@ -175,20 +175,20 @@ def read_checked(
     bytes_per_s: float | None = None,
     hasher: Hasher | None = None,
 ) -> int:
-    """Read chunks of files below `root`, check each, and copy what is wanted of it to where it goes.
+    """Reads chunks of files below `root`, checks each, and copies the wanted ranges to their targets.
 
-    A chunk is copied only after its digest was found right. At the first fault of a file the rest of that
-    file is left; the other files are still read. Where the digests turn out not to be hashlib's, everything that
-    was found right is read and checked again (`hashing.Hasher.settled`).
+    A chunk is copied after its digest was found right. At the first fault of a file the rest of that file is skipped;
+    the other files are still read. If the digests turn out to differ from hashlib's, everything that was found right is
+    read and checked again (`hashing.Hasher.settled`).
 
     Args:
         root: descriptor of the checkpoint's directory.
-        threads: that read and hash; each has a buffer of 4 MiB. Where chunks are hashed side by side, at most 128 MiB
-            are added for those that wait for it, whatever the number of threads. Default: two a core, so that the
-            disk has work while the cores have (measured on 2 cores: 1.14 × a plain read, with one a core 1.81 ×).
-        on_problem: told the path and what is wrong with it, or the error; from any thread, one at a time.
-        from_medium: go past the page cache where that can be done.
-        bytes_per_s: one thread, which pauses so as to read no faster; None: as fast as it goes.
+        threads: number of threads that read and hash; each has a buffer of 4 MiB. Where chunks are hashed side by side,
+            the waiting chunks add at most 128 MiB, whatever the number of threads. Default: two per core, so that the
+            disk has work while the cores have (measured on 2 cores: 1.14 × a plain read, with one per core 1.81 ×).
+        on_problem: called with the path and its fault, or the error; from any thread, one at a time.
+        from_medium: bypass the page cache where possible.
+        bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
         hasher: default: the process's.
 
     Returns:
@@ -212,7 +212,7 @@ def read_checked(
 
 
 class _Work:
-    """What the threads share: chunks to read, of one file after the other, and chunks that wait to be hashed."""
+    """State that the threads share: chunks to read, file by file, and chunks that wait to be hashed."""
 
     def __init__(
         self,
@@ -228,21 +228,22 @@ class _Work:
         self._bytes_per_s, self._started = bytes_per_s, time.monotonic()
         self._threads, self._hasher = threads, hasher
         self._lock, self._said = threading.Lock(), threading.Lock()
-        # The largest first: the last thread to end decides how long it takes.
+        # Largest file first: the thread that ends last decides the duration.
         self._queue = self._jobs(sorted(readings, key=lambda reading: -reading.entry.size))
         self._waiting: list[_Chunk] = []
         self._at_once = hasher.at_once
         self._batches = itertools.count()
-        # Two batches can be hashed while every thread reads. More than LANES - 1 buffers, or all could wait in vain.
+        # Two batches can be hashed while every thread reads. More than LANES - 1 buffers are needed, or all threads
+        # could wait in vain.
         self._buffers: queue.LifoQueue[_Buffer | None] = queue.LifoQueue()
         for _ in range(threads + (2 * LANES if self._at_once > 1 else 0)):
-            self._buffers.put(None)  # made when it is needed; one that was used is taken first
+            self._buffers.put(None)  # allocated on first use; a used one is taken first
 
     def on_threads(self) -> int:
-        """Do all of it; returns the bytes read."""
+        """Runs all reads and checks; returns the bytes read."""
         with ThreadPoolExecutor(max_workers=self._threads, thread_name_prefix="read") as pool:
             done = []
-            # This thread reads, too, where the machine has no other to spare: what is not read is not known to be
+            # This thread reads, too, in case the machine has no other to spare: unread chunks are not known to be
             # whole.
             with suppress(RuntimeError):
                 for _ in range(self._threads):
@@ -273,7 +274,7 @@ class _Work:
         return None if job is None else _Chunk(*job, self._buffers.get() or _Buffer())
 
     def _batch(self, chunk: _Chunk | None = None) -> list[_Chunk]:
-        """What to check now that `chunk` is read; without one: what is left, nothing at the end."""
+        """Returns the chunks to check after `chunk` was read. Without a chunk: the remaining ones, none at the end."""
         with self._lock:
             waiting = self._waiting
             if chunk is not None:
@@ -295,7 +296,7 @@ class _Work:
             chunk.file.closing.close()
 
     def _pause(self, num_bytes: int) -> None:
-        if self._bytes_per_s:  # a speed limit is the one thing that only time can bring about
+        if self._bytes_per_s:  # only elapsed time can show a speed limit
             time.sleep(max(0.0, self._started + num_bytes / self._bytes_per_s - time.monotonic()))
 
     def _jobs(self, readings: Sequence[Reading]) -> Iterator[tuple[_Open, int]]:
@@ -320,7 +321,7 @@ class _Work:
             problem = _unlike(os.fstat(fd), entry)
             if problem is None:
                 tags = _tags(fd, reading)
-                # Small files are not worth it: each direct read is a whole round to the medium.
+                # Small files are not worth it: each direct read costs a whole round trip to the medium.
                 direct = self._from_medium and entry.size >= _HUGE_PAGE and _go_direct(fd)
                 if self._from_medium and not direct:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -333,7 +334,7 @@ class _Work:
         return None
 
     def _fill(self, chunk: _Chunk) -> int:
-        """Read it into its buffer; returns the bytes read."""
+        """Reads a chunk into its buffer; returns the bytes read."""
         file, entry = chunk.file, chunk.file.reading.entry
         if file.failed:
             return 0
@@ -372,7 +373,7 @@ class _Work:
         self._fail(chunk.file, f"sha256 {digest.hex()}, expected {expected}{place}")
 
     def _open_chunk(self, chunk: _Chunk, opener: ChunkOpener) -> None:
-        """Decrypt beside, since what is wanted must stay as it is where a chunk does not open."""
+        """Decrypts into a second buffer, since the target must stay unchanged if a chunk does not open."""
         file, length = chunk.file, opener.length(chunk.number)
         plain = chunk.buffer.beside()
         tag = file.tags[chunk.number * TAG_BYTES : (chunk.number + 1) * TAG_BYTES]
@@ -384,7 +385,7 @@ class _Work:
         self._hand_out(chunk, plain.address, length)
 
     def _hand_out(self, chunk: _Chunk, address: int, length: int | None = None) -> None:
-        """Copy what is wanted of a chunk whose bytes are at `address`. ctypes releases the interpreter lock.
+        """Copies the wanted parts of a chunk whose bytes are at `address`. ctypes releases the interpreter lock.
 
         Args:
             length: plain bytes of an encrypted chunk.
@@ -410,7 +411,7 @@ class _Work:
 
 
 def _unlike(info: os.stat_result, entry: FileEntry) -> str | None:
-    """Why the file that was opened cannot be the one of `entry`."""
+    """Returns why the opened file cannot be the one of `entry`."""
     if not stat.S_ISREG(info.st_mode):
         return "is not a regular file"
     if info.st_size != entry.size:
@@ -419,27 +420,27 @@ def _unlike(info: os.stat_result, entry: FileEntry) -> str | None:
 
 
 class _Buffer:
-    """4 MiB, aligned, in huge pages where there are some: the kernel then needs few segments for a read."""
+    """4 MiB, aligned, in huge pages if available: the kernel then needs few segments for a read."""
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, CHUNK_BYTES + _HUGE_PAGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         at = -base % _HUGE_PAGE
-        with suppress(OSError, AttributeError):  # a kernel without them: small pages do
+        with suppress(OSError, AttributeError):  # without kernel support, small pages suffice
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[at : at + CHUNK_BYTES]
         self.address = base + at
         self._beside: _Buffer | None = None
 
     def beside(self) -> "_Buffer":
-        """A second one, made when it is first needed."""
+        """Returns the second buffer, which its first use allocates."""
         if self._beside is None:
             self._beside = _Buffer()
         return self._beside
 
 
 def _tags(fd: int, reading: Reading) -> bytes:
-    """The tags of an encrypted file (`encryption.py`, section 3): 4 for a million bytes, so all at once."""
+    """Reads all tags of an encrypted file at once (`encryption.py`, section 3): 4 for a million bytes."""
     opener = reading.opener
     if opener is None:
         return b""
@@ -472,15 +473,15 @@ def _go_direct(fd: int) -> bool:
 
 
 def _read(file: _Open, start: int, length: int, buffer: memoryview) -> int:
-    """Up to a whole chunk at `start`; less only at the file's end."""
+    """Reads up to a whole chunk at `start`; less only at the file's end."""
     count = 0
     while count < length:
-        # Asked for up to the alignment: a direct read of an odd length is refused.
+        # The length is rounded up to the alignment: a direct read of an odd length is refused.
         piece = buffer[count : count + (length - count + 4095) // 4096 * 4096]
         try:
             got = os.preadv(file.fd, [piece], start + count)
         except OSError as error:
-            # Some file systems take the flag and refuse the read, or an alignment of ours.
+            # Some file systems accept the flag and then refuse the read, or our alignment.
             if error.errno != errno.EINVAL or not file.direct:
                 raise
             fcntl.fcntl(file.fd, fcntl.F_SETFL, fcntl.fcntl(file.fd, fcntl.F_GETFL) & ~os.O_DIRECT)
@@ -490,5 +491,5 @@ def _read(file: _Open, start: int, length: int, buffer: memoryview) -> int:
             break
         count += got
         if file.direct and count < length and count % 4096:
-            break  # only the end of the file cuts a direct read short
+            break  # a direct read is short at the end of the file
     return min(count, length)

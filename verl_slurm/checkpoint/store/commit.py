@@ -1,13 +1,13 @@
-"""From staging to committed: the only door (`format.py`, section 4).
+"""Turns a staging directory into a committed checkpoint (`format.py`, section 4). Every commit goes through here.
 
-A name that is taken. Two saves at the same safe point hold the same state, so when the directory of that
-name verifies it is kept and ours is dropped: replacing it would mean a moment without either. When it is
-damaged it is first moved to quarantine. Nothing is ever removed to make room.
+A name may be taken. Two saves at the same safe point hold the same state. So a directory of that name that verifies is
+kept, and ours is dropped: replacing it would mean a moment without either. A damaged one is first moved to quarantine.
+Nothing is ever removed to make room.
 
-Unless another number of ranks saved it, or other parts: safe points are counted on each rank, so the sixth of
-four ranks is further on than the sixth of two, and of the same place the numbers differ by rounding. Then ours takes
-the name, and the other one waits in quarantine, bound to our staging directory: where that is still there at the next
-start, we died in between, and it is put back (`sweep`).
+The exception is a checkpoint of another number of ranks, or of other parts. Safe points are counted on each rank, so
+the sixth of four ranks is further on than the sixth of two, and numbers at the same place differ by rounding. Then ours
+takes the name, and the other one waits in quarantine, bound to our staging directory. If that directory still exists at
+the next start, we died in between, and `sweep` puts the other one back.
 """
 
 import os
@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
@@ -39,16 +41,41 @@ from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, put_back,
 from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
-__all__ = ["Staging", "abort", "begin", "commit", "name_staging", "seal", "sweep"]
+__all__ = [
+    "SavedCheckpoint",
+    "StagingDirectory",
+    "abort",
+    "begin",
+    "commit",
+    "name_staging",
+    "seal",
+    "sweep",
+]
+
+
+class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a save: a committed checkpoint. Rank 0 of a loop broadcasts it."""
+
+    name: str
+    seconds: float
+    """From the begin of the save to the rename."""
+    num_bytes: int
+    """Over all ranks."""
+    num_files: int = 0
+    """Of a loop's checkpoint; 0: not counted."""
+    on_shared: bool = True
+    """Whether shared storage has it. If not, the nodes' own disks do, read back."""
+    problem: str = ""
+    """Which medium does not have it, and why."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staging:
+class StagingDirectory:
     """A checkpoint that is being written.
 
     Attributes:
-        directory: where every rank writes; its last name is what rank 0 broadcasts.
-        final: what the rename will make of it.
+        directory: every rank writes here; rank 0 broadcasts its last name.
+        final: the name that the rename gives it.
     """
 
     directory: Path
@@ -57,7 +84,7 @@ class Staging:
     safe_point: int
 
 
-def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
+def begin(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
     """Make an empty staging directory, 0700, with a name nobody can guess.
 
     Runs on rank 0.
@@ -68,28 +95,26 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> Staging:
     return staging
 
 
-def name_staging(paths: RunPaths, step: int, safe_point: int) -> Staging:
+def name_staging(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
     """The same, with nothing made yet: no storage is asked, and none can hold us up (`files.make_private`)."""
     final = paths.checkpoint(step, safe_point)
     directory = paths.staging(final, secrets.token_hex(8))
-    return Staging(directory=directory, final=final, step=step, safe_point=safe_point)
+    return StagingDirectory(directory=directory, final=final, step=step, safe_point=safe_point)
 
 
 def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
-    """Make `files` durable and take their sizes and digests.
+    """Makes `files` durable and returns their sizes and digests. Runs on every rank, for its own files.
 
     Args:
-        staging_dir: `Staging.directory`.
+        staging_dir: `StagingDirectory.directory`.
         files: paths below it that this rank wrote and has closed, `actor/index.json`.
 
     Returns:
-        One entry a file, in the order given.
+        One entry per file, in the order given.
 
     Raises:
-        OSError: a file is missing, a link, or could not be made durable. The save is lost then: after a
-            failed fsync the kernel may have dropped the pages, and a second fsync would lie.
-
-    Runs on every rank, for its own files.
+        OSError: a file is missing, a link, or could not be made durable. The save is then lost: after a failed fsync
+            the kernel may have dropped the pages, and a second fsync would report a false success.
     """
     names = list(files)
     for name in names:
@@ -109,15 +134,18 @@ def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
 
 
 def commit(
-    staging: Staging, manifest: Manifest, *, epoch_check: Callable[[], None], keys: Keyring | None = None
+    staging: StagingDirectory,
+    manifest: Manifest,
+    *,
+    epoch_check: Callable[[], None],
+    keys: Keyring | None = None,
 ) -> Path:
-    """Make a sealed staging directory a checkpoint. Durable when it returns.
+    """Makes a sealed staging directory a checkpoint. Durable when it returns. Runs on rank 0.
 
     Args:
         manifest: with all ranks' entries in `files`; its digest is filled in here.
-        epoch_check: raises `Fenced` when this attempt no longer owns the run. Asked directly before the
-            rename.
-        keys: where given, the manifest is signed with the current one, which its files are encrypted with.
+        epoch_check: raises `Fenced` when this attempt no longer owns the run. Called directly before the rename.
+        keys: if given, the manifest is signed with the current one, which its files are encrypted with.
 
     Returns:
         The final directory: ours, or the verified one with the same state that had the name already.
@@ -126,14 +154,12 @@ def commit(
         CheckpointCorrupt: the tree is not exactly what was sealed.
         Fenced: by `epoch_check`.
         OSError: the storage refused. On any error the staging directory is left for `abort`.
-
-    Runs on rank 0.
     """
     manifest = sealed(manifest)
     if keys is not None:
         manifest = sign(manifest, keys.current)
     data = render(manifest)
-    parse(data, where=staging.directory / MANIFEST)  # never write what no reader would accept
+    parse(data, where=staging.directory / MANIFEST)  # never write what every reader would refuse
     _check_sealed(staging, manifest)
     epoch_check()
     write_file(staging.directory / MANIFEST, data)
@@ -145,7 +171,7 @@ def commit(
             epoch_check()
             replaced = move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
         elif verdict.ok:
-            fsync_path(staging.final.parent)  # whoever renamed it may have died before it did so
+            fsync_path(staging.final.parent)  # its writer may have died between rename and fsync
             abort(staging)
             _point_latest(staging)
             return staging.final
@@ -165,7 +191,7 @@ def commit(
         _rename(staging, manifest)
     except BaseException:
         if replaced is not None:
-            put_back(replaced, staging.final)  # or nothing would have the name
+            put_back(replaced, staging.final)  # otherwise neither would have the name
         raise
     fsync_path(staging.final.parent)
     _point_latest(staging)
@@ -173,7 +199,7 @@ def commit(
 
 
 def _difference(other: Manifest, ours: Manifest) -> str:
-    """Why the state in `other`, of the same name, is not ours; empty: it is."""
+    """Returns why the state in `other`, of the same name, is not ours; empty if it is."""
     for what in ("world_size", "topology", "components"):
         theirs, mine = getattr(other, what), getattr(ours, what)
         if theirs != mine:
@@ -181,16 +207,16 @@ def _difference(other: Manifest, ours: Manifest) -> str:
     return ""
 
 
-def _rename(staging: Staging, manifest: Manifest) -> None:
+def _rename(staging: StagingDirectory, manifest: Manifest) -> None:
     try:
         os.rename(staging.directory, staging.final)  # noqa: TID251 - its errors are judged apart from fsync's
     except OSError:
-        # NFS may say ESTALE or ENOENT for a rename that was done and whose reply was lost.
+        # NFS may report ESTALE or ENOENT for a rename that was done and whose reply was lost.
         if staging.directory.exists() or not _is_ours(staging.final, manifest):
             raise
 
 
-def abort(staging: Staging) -> None:
+def abort(staging: StagingDirectory) -> None:
     """Remove a staging directory that will not be committed; gone already is fine.
 
     Runs on rank 0.
@@ -199,10 +225,11 @@ def abort(staging: Staging) -> None:
 
 
 def sweep(paths: RunPaths) -> list[Path]:
-    """Remove what dead saves and prunes left; returns it. First, what a dead save had begun to replace is put back."""
+    """Removes leftovers of dead saves and prunes, and returns them. First puts back what a dead save had begun to
+    replace."""
     removed = []
     names = sorted(names_in(paths.run, paths.checkpoints))
-    names_in(paths.run, paths.quarantine)  # refuses a link: what lies behind it is not ours to put back
+    names_in(paths.run, paths.quarantine)  # refuses a link: its target is not ours to put back
     put_back_unfinished(paths.checkpoints)
     for name in names:
         path = paths.checkpoints / name
@@ -229,7 +256,7 @@ def _seal_file(root: int, name: str) -> FileEntry:
         return hash_file(fd, name)
 
 
-def _check_sealed(staging: Staging, manifest: Manifest) -> None:
+def _check_sealed(staging: StagingDirectory, manifest: Manifest) -> None:
     """The tree must hold what was sealed and nothing else: all else, nobody made durable."""
     wanted = {entry.path: entry.size for entry in manifest.files}
     with open_directory(staging.directory) as root:
@@ -261,7 +288,7 @@ def _is_ours(final: Path, manifest: Manifest) -> bool:
         return False
 
 
-def _point_latest(staging: Staging) -> None:
+def _point_latest(staging: StagingDirectory) -> None:
     hint = staging.final.parent / "latest"
     try:
         write_file(hint, staging.final.name.encode() + b"\n")

@@ -1,8 +1,8 @@
 """Takes single files of a checkpoint from another damaged copy of the same save.
 
-Two copies that are each damaged are often whole together. A file is taken where its bytes have the digest that the one
-manifest of both copies names: the manifests must be the same, byte for byte. The copies themselves are only read. What
-comes of it is verified whole before it counts, as any other copy.
+Two damaged copies are often whole together. A file is taken if its bytes have the digest in the manifest, which both
+copies must share byte for byte. The copies themselves are only read. The result is verified as a whole before it
+counts, like any other copy.
 """
 
 import os
@@ -22,7 +22,7 @@ __all__ = ["fill", "set_aside_copies"]
 
 
 def set_aside_copies(paths: RunPaths, name: str, manifest: bytes) -> list[Path]:
-    """Copies of checkpoint `name` in the run's quarantine that have this very manifest."""
+    """Lists the copies of checkpoint `name` in the run's quarantine that have exactly this manifest."""
     found = []
     for path in sorted(paths.quarantine.glob(f"{name}.*")):
         try:
@@ -31,18 +31,18 @@ def set_aside_copies(paths: RunPaths, name: str, manifest: bytes) -> list[Path]:
                 if info.st_size == len(manifest) and os.pread(fd, info.st_size + 1, 0) == manifest:
                     found.append(path)
         except OSError:
-            continue  # the record beside it, or a copy that cannot be read
+            continue  # a reason's record, or a copy that cannot be read
     return found
 
 
 def fill(directory: Path, wanted: Iterable[FileEntry], copies: Sequence[Path]) -> list[str]:
-    """Replace files of `directory`, which is being assembled, by those of `copies`. Durable when it returns.
+    """Replaces files of `directory`, which is being assembled, by those of `copies`. Durable when it returns.
 
-    A crash leaves the old file or the new one, and perhaps a name that no manifest has: the directory is not verified
-    then, and goes with the next sweep.
+    A crash leaves the old file or the new one, and perhaps a name that no manifest has. The directory then does not
+    verify, and the next sweep removes it.
 
     Returns:
-        The paths that were replaced. A file is left as it was where no copy has it, or the storage refuses.
+        The paths that were replaced. A file stays as it was if no copy has it, or if the storage refuses.
     """
     return [entry.path for entry in wanted if any(_take(directory, entry, copy) for copy in copies)]
 
@@ -58,12 +58,12 @@ def _take(directory: Path, entry: FileEntry, copy: Path) -> bool:
             to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_new(half, iter(partial(os.read, source, CHUNK_BYTES), b""))
         with half.open("rb") as file:
-            # Of what was written, not of what was read before: the source may change meanwhile.
+            # Hash what was written, not what was read before: the source may change meanwhile.
             found = hash_file(file.fileno(), entry.path)
         if (found.size, found.sha256) == (entry.size, entry.sha256):
             rename(half, to)
             return True
     except OSError:
-        pass  # this copy has not got it either, or there is no room: the verdict stays as it is
+        pass  # this copy lacks it, too, or there is no room: the verdict stays
     half.unlink(missing_ok=True)
     return False

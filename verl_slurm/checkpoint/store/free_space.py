@@ -1,4 +1,4 @@
-"""Asks the system (statvfs) what is free on the file system of a path."""
+"""Asks the system (statvfs) for the free space on the file system of a path."""
 
 import os
 from pathlib import Path
@@ -9,9 +9,9 @@ __all__ = ["free_space", "room_for"]
 
 
 def free_space(path: Path) -> FreeSpace:
-    """Ask about `path`, or where it does not exist yet, about the nearest parent that does. Never raises.
+    """Asks about `path`, or about its nearest existing parent. Never raises.
 
-    Blocks as long as the file system does: on an NFS whose server is away, until it is back.
+    Blocks as long as the file system does: on an NFS without its server, until the server is back.
     """
     place = path
     while not os.path.lexists(place) and place != place.parent:
@@ -20,8 +20,8 @@ def free_space(path: Path) -> FreeSpace:
         stat, device = os.statvfs(place), os.stat(place).st_dev
     except OSError as error:
         return FreeSpace(problem=f"{place} could not be asked: {error.strerror}")
-    # bavail, not bfree: what the file system holds back for root is not ours. No blocks, or no inodes, at all is
-    # how one says that it does not count them.
+    # bavail, not bfree: blocks reserved for root are not ours. A file system that reports no blocks, or no inodes, at
+    # all does not count them.
     return FreeSpace(
         bytes=stat.f_bavail * stat.f_frsize if stat.f_blocks else None,
         inodes=stat.f_favail if stat.f_files else None,
@@ -31,5 +31,5 @@ def free_space(path: Path) -> FreeSpace:
 
 
 def room_for(path: Path, need: Need) -> Room:
-    """Whether `need` fits where `path` lies or will lie."""
+    """Judges whether `need` fits where `path` lies or will lie."""
     return judge_room(free_space(path), need)

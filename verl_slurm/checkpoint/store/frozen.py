@@ -1,9 +1,9 @@
-"""Models that do not train (reference, reward), stored once by content: `RUN/frozen/<digest>/`.
+"""Stores models that do not train (reference, reward) once by content: `RUN/frozen/<digest>/`.
 
-Every checkpoint names them by digest and holds no copy. The copy here is made at the first start, from what was read
-and hashed just then, and is complete once it has its name: written aside, fsynced, hashed again, renamed. So a run
-can always be put back together, whatever becomes of the directory that it was started with. Every start reads it back:
-a copy that rotted goes to RUN/frozen/quarantine, and a new one is made while the model is still what it was.
+Every checkpoint names them by digest and holds no copy. The first start makes the copy from what it has just read and
+hashed. The copy is complete once it has its name: written aside, fsynced, hashed again, renamed. So a run can always be
+restored, even if its original model directory is gone. Every start reads the copy back. A damaged copy moves to
+RUN/frozen/quarantine, and a new one is made while the model is still unchanged.
 """
 
 import os
@@ -25,30 +25,29 @@ __all__ = ["read_back_others", "store_frozen"]
 def store_frozen(
     paths: RunPaths, source: Path, seen: Fingerprint, *, notice: Callable[[str], None] = lambda text: None
 ) -> Path:
-    """Have a whole copy of the model directory `source` under its digest; returns where it lies.
+    """Ensures a whole copy of the model directory `source` under its digest; returns its place. Runs on rank 0.
 
-    One that is there is read back, every byte. What cannot be read now is left: it may be read at the next start.
+    An existing copy is read back, every byte. A copy that cannot be read now stays: it may be readable at the next
+    start.
 
     Args:
         seen: `fingerprint(source)`, taken just before.
-        notice: told of a copy that is not what its name says, in one line.
+        notice: called with one line about a copy that does not match its name.
 
     Raises:
-        DataError: the copy does not hash to it: the model is being changed, or a disk lies.
+        DataError: the copy does not hash to it: the model is being changed, or a disk returns wrong bytes.
         OSError: no room, or no permission.
-
-    Runs on rank 0.
     """
-    private_dir(paths.frozen)  # before anything in it is looked at: it is no link, and ours
+    private_dir(paths.frozen)  # before anything in it is examined: it is no link, and ours
     final = paths.frozen / seen.digest
     if final.is_dir() and not _set_aside_damaged(paths, seen.digest, seen, notice, "it is stored anew"):
         record_frozen(paths, seen)  # older copies have none
         return final
-    for left in paths.frozen.glob(".*.tmp"):  # of a start that died; we are the only one that may write here
+    for left in paths.frozen.glob(".*.tmp"):  # left by a start that died; no other process may write here
         shutil.rmtree(left)
     staging = paths.frozen / f".{seen.digest}.{secrets.token_hex(8)}.tmp"
     try:
-        # Links are followed: Hugging Face's cache is made of them, and their targets are the content.
+        # Links are followed: Hugging Face's cache consists of them, and their targets are the content.
         shutil.copytree(source, staging, copy_function=shutil.copyfile)
         for folder, _, files in os.walk(staging, topdown=False):
             for name in files:
@@ -57,7 +56,7 @@ def store_frozen(
                 fsync_path(path)
             Path(folder).chmod(0o700)
             fsync_path(Path(folder))
-        # Not the tree's digest: that also tells links from files, and here there are no links any more.
+        # Not the tree's digest: that also tells links from files, and the copy has no links.
         copied = fingerprint(staging).files
         different = [name for name, entry in seen.files.items() if _sha256(copied, name) != entry.sha256]
         if different or len(copied) != len(seen.files):
@@ -77,13 +76,12 @@ def store_frozen(
 
 
 def read_back_others(paths: RunPaths, seen: Collection[str], *, notice: Callable[[str], None]) -> None:
-    """Read back the copies of models that the run does not start with now: all that is left of them may be here.
+    """Reads back the copies of models that the run does not start with now: they may be the last copies. Runs on rank
+    0.
 
     Args:
-        seen: digests of those that it starts with; `store_frozen` has these.
-        notice: as there.
-
-    Runs on rank 0.
+        seen: digests of the models that it starts with; `store_frozen` checks these.
+        notice: as in `store_frozen`.
     """
     for digest in frozen_digests(paths):
         if digest not in seen:
@@ -95,7 +93,7 @@ def read_back_others(paths: RunPaths, seen: Collection[str], *, notice: Callable
 def _set_aside_damaged(
     paths: RunPaths, digest: str, seen: Fingerprint | None, notice: Callable[[str], None], then: str
 ) -> bool:
-    """Whether the copy was damaged, and is in quarantine now."""
+    """Returns whether the copy was damaged, and is in quarantine now."""
     verdict = check_frozen(paths, digest, seen=seen)
     if verdict.ok:
         return False

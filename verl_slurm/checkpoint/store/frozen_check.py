@@ -1,9 +1,9 @@
-"""Is a copy in RUN/frozen still what its name says? Every byte is read from the medium; a fault is reported.
+"""Checks that a copy in RUN/frozen still matches its name. It reads every byte from the medium and reports a fault.
 
-The name is the digest of the model's tree as it was read, links told from files. A copy has no links, so what was in
-the tree is written down beside it (`<digest>.json`, a `Fingerprint` that has that digest: it vouches for itself). A
-copy from before there was such a record is judged by what the caller has just seen of the source, or by its own
-tree, which is the same where the source had no links; else it cannot be judged, and that is said.
+The name is the digest of the model's tree as it was read, links told from files. A copy has no links, so a record
+beside it describes the original tree (`<digest>.json`, a `Fingerprint` that has that digest: it proves itself). A copy
+older than these records is judged by what the caller has just seen of the source, or by its own tree, which is the same
+if the source had no links. Otherwise it cannot be judged, and the verdict says so.
 """
 
 import errno
@@ -32,13 +32,13 @@ _Contents = dict[str, tuple[int, str]]
 
 
 def frozen_digests(paths: RunPaths) -> list[str]:
-    """The names of the copies that lie there, sorted."""
+    """Lists the names of the stored copies, sorted."""
     names = names_in(paths.run, paths.frozen)
     return sorted(n for n in names if _DIGEST.fullmatch(n) and (paths.frozen / n).is_dir())
 
 
 def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
-    """Write down what belongs into the copy of that digest, durably; nothing to do where it stands already."""
+    """Records the expected content of the copy of that digest, durably; does nothing if the record exists."""
     if _record(paths, seen.digest) is None:
         write_file(_record_path(paths, seen.digest), msgspec.json.encode(seen, order="sorted") + b"\n")
 
@@ -46,17 +46,15 @@ def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
 def check_frozen(
     paths: RunPaths, digest: str, *, seen: Fingerprint | None = None, bytes_per_s: float | None = None
 ) -> Verdict:
-    """Read one copy back.
+    """Reads one copy back. Runs at every start.
 
     Args:
         digest: its name.
-        seen: what the source has been found to be just now; counts where it has that digest.
-        bytes_per_s: read no faster; None: as fast as it goes.
+        seen: the present fingerprint of the source; counts if it has that digest.
+        bytes_per_s: read no faster; None: no limit.
 
     Returns:
-        The verdict; `damaged` where bytes are other ones beyond doubt. Never raises for what it finds.
-
-    Runs at every start.
+        The verdict; `damaged` if bytes differ beyond doubt. Never raises for what it finds.
     """
     began = time.monotonic()
     problems: list[Problem] = []
@@ -84,7 +82,7 @@ def check_frozen(
 
 
 def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Iterator[tuple[str, int, str]]:
-    """(path, size, SHA-256) of every file, and of every empty directory; no link is followed."""
+    """Yields (path, size, SHA-256) of every file, and of every empty directory; follows no link."""
 
     def failed(error: OSError) -> None:
         raise error
@@ -100,12 +98,12 @@ def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Ite
             try:
                 fd = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
                 with os.fdopen(fd, "rb", buffering=0) as file:
-                    # What lies in memory says nothing about the medium.
+                    # Cached pages say nothing about the medium.
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                     while block := file.read(_BLOCK):
                         digest.update(block)
                         size, total = size + len(block), total + len(block)
-                        if bytes_per_s:  # a speed limit is the one thing that only time can bring about
+                        if bytes_per_s:  # only elapsed time can show a speed limit
                             time.sleep(max(0.0, began + total / bytes_per_s - time.monotonic()))
             except OSError as error:
                 problems.append(_unreadable(path, error))
@@ -138,7 +136,7 @@ def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Conten
 
 
 def _record(paths: RunPaths, digest: str) -> Fingerprint | None:
-    """What was written down; None where that is missing, or does not have the digest."""
+    """Returns the record; None if it is missing or does not have the digest."""
     try:
         data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
         record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)

@@ -1,23 +1,23 @@
-"""The second copy of each checkpoint, on the nodes' own disks: the specification, and all that is done to it.
+"""The second copy of each checkpoint, on the nodes' own disks: the specification and its operations.
 
 ```
 LOCAL/<run>-<8 hex>/<node>/       0700. LOCAL: checkpoint.local_dir; hex: of the SHA-256 of the run directory's path
   step_000012/                    a part: the files of this node's ranks, and the manifest of the whole
   .step_000012.<nonce>.tmp/       a part that is being written; the nonce is that of the shared staging directory.
-                                  With a manifest it is whole, and counts: its writer died as it took an older
-                                  part of that name away
+                                  With a manifest it is whole, and counts: its writer died while it removed an
+                                  older part of that name
 ```
 
 In a save to both media the parts are committed when every node has its own, whether or not shared storage is done by
-then; rank 0 makes one manifest for both. So a part may be all there is of a checkpoint, beside a staging directory on
-shared storage that nobody will finish: the sweep takes that one, and the part comes home.
+then; rank 0 makes one manifest for both. So the parts may be all that exists of a checkpoint, beside an unfinished
+staging directory on shared storage. The sweep removes that one, and the parts are copied to shared storage.
 
-The parts of all nodes, laid over one another, are the checkpoint. A part is written as the whole is: fsynced,
-manifest last, renamed. It counts for nothing by itself: what is brought home (`send_home` on each node, then
-`assemble`) becomes a checkpoint only after every byte of it was verified on the shared storage.
+The parts of all nodes, merged, are the checkpoint. A part is written like a whole checkpoint: fsynced, manifest last,
+renamed. It counts for nothing by itself. Parts that were copied to shared storage (`send_home` on each node, then
+`assemble`) become a checkpoint only after every byte was verified there.
 
-Where the parts are damaged, and a copy of the same save lies damaged in quarantine, `assemble` takes from that one the
-files that verify (`fill`): one manifest serves both copies.
+If the parts are damaged, and a damaged copy of the same save lies in quarantine, `assemble` takes the files that verify
+from that copy (`fill`): one manifest serves both copies.
 """
 
 import hashlib
@@ -61,7 +61,7 @@ _NONCE_HEX = 16
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPart:
-    """What one node holds of a checkpoint."""
+    """One node's part of a checkpoint."""
 
     name: str
     path: Path
@@ -73,7 +73,7 @@ class LocalPart:
 
 
 def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None:
-    """Where `node` keeps its parts of this run; None: nowhere, `checkpoint.local_dir` is not set.
+    """Returns the directory of `node`'s parts of this run; None if `checkpoint.local_dir` is not set.
 
     The node's name is in the path because some clusters call a shared directory local.
     """
@@ -85,26 +85,24 @@ def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None
 
 
 def this_node() -> str:
-    """What Slurm calls this node; without Slurm, its host name."""
+    """Returns Slurm's name for this node; without Slurm, its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
-    """Make a fully written staging directory the node's part. Durable when it returns.
+    """Makes a fully written staging directory the node's part. Durable when it returns. Runs on one rank per node.
 
     Args:
         manifest: sealed, of the whole checkpoint.
 
     Raises:
         OSError: the node's disk refuses.
-
-    Runs on one rank per node.
     """
     write_file(staging / MANIFEST, render(manifest))
     final = staging.parent / manifest.name
     if final.exists():
-        # Of a former save at the same safe point: the same state, and perhaps all there is of it. Ours counts
-        # under its present name already (`list_parts`), should the power go meanwhile.
+        # Part of a former save at the same safe point: the same state, and perhaps the last copy of it. Ours already
+        # counts under its present name (`list_parts`), should the power fail meanwhile.
         fsync_path(final.parent)
         drop_staging(final)
     rename(staging, final)
@@ -112,24 +110,23 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
 
 
 def drop_staging(path: Path) -> None:
-    """Remove a part or a staging directory of one; gone already is fine."""
+    """Removes a part or its staging directory; a missing one is no error."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
 
 
 def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
-    """This node's parts whose manifest verifies, newest first; anything else is passed over.
+    """Lists this node's parts whose manifest verifies, newest first; skips anything else.
 
-    What a later attempt saved is newer, whatever its step: the run may have gone back.
-
-    Of one name there may be two: see the specification.
+    A save of a later attempt is newer, whatever its step: the run may have gone back. One name may have two parts: see
+    the specification.
 
     Args:
-        keys: where given, a manifest that is not signed with one of them is passed over, too.
+        keys: if given, a manifest that is not signed with one of them is skipped, too.
 
     Raises:
-        PermissionRefused: the directory, or the run's around it, is another user's, or others may write it. Its name
-            can be guessed, and what is in it would be resumed from.
+        PermissionRefused: the directory, or the run's around it, belongs to another user, or others may write it. Its
+            name can be guessed, and the run would resume from its content.
     """
     if not os.path.lexists(directory):
         return []
@@ -162,7 +159,7 @@ def _require_ours(directory: Path) -> None:
 
 
 def part_problems(part: LocalPart) -> list[str]:
-    """Read every file of the part from its disk; what is wrong with it."""
+    """Reads every file of the part from its disk; returns its faults."""
     problems: list[str] = []
     with open_directory(part.path) as root:
         there = {entry.path for entry in list_tree(root) if entry.kind == "file"}
@@ -176,9 +173,8 @@ def part_problems(part: LocalPart) -> list[str]:
 
 
 def prune_parts(directory: Path, keep: int) -> list[str]:
-    """Remove what a dead save left and all but the newest `keep` parts; returns their names.
-
-    Runs on one rank per node.
+    """Removes leftovers of a dead save and all but the newest `keep` parts; returns their names. Runs on one rank per
+    node.
     """
     kept = {part.path.name for part in list_parts(directory)[:keep]}
     gone = []
@@ -191,7 +187,7 @@ def prune_parts(directory: Path, keep: int) -> list[str]:
 
 
 def send_home(part: LocalPart, paths: RunPaths) -> Path:
-    """Copy a part to where `assemble` looks for it, durably; on every node that has one, in any order.
+    """Copies a part to where `assemble` looks for it, durably; on every node that has one, in any order.
 
     Parts of one checkpoint meet in one directory: its nonce is the manifest's digest.
 
@@ -221,7 +217,7 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
 
 
 class Assembled(NamedTuple):
-    """What became of one checkpoint whose parts came home.
+    """Result for one checkpoint whose parts were copied to shared storage.
 
     Attributes:
         good: it is a checkpoint now.
@@ -234,12 +230,12 @@ class Assembled(NamedTuple):
 
 
 def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
-    """Make checkpoints of the parts that came home, where they are whole; remove the rest.
+    """Makes checkpoints of the parts that were copied to shared storage, if they are whole; removes the rest.
 
-    Saves that are being written meanwhile are not touched: no manifest's digest is their nonce.
+    It does not touch saves that are being written: no manifest's digest is their nonce.
 
     Args:
-        keys: where given, what came home must be signed with one of them.
+        keys: if given, the manifests must be signed with one of them.
     """
     results = []
     for home in sorted(paths.checkpoints.iterdir()):
@@ -247,7 +243,7 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
         try:
             manifest = read_manifest(home) if named else None
         except (OSError, VerlSlurmError):
-            continue  # the sweep at the next start takes it
+            continue  # the next start's sweep removes it
         if named is None or manifest is None or named[2] != (manifest.digest or "")[:_NONCE_HEX]:
             continue
         name = manifest.name

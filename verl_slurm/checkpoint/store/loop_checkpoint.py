@@ -1,10 +1,8 @@
-"""A directory that somebody else wrote, made a checkpoint of ours (`checkpoint.format.specification`, section 1). No
-torch.
+"""Makes a checkpoint of a directory that a guest wrote (`checkpoint.format.specification`, section 1). No torch.
 
-A guest writes into the work directory of its attempt, on the run's own file system: `RunPaths.work`. What is whole
-is renamed into a staging directory, made private and durable, hashed, and committed by the only door
-(`checkpoint.store.commit`). So it cannot be seen half written, a fenced attempt harms nobody, and nothing is
-copied.
+A guest writes into the work directory of its attempt, on the run's own file system: `RunPaths.work`. Whole files are
+renamed into a staging directory, made private and durable, hashed, and committed by `checkpoint.store.commit`. So no
+reader sees half a checkpoint, a fenced attempt does no harm, and nothing is copied.
 """
 
 import os
@@ -35,23 +33,24 @@ from verl_slurm.checkpoint.format.specification import (
     path_problem,
 )
 from verl_slurm.checkpoint.store import commit as door
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.dataset.fingerprint import record as fingerprint
 
-__all__ = ["GuestSave", "SavedTree", "clear_work", "commit_tree", "require_guest", "sweep_work"]
+__all__ = ["LoopSave", "clear_work", "commit_tree", "require_guest", "sweep_work"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuestSave:
-    """What is known of a save besides its files.
+class LoopSave:
+    """Input of one save of a loop that is not ours, besides its files.
 
     Attributes:
         step: whole steps done.
-        epoch: the attempt that wrote it; it must own the run still.
+        epoch: the attempt that wrote it; it must still own the run.
         parent: name of the checkpoint that this attempt resumed from; None: it began from nothing.
         world_size: ranks that wrote it, and that its files are for.
-        metrics: of the step that it ends; what is not finite is left out.
+        metrics: of the step that it ends; numbers that are not finite are left out.
         metadata: for people, e.g. the versions of the guest's libraries.
         began: `time.monotonic` when the save began; None: now.
     """
@@ -66,48 +65,35 @@ class GuestSave:
     began: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class SavedTree:
-    """A committed checkpoint. `seconds`: since `GuestSave.began`."""
-
-    name: str
-    path: Path
-    seconds: float
-    num_bytes: int
-    num_files: int
-
-
 def commit_tree(
     paths: RunPaths,
-    save: GuestSave,
+    save: LoopSave,
     parts: Mapping[str, Path],
     *,
     texts: Mapping[str, bytes] | None = None,
     sealed: Sequence[FileEntry] = (),
     epoch_check: Callable[[], None] | None = None,
-) -> SavedTree:
+) -> SavedCheckpoint:
     """Make `parts` a verified checkpoint of the run, `save.step` whole steps on. Durable when it returns.
 
-    What is no regular file or has a name that no manifest may hold is refused; empty directories are left out.
+    A part that is no regular file, or has a name that no manifest may hold, is refused; empty directories are left out.
 
     Args:
         parts: name in the checkpoint → the directory or file to move there; on the run's file system, usually below
             `paths.work(save.epoch)`. One of them is `format.guest_directory`.
         texts: further small files, by their name in the checkpoint (verl's `latest_checkpointed_iteration.txt`).
-        sealed: entries of files that were made durable and hashed already, by the rank that wrote each
-            (`checkpoint.store.commit.seal`); all others are here.
+        sealed: entries of files that the rank that wrote each has already made durable and hashed
+            (`checkpoint.store.commit.seal`); all others are sealed here.
         epoch_check: default: `fence.require_epoch`.
 
     Returns:
-        Where it is. With a checkpoint of this step there already, verified and of as many ranks, that one: ours is
-        dropped, since two saves at the same step hold the same state.
+        `seconds` since `save.began`. If a checkpoint of this step is there already, verified and of as many ranks, it
+        names that one: ours is dropped, since two saves at the same step hold the same state.
 
     Raises:
         Fenced: a newer attempt owns the run.
-        CheckpointCorrupt: a link, a special file, a name that may not be, or a part that is missing.
-        OSError: the storage refused. On any error nothing is left of the save, but for the parts that were not moved.
-
-    By one rank alone.
+        CheckpointCorrupt: a link, a special file, a forbidden name, or a missing part.
+        OSError: the storage refused. On any error nothing is left of the save, except parts that were not moved.
     """
     began = time.monotonic() if save.began is None else save.began
     check = epoch_check or (lambda: require_epoch(paths, save.epoch))
@@ -126,27 +112,24 @@ def commit_tree(
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)
         raise
-    seconds = time.monotonic() - began
-    return SavedTree(
+    return SavedCheckpoint(
         name=final.name,
-        path=final,
-        seconds=seconds,
+        seconds=time.monotonic() - began,
         num_bytes=manifest.num_bytes,
         num_files=len(manifest.files),
     )
 
 
 def require_guest(directory: Path, guest: Guest, *, world_size: int | None = None) -> Manifest:
-    """The manifest of a checkpoint that a guest of this kind wrote; the lead has verified its files.
+    """Returns the manifest of a checkpoint that a guest of this kind wrote, before anything of it is loaded. The lead
+    has verified its files.
 
     Args:
-        world_size: ranks that there must have been; None: any number.
+        world_size: required number of ranks; None: any number.
 
     Raises:
-        ConfigError: somebody else's, or of another number of ranks.
+        ConfigError: another loop wrote it, or another number of ranks.
         CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.store.verify.read_manifest`.
-
-    Before anything of it is loaded.
     """
     manifest = read_manifest(directory)
     whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
@@ -170,23 +153,21 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
 
 
 def clear_work(paths: RunPaths, epoch: int) -> Path:
-    """The empty work directory of an attempt, 0700; what a dead restart of it left is removed.
-
-    By one rank, before the first save of a restart.
+    """Empties the work directory of an attempt, 0700, of what a dead generation left. Runs in one rank, before the
+    first save of a generation.
     """
     work = paths.work(epoch)
-    names_in(paths.run, work.parent)  # refuses a link: what it leads to is not ours to remove
+    names_in(paths.run, work.parent)  # refuses a link: its target is not ours to remove
     shutil.rmtree(work, ignore_errors=True)
     private_dir(work)
     return work
 
 
 def sweep_work(paths: RunPaths) -> list[Path]:
-    """Remove what guests of dead attempts had not brought to a commit; returns it. No error for what stays.
+    """Removes uncommitted work of guests of dead attempts; returns it. What cannot be removed is no error. Runs at a
+    start, when the epoch is ours and no rank runs yet.
 
-    A former attempt that still writes there finds its directory gone, and could not have committed anyhow.
-
-    At a start, when the epoch is ours and no rank runs yet.
+    A former attempt that still writes there finds its directory gone, and could not have committed anyway.
 
     Raises:
         PermissionRefused: the directory is a link.
@@ -215,7 +196,7 @@ def _move(source: Path, target: Path) -> None:
         ) from error
 
 
-def _small_files(paths: RunPaths, save: GuestSave) -> dict[str, bytes]:
+def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
     metadata = {
         **save.metadata,
         "step": save.step,
@@ -224,7 +205,7 @@ def _small_files(paths: RunPaths, save: GuestSave) -> dict[str, bytes]:
         "guest": save.guest,
         "metrics": metrics_of(save.metrics),
     }
-    # run.yaml is what the next start is to do, and may have been edited since this one read it.
+    # run.yaml configures the next start, and may have been edited since this one read it.
     config = paths.trained_with if paths.trained_with.exists() else paths.run_yaml
     small = (
         read_regular(config, CONFIG),
@@ -235,7 +216,7 @@ def _small_files(paths: RunPaths, save: GuestSave) -> dict[str, bytes]:
 
 
 def _files(staging: Path) -> list[str]:
-    """Every file of the tree; refuses what is none, and removes directories without one."""
+    """Yields every file of the tree; refuses other entries, and removes directories without a file."""
     with open_directory(staging) as root:
         entries = list_tree(root)
     files = [entry.path for entry in entries if entry.kind == "file"]
@@ -261,7 +242,7 @@ def _is_plain(mode: int) -> bool:
 
 
 def _manifest(
-    paths: RunPaths, save: GuestSave, name: str, entries: Sequence[FileEntry], began: float
+    paths: RunPaths, save: LoopSave, name: str, entries: Sequence[FileEntry], began: float
 ) -> Manifest:
     data = fingerprint.read(paths)
     return Manifest(

@@ -1,7 +1,7 @@
-"""The newest checkpoint of a run by its name and its manifest's own words: for who looks at a thousand runs.
+"""Finds the newest checkpoint of a run by its name and its manifest's own words, for tools that scan a thousand runs.
 
-The manifest's digest is not checked here, nor the paths in it: `catalog.list_checkpoints` does that, at fifty times the
-cost, and `verify` reads the files. So nothing may be resumed, copied or dropped on this word alone.
+The manifest's digest and paths are not checked here: `catalog.list_checkpoints` does that, at fifty times the cost, and
+`verify` reads the files. So this result alone must not decide what is resumed, copied or dropped.
 """
 
 import os
@@ -29,7 +29,7 @@ class _Manifest(msgspec.Struct):
 
 
 class Newest(msgspec.Struct, frozen=True):
-    """What is said of it."""
+    """The newest checkpoint's own description."""
 
     name: str
     step: int
@@ -42,7 +42,7 @@ _DECODER = msgspec.json.Decoder(_Manifest)
 
 
 def newest_checkpoint(paths: RunPaths) -> Newest | None:
-    """The one with the highest step whose manifest can be read. One manifest is read, where that is good.
+    """Returns the checkpoint with the highest step whose manifest can be read. Reads one manifest, if that one is good.
 
     Raises:
         OSError: the directory of checkpoints cannot be read.

@@ -1,7 +1,7 @@
-"""A directory of output that appears whole or not at all, and never among checkpoints.
+"""Makes a directory of output appear whole or not at all, and never among checkpoints.
 
-It is made under a hidden name beside its place, filled, fsynced and renamed. Whatever happens before the rename
-removes it again, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden name, never its own.
+The directory is made under a hidden name beside its place, filled, fsynced and renamed. Any failure before the rename
+removes it, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden name, never its own.
 """
 
 import os
@@ -21,11 +21,11 @@ __all__ = ["make_durable", "require_free", "staged"]
 
 
 def require_free(out: Path, checkpoint: Path) -> None:
-    """Refuse a place that holds something, or that lies in a checkpoint or among those of a run.
+    """Refuses a place that holds something, or that lies in a checkpoint or among those of a run.
 
     Raises:
-        PermissionRefused: it does.
-        NotFound: its parent directory is not there.
+        PermissionRefused: it is such a place.
+        NotFound: its parent directory does not exist.
     """
     home = checkpoint.resolve()
     places = {home} | ({home.parent} if home.parent.name == "checkpoints" else set())
@@ -48,19 +48,18 @@ def require_free(out: Path, checkpoint: Path) -> None:
 
 @contextmanager
 def staged(out: Path) -> Iterator[Path]:
-    """A directory that becomes `out` when the body ends well, and is removed when it does not.
+    """Yields a directory that becomes `out` when the body succeeds, and is removed when it fails. Runs in the main
+    thread.
 
     Raises:
         PermissionRefused: an OSError of the body or of the rename, as one line.
-
-    Runs in the main thread.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.export.tmp"
-    # Python would die of SIGTERM (a batch job's end) without coming by `finally`.
+    # SIGTERM (a batch job's end) would end Python without running `finally`.
     former = signal.signal(signal.SIGTERM, stop)
     try:
         staging.mkdir(mode=0o700)
@@ -79,7 +78,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def make_durable(staging: Path) -> tuple[int, int]:
-    """Modes and fsync of all of it; returns the number of files and their bytes."""
+    """Sets the modes of all of it and fsyncs it; returns the number of files and their bytes."""
     num_files = num_bytes = 0
     for path in sorted(staging.rglob("*"), reverse=True):
         path.chmod(0o700 if path.is_dir() else 0o600)

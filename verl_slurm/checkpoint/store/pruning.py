@@ -1,7 +1,7 @@
-"""Pruning by hand: reads back, plans, says, and carries out that very plan.
+"""Prunes by hand: reads back, plans, shows the plan, and carries out that very plan.
 
-`look` does all the reading and deciding and changes nothing; `carry_out` removes what the plan it is handed names,
-and nothing else. A dry run is the first without the second.
+`look` reads and decides, and changes nothing. `carry_out` removes what the given plan names, and nothing else. A dry
+run is the first without the second.
 """
 
 import os
@@ -27,13 +27,13 @@ __all__ = ["Look", "carry_out", "look"]
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What was found and what is to be done about it.
+    """Result of a look, and the plan.
 
     Attributes:
         plan: over all committed checkpoints.
         good: the newest that verifies; the plan keeps it.
-        bad: newer ones that do not, each in a line. They stay: what becomes of them is the recovery's decision.
-        quarantined: that are to be removed besides; empty unless it was asked for.
+        bad: newer ones that do not verify, one line each. They stay: the recovery decides about them.
+        quarantined: entries to be removed in addition; empty unless requested.
         sizes: bytes by name, of all of these.
     """
 
@@ -54,16 +54,16 @@ def look(
     quarantine_too: bool = False,
     verifier: Callable[[Path], Verdict] = verify,
 ) -> Look:
-    """Read checkpoints back from the newest on until one is good, and plan with that one alone as good.
+    """Reads checkpoints back from the newest on until one is good, and plans with that one alone as good.
 
     Args:
         keep_last, keep_every, best, protected: as in `plan_prune`.
-        quarantine_too: what was set aside may go. Only where something good is left: until then it may be all
-            that can still be rescued by hand.
+        quarantine_too: also remove quarantined entries, if something good is left: until then they may be all that can
+            still be rescued by hand.
 
     Raises:
         NotFound: there is no committed checkpoint.
-        CheckpointCorrupt: none verifies, so nothing may go.
+        CheckpointCorrupt: none verifies, so nothing may be removed.
     """
     infos = list_checkpoints(paths)
     committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
@@ -79,7 +79,7 @@ def look(
             found=bad[0],
             remedy=f"verl-slurm verify {paths.root}",
         )
-    # What was put there in another way is not ours to remove.
+    # Entries that were put there in another way are not ours to remove.
     aside = [i for i in infos if i.kind == "quarantined" and quarantine_too and is_set_aside(i.path)]
     sizes = {info.name: info.num_bytes for info in committed}
     sizes |= {info.name: _tree_bytes(info.path) for info in aside}
@@ -101,9 +101,9 @@ def look(
 
 
 def carry_out(paths: RunPaths, found: Look) -> list[str]:
-    """Remove what `found` names, oldest first; returns the names removed.
+    """Removes what `found` names, oldest first; returns the names removed.
 
-    The run may be training meanwhile: what it removed first is passed over, what it has added is not in the plan.
+    The run may be training meanwhile: entries that it removed first are skipped, and new ones are not in the plan.
 
     Raises:
         OSError: one could not be removed; those before it are gone, those after it are whole.
@@ -117,7 +117,7 @@ def carry_out(paths: RunPaths, found: Look) -> list[str]:
                 raise ValueError(f"{name!r} is no name")
             shutil.rmtree(name, dir_fd=quarantine)
             with suppress(FileNotFoundError):
-                os.unlink(f"{name}.reason.json", dir_fd=quarantine)  # last: nothing lies there without one
+                os.unlink(f"{name}.reason.json", dir_fd=quarantine)  # last: no entry lies here without one
             removed.append(name)
         os.fsync(quarantine)  # noqa: TID251 - by descriptor
     return removed
@@ -136,7 +136,7 @@ def _newest_good(
 
 
 def _tree_bytes(directory: Path) -> int:
-    """As it lies there: what is quarantined may have a manifest that lies."""
+    """Counts the bytes on disk: a quarantined entry's manifest may be wrong."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:

@@ -1,7 +1,7 @@
-"""Setting a damaged checkpoint aside: moved, never removed, with the reason beside it.
+"""Sets a damaged checkpoint aside: moves it, never removes it, and stores the reason beside it.
 
-A good one is set aside for one reason only: another of its name takes its place (`commit`). Two renames cannot be one,
-so the record then says whose place it is. As long as that other one has not left its own, the first may be put back.
+A good one is set aside for one reason: another of its name takes its place (`commit`). Two renames are not atomic, so
+the record then names the staging directory of the other one. While that directory exists, the first may be put back.
 """
 
 import os
@@ -26,12 +26,12 @@ _MAX_NAME = 255
 
 
 def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: str = "") -> Path | None:
-    """Move `directory` to `quarantine/` beside it; returns where it lies now, None when it was gone already.
+    """Moves `directory` to `quarantine/` beside it; returns its new place, or None if it was gone already.
 
-    The reason is written first, so that nothing lies in quarantine without one.
+    The reason is written first, so that no entry lies in quarantine without one.
 
     Args:
-        until_gone: a name beside `directory`: while that is there, this is put back at the next start.
+        until_gone: a name beside `directory`: while it exists, the next start puts this one back.
 
     Raises:
         OSError: it could not be moved.
@@ -51,26 +51,26 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     try:
         rename(directory, target)
     except FileNotFoundError:
-        # Gone since it was looked at: nothing is left to keep.
+        # It vanished since it was examined: nothing is left to keep.
         note.unlink(missing_ok=True)
         return None
     return target
 
 
 def is_set_aside(path: Path) -> bool:
-    """Whether `move_to_quarantine` can have put it there: a name of its making, and the record beside it."""
+    """Returns whether `move_to_quarantine` can have put it there: a name that it makes, and the record beside it."""
     name, _, nonce = path.name.rpartition(".")
     ours = checkpoint_order(name) is not None and re.fullmatch(r"[0-9a-f]{8}", nonce) is not None
     return ours and path.with_name(path.name + _RECORD).is_file()
 
 
 def put_back(aside: Path, directory: Path) -> bool:
-    """Give what was set aside its name again, durably; False where that is taken, or `aside` is gone."""
+    """Renames what was set aside to its old name, durably; returns False if the name is taken, or `aside` is gone."""
     if os.path.lexists(directory):
         return False
     try:
         rename(aside, directory, durable=False)
-    except OSError:  # the save has failed with an error of its own, and the next start tries again
+    except OSError:  # the save has failed with its own error; the next start tries again
         return False
     fsync_path(directory.parent)
     fsync_path(aside.parent)
@@ -79,16 +79,16 @@ def put_back(aside: Path, directory: Path) -> bool:
 
 
 def put_back_unfinished(checkpoints: Path) -> list[Path]:
-    """Put back what was set aside for a save that died before it took the place; returns what has its name again."""
+    """Puts back what was set aside for a save that died before it took the place; returns the restored names."""
     done = []
     for note in sorted((checkpoints / "quarantine").glob(f"*{_RECORD}")):
         try:
             record = decode_json(read_regular(note, RECORD), _Record, RECORD, doubles=False)
         except (OSError, *UNREADABLE):
-            continue  # somebody else's
+            continue  # not made by us
         plain = checkpoint_order(record.name) is not None and STAGING_NAME.fullmatch(record.until_gone)
         if len(record.until_gone) > _MAX_NAME:
-            continue  # no file system has such a name, and asking for it is an error
+            continue  # no file system has such a name, and looking it up is an error
         aside = note.with_name(note.name.removesuffix(_RECORD))
         unfinished = plain and (checkpoints / record.until_gone).is_dir() and aside.is_dir()
         if unfinished and put_back(aside, checkpoints / record.name):
@@ -97,7 +97,7 @@ def put_back_unfinished(checkpoints: Path) -> list[Path]:
 
 
 class _Record(msgspec.Struct, frozen=True):
-    """What of a reason's record counts here."""
+    """The used part of a reason's record."""
 
     name: str
     until_gone: str = ""

@@ -1,10 +1,10 @@
-"""The files of a checkpoint as they were before encryption, whether it is encrypted or not; every byte checked.
+"""Reads the files of a checkpoint decrypted, whether it is encrypted or not; checks every byte.
 
-What is encrypted is vouched for by the tags, which bind each chunk to its file, place and checkpoint; what is
-not, by the manifest's digests. With keys the manifest itself must be signed with one of them.
+Tags vouch for encrypted bytes and bind each chunk to its file, place and checkpoint. The manifest's digests vouch for
+the others. With keys, the manifest itself must be signed with one of them.
 
-A file is read whole only if its kind may be that large (`_LIMITS`): its size is the writer's own choice, and a hole
-of any size takes no disk.
+A file is read whole only if its kind may be that large (`_LIMITS`): the writer chooses the size, and a sparse file of
+any size takes no disk.
 """
 
 import ctypes
@@ -36,24 +36,24 @@ _LIMITS = {
     SCHEMA_VERSION: bounded.SMALL,
     INDEX: bounded.INDEX,
 }
-"""By the last name of a path; what else is read whole is a runtime state."""
+"""Limits by the last name of a path; any other file that is read whole is a runtime state."""
 _RUNTIME_STATE = Limit(num_bytes=MAX_CONTENT_BYTES)
 _WINDOW_BYTES = 16 << 20
 
 
 class CheckpointReader:
-    """A checkpoint that `verify` found whole, to be read.
+    """Reads a checkpoint that `verify` found whole.
 
     Args:
-        keys: where some are configured; None opens what is not encrypted.
+        keys: if some are configured; None opens what is not encrypted.
 
     Attributes:
         directory: as given.
-        manifest: authentic where keys are given.
+        manifest: authentic if keys are given.
 
     Raises:
         OSError, SchemaMismatch, CheckpointCorrupt: `read_manifest`.
-        KeyRefused: it needs a key that is not there, or is not signed with one of ours.
+        KeyRefused: it needs a key that is missing, or is not signed with one of ours.
     """
 
     def __init__(self, directory: Path, keys: Keyring | None = None) -> None:
@@ -63,10 +63,10 @@ class CheckpointReader:
         self._entries = {entry.path: entry for entry in self.manifest.files}
 
     def read(self, path: str) -> bytes:
-        """A whole file, as it was before encryption. For small ones: tensors are read by `reading`.
+        """Returns a whole file decrypted. For small files: tensors are read by `reading`.
 
         Raises:
-            OSError: the storage did not give it.
+            OSError: the storage did not deliver it.
             CheckpointCorrupt: it is not what was committed, or larger than its kind may be.
         """
         entry = self._entries.get(path)
@@ -78,10 +78,10 @@ class CheckpointReader:
             raise _not_committed(self.directory / path, error) from None
 
     def window(self, path: str) -> Callable[[int, int], memoryview]:
-        """What reads parts of a file, as it was before encryption, one behind the other: offset and size → bytes.
+        """Returns a function that reads parts of a file decrypted, one after the other: offset and size → bytes.
 
-        Of a file that may be large it holds some MB, every chunk checked. What it returns raises CheckpointCorrupt
-        and OSError.
+        For a file that may be large it holds some MB, every chunk checked. The function raises CheckpointCorrupt and
+        OSError.
         """
         entry = self._entries[path]
         start, held = 0, memoryview(b"")
@@ -99,22 +99,22 @@ class CheckpointReader:
         return read
 
     def plain_size(self, path: str) -> int:
-        """Bytes of a file before encryption; -1 where there is no such file."""
+        """Returns the bytes of a file before encryption; -1 if there is no such file."""
         entry = self._entries.get(path)
         return -1 if entry is None else _plain_size(entry)
 
     def reading(self, path: str, wanted: Sequence[Wanted]) -> Reading:
-        """For `chunks.read_checked`: these ranges of a file that is there."""
+        """Builds a request for `chunks.read_checked`: these ranges of an existing file."""
         entry = self._entries[path]
         sealed = self._cipher is not None and _is_sealed(entry)
         return Reading(entry, wanted, self._cipher.opener(entry) if sealed and self._cipher else None)
 
 
 def read_small(directory: Path, entry: FileEntry, cipher: CheckpointCipher | None) -> bytes:
-    """A whole file as it was before encryption, within the limit of its kind.
+    """Returns a whole file decrypted, within the limit of its kind.
 
     Raises:
-        OSError: the storage did not give it.
+        OSError: the storage did not deliver it.
         ValueError: it is not what was committed, or larger than its kind may be.
         CheckpointCorrupt: its tags are not those of what was encrypted.
     """
@@ -134,10 +134,10 @@ def read_small(directory: Path, entry: FileEntry, cipher: CheckpointCipher | Non
 def read_range(
     directory: Path, entry: FileEntry, cipher: CheckpointCipher | None, start: int, most: int
 ) -> bytes:
-    """At most `most` bytes from `start` on, as they were before encryption; the chunks they lie in are checked.
+    """Returns at most `most` decrypted bytes from `start` on; checks the chunks that contain them.
 
     Raises:
-        OSError: the storage did not give it.
+        OSError: the storage did not deliver it.
         ValueError: it is not what was committed.
     """
     data = bytearray(max(0, min(most, _plain_size(entry) - start)))

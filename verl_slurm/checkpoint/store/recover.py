@@ -27,15 +27,15 @@ __all__ = ["ResumeChoice", "choose_resume", "set_aside"]
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeChoice:
-    """What a start begins from.
+    """The state that a start begins from.
 
     Attributes:
         name: the checkpoint directory's name; None: from the beginning.
-        path: where it is (for an explicit path, possibly outside the run).
+        path: its place (for an explicit path, possibly outside the run).
         manifest: its verified manifest.
         verdicts: of everything that was checked, newest first.
-        set_aside: where damaged ones were moved.
-        reasons: one line a judgement, for the journal and the user.
+        set_aside: the new places of damaged ones.
+        reasons: one line per judgement, for the journal and the user.
     """
 
     name: str | None
@@ -54,23 +54,21 @@ def choose_resume(
     move_damaged: bool = True,
     verifier: Callable[[Path], Verdict] = verify,
 ) -> ResumeChoice:
-    """Find what to resume from.
+    """Finds the checkpoint to resume from. Runs at every start.
 
     Args:
-        resume_from: `auto`: the newest of this run that verifies (none: from the beginning). None: from the
-            beginning. Else a checkpoint's directory, or the name of one of this run.
+        resume_from: `auto`: the newest of this run that verifies (none: from the beginning). None: from the beginning.
+            Else a checkpoint's directory, or the name of one of this run.
         expected_schema: default: `current_schema()`.
-        move_damaged: False only looks and leaves everything where it is.
+        move_damaged: False only looks and leaves everything in place.
         verifier: the full check.
 
     Raises:
-        SchemaMismatch: the one to resume from has a state layout that we do not read.
+        SchemaMismatch: the chosen one has a state layout that we do not read.
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
-        KeyRefused: the same, of one that was not made with our key.
-        NotFound: an explicit one is not there.
+        KeyRefused: the same, for one that was not made with our key.
+        NotFound: an explicit one does not exist.
         ConfigError: an explicit one is partial.
-
-    Runs at every start.
     """
     schema = expected_schema or current_schema()
     if resume_from is None:
@@ -81,7 +79,7 @@ def choose_resume(
 
 
 def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
-    """Move checkpoint `name` of this run to quarantine; returns where it lies, None when it is gone.
+    """Moves checkpoint `name` of this run to quarantine; returns its new place, or None if it is gone.
 
     Raises:
         ValueError: `name` is no checkpoint's name.
@@ -157,7 +155,7 @@ def _use(
     verdict: Verdict,
     schema: SchemaVersion,
 ) -> ResumeChoice:
-    """`choice` with the verified checkpoint at `path` in it, once its schema is known to fit."""
+    """Returns `choice` with the verified checkpoint at `path` in it, after checking that its schema fits."""
     saved = read_schema(path)
     if verdict.manifest is None or saved.schema_id != verdict.manifest.schema_id:
         raise CheckpointCorrupt(

@@ -1,4 +1,4 @@
-"""Which keys belong to a checkpoint that somebody names by its path: those that its run is configured with."""
+"""Finds the keys of a checkpoint that is named by its path: those that its run is configured with."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ __all__ = ["keys_at_hand", "keys_for"]
 
 
 def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
-    """The keys for a run's directory, or for one of its checkpoints; None where it is configured with none.
+    """Loads the keys for a run's directory, or for one of its checkpoints; None if it is configured with none.
 
     Args:
-        key_file: this key instead, whatever the run says.
+        key_file: use this key instead, whatever the run says.
 
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
@@ -25,7 +25,7 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
     place = place.resolve()
     candidates = [place, place.parent.parent]
     if place.parent.parent.name == RunPaths(place).partial.root.name:
-        candidates.append(place.parent.parent.parent)  # a partial save lies one deeper
+        candidates.append(place.parent.parent.parent)  # a partial save lies one level deeper
     for directory in candidates:
         run_yaml = RunPaths(directory).run_yaml
         if run_yaml.is_file():
@@ -34,13 +34,13 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
 
 
 def keys_at_hand(place: Path, key_file: Path | None = None) -> tuple[Keyring | None, str]:
-    """`keys_for`, for a look that is worth something without them: (keys, why they are not at hand).
+    """Does the work of `keys_for` for commands that are useful without keys: returns (keys, why they are missing).
 
-    A login node may well have no key. What was not checked then has to be said: the reason is never empty where a
+    A login node may well lack the key. The caller must then say what was not checked: the reason is never empty if a
     configured key could not be read.
 
     Raises:
-        KeyRefused, PermissionRefused: `key_file` was named, and is none.
+        KeyRefused, PermissionRefused: `key_file` was named and is no key.
         ConfigError: the run's configuration does not load.
     """
     try:

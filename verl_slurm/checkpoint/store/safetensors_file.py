@@ -1,7 +1,7 @@
-"""The header of a safetensors file, and whether the file is as long as it says.
+"""Reads the header of a safetensors file, and checks that the file has the length that it states.
 
-The format is 8 bytes little-endian N, N bytes of JSON, then the tensors at `data_offsets` behind that:
-https://github.com/huggingface/safetensors#format. There is no checksum in it: what is found is a file that was cut off.
+The format is 8 bytes little-endian N, N bytes of JSON, then the tensors at `data_offsets` after that:
+https://github.com/huggingface/safetensors#format. It has no checksum, so the check finds truncated files.
 """
 
 import os
@@ -19,21 +19,21 @@ _NO_HEADER = "a header that is not one of safetensors"
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """What is asked of a tensor's entry; `__metadata__` has neither."""
+    """The needed fields of a tensor's entry; `__metadata__` has neither."""
 
     shape: list[int] | None = None
     data_offsets: tuple[int, int] | None = None
 
 
 class Header(NamedTuple):
-    """What the file says of itself: the entries by tensor name, and its own bytes (without the 8 before it)."""
+    """The file's own description: the entries by tensor name, and the header's bytes (without the 8 before it)."""
 
     entries: dict[str, Tensor]
     num_bytes: int
 
 
 def read_header(fd: int) -> Header | str:
-    """The header, or what is wrong with it."""
+    """Returns the header, or its fault."""
     size = os.fstat(fd).st_size
     first = os.pread(fd, 8, 0)
     if len(first) < 8:
@@ -49,7 +49,7 @@ def read_header(fd: int) -> Header | str:
 
 
 def safetensors_problem(fd: int) -> str:
-    """What is wrong with the file, by its header and its size; empty where nothing is."""
+    """Returns the file's fault by its header and its size; empty if there is none."""
     header = read_header(fd)
     if isinstance(header, str):
         return header

@@ -1,8 +1,8 @@
-"""Reading back what nobody has asked for: disks lose bits in silence, and a resume is a bad moment to find out.
+"""Reads checkpoints back before they are needed: disks lose bits silently, and a resume is a bad moment to find out.
 
-`next_due` says which checkpoint comes next, and why: pure. `scrub_one` reads it, every byte, slowly if asked, and
-sets aside what is damaged beyond doubt. What the system would not read, others may write, or nobody with the run's key
-has signed, is reported and left: a resume judges it the same way.
+`next_due` decides which checkpoint comes next, and why: pure. `scrub_one` reads it, every byte, slowly if asked, and
+sets aside what is damaged beyond doubt. A checkpoint that the system would not read, that others may write, or that is
+not signed with the run's key is reported and left: a resume judges it the same way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ class Due:
     """The next thing to scrub.
 
     Attributes:
-        name: None: there is nothing to scrub at all.
+        name: None: there is nothing to scrub.
         in_s: seconds until then; 0: now.
         reason: one line.
     """
@@ -38,11 +38,11 @@ class Due:
 
 @dataclass(frozen=True, kw_only=True)
 class Scrubbed:
-    """What one scrub found.
+    """Result of one scrub.
 
     Attributes:
-        set_aside: where a damaged one was moved; None: it was not.
-        gone: it was removed, by the retention of a living run, while it was read: no judgement.
+        set_aside: the new place of a damaged one; None: it was not moved.
+        gone: the retention of a live run removed it while it was read: no judgement.
     """
 
     verdict: Verdict
@@ -51,7 +51,7 @@ class Scrubbed:
 
     @property
     def is_signed(self) -> bool:
-        """There is a signature, whether anybody could check it or not."""
+        """Returns whether it has a signature, checked or not."""
         manifest = self.verdict.manifest
         return manifest is not None and not isinstance(manifest.hmac, msgspec.UnsetType)
 
@@ -59,17 +59,17 @@ class Scrubbed:
 def next_due(
     infos: Sequence[CheckpointInfo], read_at: Mapping[str, float], *, now: float, every_s: float
 ) -> Due:
-    """Which committed checkpoint is read next, and when.
+    """Decides which committed checkpoint is read next, and when.
 
     Args:
-        read_at: name → when it was read back last, in seconds of the same clock as `now`. One that is missing
-            there was not read in this clock's life, and is due.
-        every_s: how old the last look may become.
+        read_at: name → when it was last read back, in seconds of the same clock as `now`. A missing one was not read
+            since this clock began, and is due.
+        every_s: largest age of the last reading.
     """
     committed = [info for info in infos if info.kind == "committed"]
     if not committed:
         return Due(name=None, in_s=every_s, reason="there is no checkpoint yet")
-    # The newest first among those that were never read: it is the one that a resume would take.
+    # Among those never read, the newest first: a resume would take it.
     oldest = min(committed, key=lambda info: (read_at.get(info.name, -1.0), -info.step, -info.safe_point))
     last = read_at.get(oldest.name)
     if last is None:
@@ -86,13 +86,13 @@ def scrub_one(
     bytes_per_s: float | None = None,
     verifier: Callable[..., Verdict] = verify,
 ) -> Scrubbed:
-    """Read one checkpoint back.
+    """Reads one checkpoint back.
 
     Args:
-        set_aside: move it to quarantine where it is damaged.
-        keys: where given, its manifest must be signed with one of them. What is not, is never moved: it may be a
-            good checkpoint of another key.
-        bytes_per_s: read no faster; None: as fast as it goes.
+        set_aside: move it to quarantine if it is damaged.
+        keys: if given, its manifest must be signed with one of them. A checkpoint without such a signature is never
+            moved: it may be a good one of another key.
+        bytes_per_s: read no faster; None: no limit.
     """
     verdict = verifier(path, keys=keys, bytes_per_s=bytes_per_s)
     moved = None
@@ -106,7 +106,8 @@ def scrub_one(
 def scrub_frozen(
     paths: RunPaths, digest: str, *, set_aside: bool, bytes_per_s: float | None = None
 ) -> Scrubbed:
-    """Read one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start makes a new one."""
+    """Reads one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start replaces a
+    damaged one."""
     path = paths.frozen / digest
     verdict = check_frozen(paths, digest, bytes_per_s=bytes_per_s)
     if not verdict.ok and not path.exists():

@@ -1,4 +1,4 @@
-"""Watches one medium over the saves of one process, and speaks up when its state changes, once."""
+"""Watches one medium over the saves of one process, and reports each change of its state once."""
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,17 +13,17 @@ _REMEMBERED = 64
 
 
 class StorageWatch:
-    """One medium: shared storage, or the node-local backup.
+    """Watches one medium: shared storage, or the node-local backup.
 
     Args:
-        name: how notices call it.
-        path: what is written there; need not exist yet.
-        estimate: of the first save, before one was measured.
-        earlier: (bytes, seconds) of saves of earlier processes, oldest first: the usual speed is then known.
+        name: its name in notices.
+        path: the place of the saves; need not exist yet.
+        estimate: for the first save, before one was measured.
+        earlier: (bytes, seconds) of saves of earlier processes, oldest first: they make the usual speed known.
         ask: `room_for`.
 
     Attributes:
-        room: what the last `before_save` was answered; None: nobody has asked.
+        room: the answer to the last `before_save`; None: none yet.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class StorageWatch:
 
     @property
     def outcomes(self) -> tuple[Outcome, ...]:
-        """All that is known of its saves, oldest first."""
+        """Returns all known outcomes of its saves, oldest first."""
         return tuple(self._outcomes)
 
     def before_save(self) -> tuple[Notice, ...]:
-        """Ask whether the next save fits. The save is tried all the same: only the write itself is proof."""
+        """Asks whether the next save fits. The save is tried anyway: only the write itself is proof."""
         before = None if self.room is None else self.room.enough
         self.room = room = self._ask(self._path, self._need)
         if room.enough is False and before is not False:
@@ -57,12 +57,12 @@ class StorageWatch:
         return ()
 
     def saved(self, num_bytes: int, seconds: float, num_files: int) -> tuple[Notice, ...]:
-        """A save went well; the next is expected to be like it."""
+        """Records a successful save; the next is expected to be like it."""
         self._need = need_of_next(num_bytes, num_files)
         return self._heard(Outcome(num_bytes=num_bytes, seconds=seconds))
 
     def failed(self, reason: str) -> tuple[Notice, ...]:
-        """A save failed on this medium."""
+        """Records a save that failed on this medium."""
         return self._heard(Outcome(error=reason or "for an unknown reason"))
 
     def _heard(self, outcome: Outcome) -> tuple[Notice, ...]:

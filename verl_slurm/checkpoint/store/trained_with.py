@@ -1,7 +1,7 @@
-"""The configuration that a run last trained with: what a new start's is held against (`config.changes`).
+"""Stores the configuration that a run last trained with; a new start's is compared with it (`config.changes`).
 
-The lead writes it each time that it starts ranks. `run.yaml` is what the next start is to do, and anybody may edit it;
-a run of a former version has no such file, and is known by the config.yaml of its newest checkpoint.
+The lead writes it each time it starts ranks. `run.yaml` configures the next start, and the user may edit it. A run of a
+former version has no such file; its newest checkpoint's config.yaml serves instead.
 """
 
 from contextlib import suppress
@@ -24,10 +24,10 @@ __all__ = ["note_trained_with", "trained_with"]
 def trained_with(
     paths: RunPaths, now: RunConfig, checkpoint: Path | None, keys: Keyring | None = None
 ) -> RunConfig | None:
-    """What the newest ranks were started with; None: not known.
+    """Returns the configuration that the newest ranks were started with; None if it is not known.
 
     Args:
-        now: of this start. A checkpoint that was taken over from another run says nothing of this one.
+        now: of this start. A checkpoint that was taken over from another run says nothing about this one.
         checkpoint: the newest of the run.
 
     Raises:
@@ -35,7 +35,7 @@ def trained_with(
     """
     with suppress(
         VerlSlurmError, FileNotFoundError, TooMuch
-    ):  # of a version with other keys; of one that wrote none
+    ):  # written by a version with other keys, or not written
         former = parse_config(read_regular(paths.trained_with, CONFIG), str(paths.trained_with))
         return msgspec.structs.replace(former, run_dir=now.run_dir)  # the directory may have been moved
     if checkpoint is None:
@@ -48,7 +48,7 @@ def trained_with(
 
 
 def note_trained_with(paths: RunPaths, config: RunConfig) -> None:
-    """Ranks are started with `config`."""
+    """Records that ranks are started with `config`."""
     data = dump(config)
     with suppress(FileNotFoundError, TooMuch):
         if read_regular(paths.trained_with, CONFIG) == data:

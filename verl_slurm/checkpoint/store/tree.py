@@ -1,4 +1,4 @@
-"""Walking and opening below a directory without ever following a link (openat, O_NOFOLLOW)."""
+"""Walks and opens below a directory without ever following a link (openat, O_NOFOLLOW)."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.format.specification import MAX_DEPTH
 __all__ = ["Entry", "list_tree", "names_in", "open_below", "open_directory", "open_own"]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# O_NONBLOCK: opening a FIFO in the place of a file must not wait for a writer.
+# O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
@@ -43,10 +43,10 @@ class Entry:
 
 @contextmanager
 def open_directory(path: Path | str, *, below: int | None = None) -> Iterator[int]:
-    """A descriptor of a directory that is no link.
+    """Returns a descriptor of a directory that is no link.
 
     Raises:
-        OSError: it is not there, a link (ELOOP, ENOTDIR), or not ours to read.
+        OSError: it does not exist, is a link (ELOOP, ENOTDIR), or is not readable for us.
     """
     fd = os.open(path, _DIRECTORY, dir_fd=below)
     try:
@@ -57,14 +57,14 @@ def open_directory(path: Path | str, *, below: int | None = None) -> Iterator[in
 
 @contextmanager
 def open_own(run: Path, folder: Path) -> Iterator[int]:
-    """A descriptor of a directory of a run, below which something is to be listed, moved or removed.
+    """Returns a descriptor of a run's directory, below which entries are to be listed, moved or removed.
 
-    The way to `run` may have links, which its user typed. Below it none is followed: in a run that was handed over it
-    can lead anywhere.
+    The way to `run` may have links, which its user typed. Below it no link is followed: in a run from elsewhere it can
+    lead anywhere.
 
     Raises:
         PermissionRefused: a name between is a link.
-        OSError: a name is missing, or not ours to read.
+        OSError: a name is missing, or not readable for us.
     """
     with ExitStack() as opened:
         fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -88,7 +88,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
 
 
 def names_in(run: Path, folder: Path) -> list[str]:
-    """What lies in a directory of a run; none where it is missing. Raises as `open_own`."""
+    """Lists the names in a directory of a run; none if it is missing. Raises as `open_own`."""
     try:
         with open_own(run, folder) as fd:
             return os.listdir(fd)
@@ -98,10 +98,10 @@ def names_in(run: Path, folder: Path) -> list[str]:
 
 @contextmanager
 def open_below(root: int, path: str) -> Iterator[int]:
-    """A read descriptor of `path` below the directory `root`; no name on the way may be a link.
+    """Returns a read descriptor of `path` below the directory `root`; no name on the way may be a link.
 
     Raises:
-        OSError: a name is missing, a link, or not ours to read.
+        OSError: a name is missing, a link, or not readable for us.
     """
     *folders, name = path.split("/")
     opened: list[int] = []
@@ -118,10 +118,10 @@ def open_below(root: int, path: str) -> Iterator[int]:
 
 
 def list_tree(root: int, most: int = sys.maxsize) -> list[Entry]:
-    """Everything below the directory `root`, links and special files as themselves; sorted by path.
+    """Lists everything below the directory `root`, links and special files as themselves; sorted by path.
 
-    Directories deeper than any checkpoint has are named and not entered. What is removed while we walk is left out: a
-    tree that others work in must not look as if it were not there at all.
+    Directories deeper than any checkpoint has are named and not entered. Entries removed during the walk are left out:
+    a tree that others work in must not look as if it did not exist.
 
     Args:
         most: entries that are held in memory, each about 1 KB.
@@ -136,7 +136,7 @@ def list_tree(root: int, most: int = sys.maxsize) -> list[Entry]:
 
 
 def _descend(fd: int, prefix: str, entries: list[Entry], most: int) -> None:
-    """Append what is in `fd` and below it. Raises as `list_tree`."""
+    """Appends the entries in `fd` and below it. Raises as `list_tree`."""
     begin = len(entries)
     with os.scandir(fd) as names:
         for name in names:

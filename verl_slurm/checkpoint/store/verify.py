@@ -1,9 +1,9 @@
-"""Is a directory, byte for byte, the checkpoint that was committed? Reads every byte; fails closed.
+"""Verifies that a directory is, byte for byte, the checkpoint that was committed. Reads every byte; fails closed.
 
-Found, each with the path it is about: no manifest, one that does not parse or whose digest is wrong, a file
-missing, extra, of another size or content, a link or special file, a directory nobody named, a name that is
-not the manifest's, a required part that is not there, files that others own or may write. A fault is
-reported, never repaired. Torch, msgpack and zstd see nothing of a checkpoint before this said yes.
+It reports, each with its path: no manifest, one that does not parse or whose digest is wrong, a file that is missing,
+extra, or of another size or content, a link or special file, an unnamed directory, a name that is not the manifest's, a
+missing required part, and files that others own or may write. A fault is reported, never repaired. Torch, msgpack and
+zstd see nothing of a checkpoint before this check has passed.
 """
 
 import errno
@@ -27,9 +27,10 @@ from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_
 __all__ = ["read_manifest", "verify"]
 
 _MOST_EXTRA = 4096
-"""Files and directories beside those of the manifest. Each takes about 1 KB of memory, and a line of the verdict."""
+"""Largest number of files and directories beyond those of the manifest. Each takes about 1 KB of memory, and a line of
+the verdict."""
 
-# These say that the tree is not what was committed; any other error may be the storage's mood.
+# These mean that the tree is not what was committed; any other error may be a passing fault of the storage.
 _TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -43,19 +44,19 @@ def verify(
     bytes_per_s: float | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Verdict:
-    """Check one checkpoint directory in full.
+    """Checks one checkpoint directory in full.
 
     Args:
         directory: `.../step_000012`; its last name must not be a link.
-        name: the checkpoint's, where the directory has another one (still).
-        require_owner: everything must belong to us and be writable by nobody else. Loading needs that
-            (who can write the tensors can write the manifest); a mere look at somebody's checkpoint does not.
-        keys: where given, the manifest must be signed with one of them (`signature.authenticate`).
-        threads: that read and hash; default: that of `read_checked`.
-        bytes_per_s: read no faster, with one thread; None: as fast as it goes.
+        name: the checkpoint's, if the directory (still) has another one.
+        require_owner: everything must belong to us, and no other user may write it. Loading needs that (a user who can
+            write the tensors can write the manifest); a mere look at another user's checkpoint does not.
+        keys: if given, the manifest must be signed with one of them (`signature.authenticate`).
+        threads: number that read and hash; default: that of `read_checked`.
+        bytes_per_s: read no faster, with one thread; None: no limit.
 
     Returns:
-        The verdict. Never raises for what it finds, not even for a directory that is not there.
+        The verdict. Never raises for what it finds, not even for a missing directory.
     """
     started = clock()
     name = name or directory.name
@@ -66,7 +67,7 @@ def verify(
         with open_directory(directory) as root:
             parsed = _manifest(root, problems)
             manifest = _authentic(parsed, keys, problems)
-            # By the manifest as it lies there: one that is signed with another key may be good, with all its files.
+            # Count by the manifest as it is: one signed with another key may be good, with all its files.
             entries = list_tree(root, sum(map(len, _named(parsed))) + _MOST_EXTRA)
             if require_owner:
                 here = Entry(path=".", info=os.fstat(root))
@@ -77,7 +78,7 @@ def verify(
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
     except bounded.TooMuch as error:
-        # "damaged" is set aside; a good checkpoint of another key is not.
+        # "damaged" is set aside; a good checkpoint of another key must not be.
         kind: ProblemKind = "untrusted" if manifest is None else "damaged"
         problems.append(Problem(path=".", what=f"{error}: nothing of it was read", kind=kind))
     except OSError as error:
@@ -93,13 +94,13 @@ def verify(
 
 
 def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
-    """The manifest of a checkpoint, itself verified; the files it names are not looked at.
+    """Returns the verified manifest of a checkpoint; does not look at the files that it names.
 
     Args:
-        keys: where given, it must be signed with one of them.
+        keys: if given, it must be signed with one of them.
 
     Raises:
-        KeyRefused: it is not.
+        KeyRefused: it is not signed so.
         OSError: it cannot be read.
         SchemaMismatch: it is of another format version.
         CheckpointCorrupt: it does not verify.
@@ -136,13 +137,13 @@ def _manifest(root: int, problems: list[Problem]) -> Manifest | None:
 
 
 def _authentic(manifest: Manifest | None, keys: Keyring | None, problems: list[Problem]) -> Manifest | None:
-    """`manifest`, unless keys are set and it is not signed with one of them: then it vouches for nothing."""
+    """Returns `manifest`, unless keys are set and it is not signed with one of them: then it proves nothing."""
     if manifest is None or keys is None:
         return manifest
     try:
         authenticate(manifest, keys, where=MANIFEST)
     except (KeyRefused, CheckpointCorrupt) as error:
-        # Not "damaged": it may be a good checkpoint of another key, and is not to be moved away.
+        # Not "damaged": it may be a good checkpoint of another key, and must not be moved away.
         kind: ProblemKind = "key" if isinstance(error, KeyRefused) else "untrusted"
         problems.append(Problem(path=MANIFEST, what=error.one_line(), kind=kind))
         return None
@@ -165,14 +166,14 @@ def _untrusted(entries: list[Entry]) -> list[Problem]:
 
 
 def _named(manifest: Manifest | None) -> tuple[set[str], set[str]]:
-    """The files and the directories that a checkpoint has by its manifest."""
+    """Returns the files and the directories that the manifest gives a checkpoint."""
     files = {entry.path for entry in manifest.files} if manifest is not None else set()
     files.add(MANIFEST)
     return files, {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
 
 
 def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
-    """Names alone: what is there and should not be, what should be there at all."""
+    """Compares names: unexpected entries and missing ones."""
     files, folders = _named(manifest)
     problems = [
         Problem(path=p, what="a required part is not in the manifest") for p in missing_parts(manifest)
@@ -192,7 +193,7 @@ def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
 def _check_files(
     root: int, manifest: Manifest, problems: list[Problem], threads: int | None, bytes_per_s: float | None
 ) -> int:
-    """Read and check every file the manifest names; returns the bytes read."""
+    """Reads and checks every file that the manifest names; returns the bytes read."""
 
     def found(path: str, what: str | OSError) -> None:
         problems.append(
@@ -209,7 +210,7 @@ def _check_files(
 
 
 def _shown(problem: Problem) -> Problem:
-    """With what came from the disk escaped: a file's name may hold newlines, colours, or be no UTF-8."""
+    """Escapes text from the disk: a file's name may hold newlines, colours, or bytes that are not UTF-8."""
     return Problem(path=printable(problem.path), what=printable(problem.what), kind=problem.kind)
 
 

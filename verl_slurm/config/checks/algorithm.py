@@ -1,4 +1,4 @@
-"""What PPO and GRPO ask of the other values. Pure."""
+"""Checks the other values against what PPO and GRPO require. Pure."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ __all__ = ["algorithm_complaints"]
 
 
 def algorithm_complaints(config: RunConfig) -> Iterator[Complaint]:
-    """Everything wrong with the group size, the advantage and the KL penalty."""
+    """Yields every complaint about the group size, the advantage and the KL penalty."""
     train, group = config.train, config.rollout.samples_per_prompt
     if train.algorithm == "grpo" and group < 2:
         yield Complaint(

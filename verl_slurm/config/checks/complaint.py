@@ -1,4 +1,4 @@
-"""One thing that does not fit in a config: a value of its own, so that each section's checks can make it."""
+"""Defines one complaint about a config, as a value that each section's checks can make."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ __all__ = ["Complaint"]
 
 
 class Complaint(NamedTuple):
-    """Which key, what it has, what it should have, what to do."""
+    """Names a key, its value, the expected value and the remedy."""
 
     key: str
     found: str

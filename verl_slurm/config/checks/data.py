@@ -1,4 +1,4 @@
-"""What the types alone cannot say about the data. Pure."""
+"""Checks of the data section beyond its types. Pure."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,10 @@ __all__ = ["data_complaints"]
 
 
 def data_complaints(config: RunConfig) -> Iterator[Complaint]:
-    """Everything wrong there."""
+    """Yields every complaint about the data section."""
     data = config.data
     for key, pattern in (("data.files", data.files), ("data.eval_files", data.eval_files)):
-        # A pattern that leaves the root would name files that are not in the fingerprint.
+        # A pattern that leaves the root would name files outside the fingerprint.
         if pattern is not None and ({"", "..", "."} & set(pattern.split("/")) or not pattern.isprintable()):
             yield Complaint(
                 key,

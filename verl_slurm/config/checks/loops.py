@@ -1,6 +1,6 @@
-"""What the types alone cannot say about a guest's loop (`guest.py`): what it needs, and what it does not read.
+"""Checks a guest's loop (`guest.py`) beyond the types: the keys that it needs, and the keys that it does not read.
 
-A key that nobody reads is a promise that nobody keeps, so it is refused, and the place where it belongs is named. Pure.
+A key that no code reads would be silently ignored, so it is refused, and the complaint names the right place. Pure.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ _OURS_OF_DISTRIBUTED = ("tp_size", "pp_size", "mixed_precision", "recompute")
 
 
 def guest_complaints(config: RunConfig) -> Iterator[Complaint]:
-    """Everything wrong there."""
+    """Yields every complaint about the guest's loop."""
     trainer = config.trainer
     if trainer.backend != "verl" and config.verl:
         found = f"a section, and trainer.backend={trainer.backend}"

@@ -1,4 +1,4 @@
-"""What does not fit in `observability`: ports that nobody can have, and ones that strangers could read. Pure."""
+"""Checks the section `observability`: ports that cannot be opened, and ports that others could read. Pure."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,11 @@ from verl_slurm.config.observability import ObservabilityConfig
 __all__ = ["observability_complaints"]
 
 _FIRST_FREE_PORT = 1024
-"""Below it only root may listen."""
+"""Ports below it are reserved for root."""
 
 
 def observability_complaints(wanted: ObservabilityConfig) -> Iterator[Complaint]:
-    """Everything wrong with the section."""
+    """Yields every complaint about the section."""
     if wanted.metrics_port and wanted.metrics_port < _FIRST_FREE_PORT:
         yield Complaint(
             "observability.metrics_port",

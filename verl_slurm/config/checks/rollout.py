@@ -1,6 +1,6 @@
-"""What a rollout engine needs: of the other values (pure), of the model's config.json, of this Python environment.
+"""Checks a rollout engine against the other values (pure), the model's config.json and this Python environment.
 
-vLLM's conditions, so that they are met before a job is queued: `vllm.config.model.verify_with_parallel_config` (heads)
+vLLM's conditions are checked before a job is queued. Sources: `vllm.config.model.verify_with_parallel_config` (heads)
 and `vllm.v1.attention.backends.cpu_attn.get_supported_head_sizes` (0.30.0).
 """
 
@@ -27,12 +27,12 @@ _TP = "rollout.tensor_parallel_size"
 
 
 def max_model_len(config: RunConfig) -> int:
-    """Tokens of the longest sequence that sampling can make: the prompt and the response."""
+    """Returns the tokens of the longest sequence that sampling can make: prompt and response."""
     return config.data.max_prompt_tokens + config.rollout.max_new_tokens
 
 
 def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
-    """What the configuration alone says against its engine."""
+    """Yields what the configuration alone says against its engine."""
     rollout, shape = config.rollout, config.distributed
     size = rollout.tensor_parallel_size
     if size == 1:
@@ -54,7 +54,7 @@ def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
 
 
 def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Complaint]:
-    """What the model's config.json says against `rollout.engine=vllm`. Unknown fields are vLLM's own to judge."""
+    """Yields what the model's config.json says against `rollout.engine=vllm`. vLLM itself judges unknown fields."""
     text = model.get("text_config")
     model = text if isinstance(text, dict) else model
     heads, limit = model.get("num_attention_heads"), model.get("max_position_embeddings")
@@ -81,16 +81,16 @@ def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Co
 
 
 def _stretched(model: Mapping[str, Any]) -> bool:
-    """Whether its positions are scaled (YaRN and others), so that vLLM takes more than the number in the file."""
+    """Returns whether the positions are scaled (YaRN and others). vLLM then takes more than the number in the file."""
     ropes = (model.get("rope_scaling"), model.get("rope_parameters"))
     return any("factor" in rope for rope in ropes if isinstance(rope, dict))
 
 
 def require_engine(config: RunConfig) -> None:
-    """Refuse an engine that this Python environment does not have.
+    """Refuses an engine that this Python environment does not have.
 
     Raises:
-        ConfigError: how to install it.
+        ConfigError: the engine is missing; the error says how to install it.
     """
     if config.rollout.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
@@ -105,14 +105,14 @@ def require_engine(config: RunConfig) -> None:
 
 
 def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> None:
-    """The engine can sample from a model.
+    """Refuses a model that the engine cannot sample from.
 
     Args:
         where: its directory or name, for the error.
         model: the content of its config.json.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the engine cannot sample from it.
     """
     if config.rollout.engine != "vllm":
         return
@@ -127,6 +127,6 @@ def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> Non
 
 
 def sampling_dtype(config: RunConfig) -> str:
-    """What the actor computes in: a sampler of another precision would sample from another policy."""
+    """Returns the dtype that the actor computes in. A sampler of another precision would sample from another policy."""
     mixed = config.distributed.mixed_precision
     return config.model.dtype if mixed == "none" else mixed

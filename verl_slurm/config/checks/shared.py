@@ -1,4 +1,4 @@
-"""What the types alone cannot say about a config: values that must go together. Pure."""
+"""Checks a config for values that must go together, beyond their types. Pure."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -51,10 +51,10 @@ OWN_OPTIONS = {
 
 
 def check(config: RunConfig, source: str) -> None:
-    """Refuse a config whose values do not go together.
+    """Refuses a config whose values do not go together.
 
     Raises:
-        ConfigError: the first complaint, and how many more there are.
+        ConfigError: the first complaint, and the number of others.
     """
     found = list(complaints(config))
     if not found:
@@ -71,7 +71,7 @@ def check(config: RunConfig, source: str) -> None:
 
 
 def complaints(config: RunConfig) -> list[Complaint]:
-    """Everything wrong with `config`, in the order of the sections."""
+    """Yields every complaint about `config`, in the order of the sections."""
     parts: list[Callable[[RunConfig], Iterable[Complaint]]]
     parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
     if not config.trainer.is_guest:
@@ -172,7 +172,8 @@ def _batches(config: RunConfig) -> Iterator[Complaint]:
 
 
 def _divisor(whole: int, near: int) -> int:
-    """A divisor of `whole`, at most `near` and not far below; of a slip of the pen with 16 digits, a small one."""
+    """Returns a divisor of `whole`, at most `near` and not far below it. For a mistyped number of 16 digits it is a
+    small one."""
     return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
 
 
@@ -198,7 +199,7 @@ def _keys(config: RunConfig) -> Iterator[Complaint]:
     keys = config.checkpoint.encryption
     if keys is None:
         return
-    # What is found is not shown: somebody may have put the key itself there.
+    # The found value is not shown: a user may have put the key itself there.
     if (keys.key_file is None) == (keys.key_env is None):
         yield Complaint(
             "checkpoint.encryption",

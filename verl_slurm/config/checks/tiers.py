@@ -1,7 +1,7 @@
-"""What does not fit in the `tiers` of a config. Pure.
+"""Checks the section `tiers`. Pure.
 
-Refused before anything is queued: a tier that could not work, one that would send checkpoints in the clear over a
-network, and credentials in a URL (they would end up in run.yaml and in logs).
+Refused before anything is queued: a tier that cannot work, a tier that sends checkpoints unencrypted over a network,
+and credentials in a URL (they would end up in run.yaml and in logs).
 """
 
 import ipaddress
@@ -15,26 +15,26 @@ from verl_slurm.config.tiers import TierConfig
 __all__ = ["LOCAL_TIER", "endpoint_problem", "is_s3", "tier_complaints"]
 
 LOCAL_TIER = "checkpoints"
-"""Tier 0: the run's own directory. No other tier may be called so."""
+"""Tier 0: the run's own directory. No other tier may have this name."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,31}")
 _KIND = re.compile(r"posix|s3|archive|plugin:[A-Za-z0-9_.-]{1,64}")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX = re.compile(r"[A-Za-z0-9_=+@-][A-Za-z0-9_.=+@-]*(?:/[A-Za-z0-9_=+@-][A-Za-z0-9_.=+@-]*)*")
 _CLASS = re.compile(r"[A-Z][A-Z0-9_]{1,31}")
-# Objects of these cannot be read back without a restore that takes hours.
+# Objects of these classes need a restore of several hours before they can be read.
 _FROZEN_CLASSES = frozenset({"GLACIER", "DEEP_ARCHIVE"})
 _MAX_PREFIX = 200
-"""S3 keys end at 1024 bytes; a checkpoint's own paths are checked when they are made."""
+"""S3 keys have at most 1024 bytes; a checkpoint's own paths are checked when they are made."""
 
 
 def is_s3(tier: TierConfig) -> bool:
-    """Whether this tier is an S3 bucket."""
+    """Returns whether this tier is an S3 bucket."""
     return tier.kind == "s3" or (tier.kind == "archive" and tier.bucket is not None)
 
 
 def tier_complaints(tiers: Sequence[TierConfig]) -> Iterator[Complaint]:
-    """Everything wrong with `tiers`."""
+    """Yields every complaint about `tiers`."""
     seen = {LOCAL_TIER}
     for number, tier in enumerate(tiers):
         key = f"tiers[{number}]"
@@ -62,7 +62,7 @@ def tier_complaints(tiers: Sequence[TierConfig]) -> Iterator[Complaint]:
 
 
 def _place(key: str, tier: TierConfig) -> Iterator[Complaint]:
-    """Where the tier is: a directory or a bucket, never both."""
+    """Yields complaints about the tier's place: a directory or a bucket, never both."""
     if tier.kind.startswith("plugin:"):
         return
     wanted = ("path",) if tier.kind == "posix" else ("bucket",) if tier.kind == "s3" else ("path", "bucket")
@@ -78,12 +78,12 @@ def _place(key: str, tier: TierConfig) -> Iterator[Complaint]:
     if tier.endpoint is not None:
         problem = endpoint_problem(tier.endpoint, insecure=tier.insecure)
         if problem is not None:
-            # Not shown: a URL that is refused may be refused for the password in it.
+            # The URL is not shown: it may be refused for the password in it.
             yield Complaint(f"{key}.endpoint", problem, "https://HOST[:PORT]", "mend the URL")
 
 
 def _manner(key: str, tier: TierConfig) -> Iterator[Complaint]:
-    """How long, and how it is checked."""
+    """Yields complaints about how long the tier keeps checkpoints and how it checks them."""
     if tier.kind == "archive" and tier.keep_days is not None:
         yield Complaint(
             f"{key}.keep_days",
@@ -109,7 +109,7 @@ def _manner(key: str, tier: TierConfig) -> Iterator[Complaint]:
 
 
 def endpoint_problem(endpoint: str, *, insecure: bool) -> str | None:
-    """Why objects may not be sent to `endpoint`, or None. Never repeats the URL."""
+    """Returns why objects may not be sent to `endpoint`, or None. Never repeats the URL."""
     try:
         url = urlsplit(endpoint)
         host, port = url.hostname, url.port

@@ -1,4 +1,4 @@
-"""What the types alone cannot say about learning rates, evaluation and what is kept by its results. Pure."""
+"""Checks learning rates, evaluation and retention by results, beyond their types. Pure."""
 
 import difflib
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ __all__ = ["train_complaints"]
 
 
 def train_complaints(config: RunConfig) -> list[Complaint]:
-    """Everything wrong there."""
+    """Yields every complaint about these values."""
     return [*_schedule(config), *_evaluation(config), *_best(config)]
 
 

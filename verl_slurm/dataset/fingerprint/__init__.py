@@ -1,1 +1,1 @@
-"""The fingerprint of a data set: taken, recorded for a run, and compared at each start."""
+"""Takes the fingerprint of a data set, records it for a run, and compares it at each start."""

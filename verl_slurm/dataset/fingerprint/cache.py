@@ -1,4 +1,4 @@
-"""What the files of a data set hashed to, so that a tree at rest need not be read again.
+"""Caches the hashes of a data set's files, so that an unchanged tree need not be read again.
 
 ```
 verl-slurm hash cache 1 LF
@@ -8,24 +8,24 @@ the lines, each with a NUL after it, in the order in which find(1) gave them
 {"tree": ..., "whole": ..., "files": {...}, "devices": {...}}      JSON, see `_Body`
 ```
 
-Mode 0600, at most 256 MiB. It can be removed at any time. It is data from a disk: what is not whole, not
-ours or of another format is left alone and made anew, and that is said.
+Mode 0600, at most 256 MiB. It can be removed at any time. The file is not trusted blindly: one that is not whole, not
+ours or of another format is ignored and made anew, and a notice says so.
 
-When a line (see `data_walk`) is trusted: a file with the same path, device, inode, size, mtime and ctime has
-the same content. ctime is what carries this: the kernel sets it at each write, at each change of mtime (so a
-forged mtime is seen) and when an inode is made (so an inode number used again, on NFS or a local disk, is
-seen), and no program can set it. Two kinds of files are therefore never kept, and read at each look:
+A line (see `data_walk`) is trusted on this ground: a file with the same path, device, inode, size, mtime and ctime has
+the same content. ctime carries the argument: the kernel sets it at each write, at each change of mtime (so a forged
+mtime is seen) and when an inode is made (so a reused inode number, on NFS or a local disk, is seen), and no program can
+set it. Two kinds of files are therefore never cached, and read at each look:
 
-* those on a file system of which that is not known (see `mounts`);
-* those whose stamp was less than a minute old, or in the future, when the hashing began (git calls them racy).
-  They could be written again without a new stamp: within the same clock tick (0.01 s), or second (2 s on
-  old file systems), by the clock of a server that is not quite ours, or through a mapping: a page that is
-  dirty already is written without a stamp until it was written back (half a minute, as kernels come).
+* files on a file system for which this is not known (see `mounts`);
+* files whose stamp was less than a minute old, or in the future, when the hashing began (git calls them racy). They
+  could be written again without a new stamp: within the same clock tick (0.01 s), or second (2 s on old file systems),
+  by the clock of a server that differs from ours, or through a mapping: a dirty page gets no new stamp until it was
+  written back (half a minute, by the kernel's defaults).
 
-What remains, and only reading everything (`--full`) can see: a clock set back, so that a later write gets the
-earlier stamp; content changed below the file system (bad medium, restored image); writes through a mapping
-where pages are not written back in that time (tmpfs, or `vm.dirty_expire_centisecs` raised); on NFS, what
-another node wrote less than `acregmax` ago (60 s), because `stat` answers from the node's own cache.
+Some changes remain that only reading everything (`--full`) can see: a clock set back, so that a later write gets the
+earlier stamp; content changed below the file system (bad medium, restored image); writes through a mapping where pages
+are not written back in that time (tmpfs, or `vm.dirty_expire_centisecs` raised); on NFS, a write of another node less
+than `acregmax` ago (60 s), because `stat` answers from the node's own cache.
 """
 
 import errno
@@ -64,21 +64,22 @@ MAX_BYTES = 256 << 20
 _HEAD = b"verl-slurm hash cache 1\n"
 _HEX = 64
 _LEAST_LINE = 12
-"""Bytes, on average: of a file it has a letter, device, inode, size, two times and a path, of a directory its path."""
+"""Average bytes: a file's line has a letter, device, inode, size, two times and a path; a directory's line has its
+path."""
 _YOUNG_NS = 60_000_000_000
-# So many trees are remembered for commands without a run; the oldest goes.
+# Number of trees remembered for commands without a run; the oldest goes.
 _KEPT = 32
 
 
 @dataclass(frozen=True, kw_only=True)
 class HashCache:
-    """A tree as it was when it was last looked at."""
+    """A tree as of its last look."""
 
     fingerprint: Fingerprint
     text: bytes = b""
     """The lines that are trusted, each with a NUL after it."""
     whole: bool = False
-    """They are all there are: a tree with the very same lines has this fingerprint."""
+    """The lines are complete: a tree with the very same lines has this fingerprint."""
     devices: Mapping[str, str] = field(default_factory=dict)
     """Device number → name of the file system, for those that have one on every node."""
 
@@ -86,7 +87,7 @@ class HashCache:
         return self.text.decode("utf-8", "replace").split("\0")[:-1]
 
     def known(self) -> Digests:
-        """Of the lines that are trusted."""
+        """Returns the hashes of the trusted lines."""
         found = {}
         for line in self.lines():
             with suppress(ValueError):
@@ -107,14 +108,14 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 def default_path(root: Path) -> Path:
-    """Where the cache of a tree is that belongs to no run: `$XDG_CACHE_HOME/verl-slurm/fingerprints/`."""
+    """Returns the cache's path for a tree that belongs to no run: `$XDG_CACHE_HOME/verl-slurm/fingerprints/`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     name = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:32]
     return Path(base) / "verl-slurm" / "fingerprints" / f"{name}.hashes"
 
 
 def load(path: Path) -> tuple[HashCache | None, str | None]:
-    """The cache, or None when there is none to trust; and then why, where that is worth a notice."""
+    """Returns the cache, or None when none can be trusted, and the reason if it is worth a notice."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb", buffering=0) as file:
@@ -132,7 +133,7 @@ def load(path: Path) -> tuple[HashCache | None, str | None]:
 
 
 def save(path: Path, cache: HashCache) -> str | None:
-    """Keep it; what went wrong is returned, because nothing is lost but time."""
+    """Stores the cache; returns a failure instead of raising it, because it costs nothing but time."""
     try:
         data = encode(cache)
         if len(data) > MAX_BYTES:
@@ -146,7 +147,7 @@ def save(path: Path, cache: HashCache) -> str | None:
 
 
 def encode(cache: HashCache) -> bytes:
-    """The bytes of the file; pure."""
+    """Returns the bytes of the file; pure."""
     found = cache.fingerprint
     body = msgspec.json.encode(
         _Body(
@@ -161,10 +162,10 @@ def encode(cache: HashCache) -> bytes:
 
 
 def decode(data: bytes) -> HashCache:
-    """The reverse of `encode`; pure.
+    """Reverses `encode`; pure.
 
     Raises:
-        ValueError: that is not what `encode` made.
+        ValueError: the bytes are not what `encode` made.
     """
     start = len(_HEAD) + _HEX + 1
     if data[: len(_HEAD)] != _HEAD:
@@ -189,7 +190,7 @@ def decode(data: bytes) -> HashCache:
 
 
 def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:
-    """`cache` with the device numbers of this node, where another node wrote it; pure."""
+    """Returns `cache` with the device numbers of this node, if another node wrote it; pure."""
     numbers: dict[str, set[int]] = {}
     for number, mount in mounted.items():
         if mount.name is not None:
@@ -197,7 +198,7 @@ def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:
     renamed = {}
     for old, name in cache.devices.items():
         now = numbers.get(name, set())
-        # Mounted twice, under two numbers: either may be meant, so neither is.
+        # Mounted twice, under two numbers: either may be meant, so neither is used.
         if len(now) == 1 and old != str(min(now)):
             renamed[old] = str(min(now))
     if not renamed:
@@ -215,7 +216,7 @@ def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:
 def settled(
     root: Path, found: Fingerprint, lines: Sequence[str], trusted: Collection[str], began_ns: int
 ) -> HashCache:
-    """What may be kept of a look at a tree.
+    """Selects the part of a look at a tree that may be cached.
 
     Args:
         root: of the tree.
@@ -242,13 +243,13 @@ def settled(
 
 
 def text_of(lines: Iterable[str]) -> bytes:
-    """As the cache has them, and find(1); pure."""
+    """Returns lines as the cache and find(1) write them; pure."""
     return "".join([line + "\0" for line in lines]).encode()
 
 
 def is_settled(entry: Line, mount: Mount | None, began_ns: int) -> bool:
-    """Would a write after the hashing began have got another stamp? Pure; see the module."""
-    # mtime too: a stamp is a stamp, and a file from the future is nothing to build on.
+    """Returns whether a write after the hashing began would have got another stamp. Pure; see the module."""
+    # mtime too: both are stamps, and one from the future cannot be relied upon.
     return (
         mount is not None and mount.keeps_ctime and max(entry.mtime_ns, entry.ctime_ns) + _YOUNG_NS < began_ns
     )

@@ -1,4 +1,4 @@
-"""What a data set's fingerprint is: its entries, its digest, and what differs between two. Pure.
+"""Defines a data set's fingerprint: its entries, its digest, and the differences between two. Pure.
 
 Each entry is one line `kind NUL path NUL size NUL sha256 LF`, sorted by the path's UTF-8 bytes; the digest
 is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Kinds: `file`; `link`, a link to a file,
@@ -29,7 +29,7 @@ class FileDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tree: its digest, and its entries by relative path."""
+    """Describes a tree: its digest, and its entries by relative path."""
 
     digest: str
     files: dict[str, FileDigest]
@@ -40,13 +40,13 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return sum(f.size for f in self.files.values())
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each file, by relative path."""
+        """Returns the SHA-256 of each file, by relative path."""
         return {path: entry.sha256 for path, entry in self.files.items() if entry.kind != "directory"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """What differs between two trees: relative paths, sorted. False when nothing does."""
+    """Differences between two trees: relative paths, sorted. False when there are none."""
 
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
@@ -56,7 +56,7 @@ class Drift:
         return bool(self.added or self.removed or self.changed)
 
     def one_line(self, limit: int = 5) -> str:
-        """`1 changed (a.jsonl), 2 added (b.jsonl, c.jsonl)`."""
+        """Returns `1 changed (a.jsonl), 2 added (b.jsonl, c.jsonl)`."""
         parts = []
         for word, names in (("changed", self.changed), ("added", self.added), ("removed", self.removed)):
             if names:
@@ -66,7 +66,7 @@ class Drift:
 
 
 def drift(old: Fingerprint, new: Fingerprint) -> Drift:
-    """What of `old` is not as it was in `new`."""
+    """Returns the differences from `old` to `new`."""
     return Drift(
         added=tuple(sorted(new.files.keys() - old.files.keys())),
         removed=tuple(sorted(old.files.keys() - new.files.keys())),
@@ -75,16 +75,16 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
-    """The fingerprint of these entries, sorted."""
+    """Returns the fingerprint of these entries, sorted."""
     ordered = sorted(files.items(), key=_path)
     return Fingerprint(digest=_digest(ordered), files=dict(ordered))
 
 
 def tree_digest(files: Mapping[str, FileDigest]) -> str:
-    """SHA-256 (hex) over the entries, as the module says.
+    """Returns the SHA-256 (hex) over the entries, as the module specifies.
 
     Raises:
-        UnicodeEncodeError: a path is no UTF-8.
+        UnicodeEncodeError: a path is not UTF-8.
     """
     return _digest(sorted(files.items(), key=_path))
 

@@ -1,12 +1,12 @@
-"""Reads the files of a data set and hashes them, each at rest while it is read.
+"""Reads the files of a data set and hashes them, and repeats a file that changes while it is read.
 
-Small files: in batches, by `small_files`. In memory the workers are processes, one a core: 20,000 files of 2 to
-8 KiB on 2 cores take 0.137 s with one, 0.077 s with two (0.145 s of CPU, half of it SHA-256 and its output, a quarter
-opening and closing). On storage they are eight threads, and the files in the order of their inodes (on most file
-systems that is their order on the medium): 0.88 s with two threads, 0.48 s with eight.
+Small files go in batches to `small_files`. For files in memory the workers are processes, one per core: 20,000 files of
+2 to 8 KiB on 2 cores take 0.137 s with one, 0.077 s with two (0.145 s of CPU, half of it SHA-256 and its output, a
+quarter opening and closing). For files on storage they are eight threads, and the files go in the order of their inodes
+(on most file systems that is their order on the medium): 0.88 s with two threads, 0.48 s with eight.
 
-All others, large ones and those that changed since the walk: one task each, the largest first, because the last one
-decides how long it takes.
+All others, large ones and those that changed since the walk, get one task each, the largest first, because the last one
+decides the duration.
 """
 
 import os
@@ -30,12 +30,12 @@ __all__ = ["Digests", "hash_files"]
 
 # A file that changes this often while it is read is being written to.
 _ATTEMPTS = 3
-# The answers to two batches are less than a pipe holds, so a process never waits for us to take them.
+# The answers to two batches fit into a pipe, so a process never waits for us to take them.
 _BATCH = 256
-# So many of the files are read by one thread first, to see whether storage has to be waited for.
+# One thread reads this many files first, to see whether storage causes waits.
 _PROBE = 64
 _THREADS_ON_STORAGE = 8
-# A process starts in 10 ms: what it takes to hash so many files.
+# A process starts in 10 ms: the time to hash this many files.
 _FILES_A_PROCESS = 2000
 
 Digests = dict[str, str]
@@ -47,16 +47,16 @@ _Worker = Callable[[deque[_Lines]], _Found]
 
 
 def hash_files(root: Path, lines: Iterable[str], *, threads: int | None = None) -> Digests:
-    """Read and hash the files and links of `lines`.
+    """Reads and hashes the files and links of `lines`.
 
     Args:
-        root: what their paths are relative to.
+        root: the directory that their paths are relative to.
         lines: of `data_walk`; no directories.
-        threads: or processes that hash; default: one a core, and for small files as the storage asks.
+        threads: or processes that hash; default: one per core, and for small files by the behaviour of the storage.
 
     Returns:
-        A file that changed since the walk has its new line there or, small and of the same size, the old one: only
-        a walk after this tells.
+        A file that changed since the walk has its new line there or, if it is small and of the same size, the old one:
+            a second walk after this tells.
 
     Raises:
         DataError: a file cannot be read, or keeps changing while it is read.
@@ -77,7 +77,7 @@ def hash_files(root: Path, lines: Iterable[str], *, threads: int | None = None) 
 
 
 def _hash_small(base: str, lines: list[str], threads: int | None) -> Iterable[tuple[str, str | None]]:
-    """None for the large ones, and for what is not as the walk saw it."""
+    """Returns None for large files, and for those that differ from the walk."""
     # From all over the tree: a part of it may be in memory.
     step = len(lines) // _PROBE + 1
     waits = _voluntary_waits()
@@ -98,16 +98,16 @@ def _hash_small(base: str, lines: list[str], threads: int | None) -> Iterable[tu
         for _ in range(count - 1):
             process = None if waited else stack.enter_context(_process(base))
             workers.append(partial(_work, base) if process is None else partial(_have_done, base, process))
-        # Last, because it leaves the others little of the interpreter: they would begin late.
+        # Last, because it leaves little of the interpreter to the others: they would begin late.
         workers.append(partial(_work, base))
         pool = stack.enter_context(ThreadPoolExecutor(count, thread_name_prefix="small"))
         return chain(probed, *pool.map(lambda worker: worker(batches), workers))
 
 
 def _voluntary_waits() -> int:
-    """How often this thread gave up its core because it had to wait: for storage, where it only reads.
+    """Returns how often this thread gave up its core to wait: for storage, if it only reads.
 
-    Not the time it took: on a busy machine that says how busy the machine is.
+    Elapsed time is no measure: on a busy machine it tells how busy the machine is.
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
@@ -122,7 +122,7 @@ def _hash_batch(base: str, lines: _Lines) -> _Found:
 
 
 def _taken(batches: deque[_Lines]) -> Iterator[_Lines]:
-    """Those that no other thread takes."""
+    """Yields batches that no other thread takes."""
     while True:
         try:
             yield batches.popleft()
@@ -138,7 +138,7 @@ def _work(base: str, batches: deque[_Lines]) -> _Found:
 
 
 def _have_done(base: str, process: subprocess.Popen[bytes], batches: deque[_Lines]) -> _Found:
-    """As `_work`, by a process; what one that fails leaves undone is done here."""
+    """Does the work of `_work` in a process; if the process fails, the rest is done here."""
     found: _Found = []
     asked: deque[_Lines] = deque()
     assert process.stdin is not None
@@ -162,7 +162,7 @@ def _have_done(base: str, process: subprocess.Popen[bytes], batches: deque[_Line
 
 @contextmanager
 def _process(base: str) -> Iterator[subprocess.Popen[bytes] | None]:
-    """A process that hashes, or None where none can be started; gone afterwards."""
+    """Yields a process that hashes, or None if none can be started; it ends afterwards."""
     argv = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(small_files.__file__)]
     pipe = subprocess.PIPE
     try:

@@ -1,9 +1,8 @@
-"""What the kernel says of mounted file systems, as far as the stamps of their files are concerned.
+"""Reads what the kernel tells about mounted file systems, as far as it concerns the stamps of their files.
 
-A device number is a name that one kernel gave. For a disk it says which disk; for a network file system it
-is made up at each mount, and another node of the same job has another: there the server's name is the
-better one. And some file systems (btrfs, overlay) give their files numbers that no mount has: those are found
-by the mount that a file lies below.
+A device number is a name that one kernel gave. For a disk it identifies the disk. For a network file system it is made
+up at each mount, and another node of the same job has another: there the server's name is better. Some file systems
+(btrfs, overlay) give their files numbers that no mount has: for those the mount above the file is looked up.
 """
 
 import os
@@ -14,9 +13,9 @@ from typing import NamedTuple
 __all__ = ["Mount", "mount_of", "mounts", "parse_mounts"]
 
 _MOUNTINFO = Path("/proc/self/mountinfo")
-# Here the kernel sets ctime, by its own clock.
+# On these the kernel sets ctime, by its own clock.
 _LOCAL = {"bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"}
-# Here a server does. Of these, a source `server:/export` names the same files on every node.
+# On these a server sets it. Of these, a source `server:/export` names the same files on every node.
 _SHARED = {"beegfs", "ceph", "gpfs", "lustre", "nfs", "nfs4"}
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
@@ -29,26 +28,26 @@ class Mount(NamedTuple):
 
     @property
     def keeps_ctime(self) -> bool:
-        """Each write moves ctime, and no program can set it.
+        """Returns whether each write moves ctime, and no program can set it.
 
-        Not so, or not known: FUSE (sshfs and s3fs say mtime instead), vfat and exfat (have none), cifs (its
-        clients can set it), squashfs, erofs and ISO images (an image made anew has the old stamps).
+        False, or unknown: FUSE (sshfs and s3fs report mtime instead), vfat and exfat (have none), cifs (its clients can
+        set it), squashfs, erofs and ISO images (an image made anew has the old stamps).
         """
         return self.kind in _LOCAL or self.kind in _SHARED
 
     @property
     def name(self) -> str | None:
-        """The same on every node; None where there is no such name."""
+        """Returns a name that is the same on every node; None if there is none."""
         return f"{self.kind} {self.source}" if self.kind in _SHARED and ":" in self.source else None
 
 
 def mounts() -> dict[int, Mount]:
-    """Device number → mount; empty where the kernel does not tell."""
+    """Maps device numbers to mounts; empty if the kernel does not tell."""
     return {device: mount for _, device, mount in _listed()}
 
 
 def mount_of(path: str | Path) -> Mount | None:
-    """The mount that `path` lies on; None where the kernel does not tell."""
+    """Returns the mount that `path` lies on; None if the kernel does not tell."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
@@ -62,9 +61,9 @@ def mount_of(path: str | Path) -> Mount | None:
 
 
 def parse_mounts(text: str) -> list[tuple[str, int, Mount]]:
-    """Mount id, device number and mount of each line of /proc/self/mountinfo, see proc(5).
+    """Parses mount id, device number and mount from each line of /proc/self/mountinfo, see proc(5).
 
-    Pure. Lines that are none are passed over.
+    Pure. Skips lines of another form.
     """
     found = []
     for line in text.splitlines():

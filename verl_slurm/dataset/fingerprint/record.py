@@ -1,12 +1,12 @@
-"""The data set's fingerprint: taken of a tree, recorded for a run, and held against what is there now.
+"""Takes the data set's fingerprint, records it for a run, and compares it with the present tree.
 
-What it is: `data_tree`. A look is full (every byte is read) or cached (a file with the same path, device, inode,
-size, mtime and ctime is taken to hash as before; what that cannot see is said in `hash_cache`). Which one:
+`data_tree` defines it. A look is full (every byte is read) or cached (a file with the same path, device, inode, size,
+mtime and ctime is assumed to hash as before; `hash_cache` lists what that cannot see). The choice:
 
-* What is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a change that
-  is accepted (`--force-resume`), a first start without a submission.
-* What is only compared with the record is cached: a later submission and its dry run, the daemon before each
-  start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
+* A fingerprint that is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a
+  change that is accepted (`--force-resume`), a first start without a submission.
+* A fingerprint that is only compared with the record is cached: a later submission and its dry run, the daemon before
+  each start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
 """
 
 import time
@@ -56,30 +56,30 @@ _ATTEMPTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """What a look at a tree found, and how."""
+    """Result of a look at a tree, and how it was taken."""
 
     root: Path
     found: Fingerprint
     num_read: int
-    """Files whose content was read now; the others are as the cache knew them."""
+    """Files whose content was read now; the others come from the cache."""
     unnoticed: tuple[str, ...] = ()
-    """Full looks only: files of other content than the cache says, though their stamp is the same."""
+    """Full looks: files whose content differs from the cache's, although their stamp is the same."""
     notices: tuple[str, ...] = ()
     lines: tuple[str, ...] | None = None
-    """None: the cache is good as it is."""
+    """None: the cache needs no change."""
     trusted: frozenset[str] = frozenset()
     began_ns: int = 0
 
 
 def fingerprint(root: Path | str, *, threads: int | None = None) -> Fingerprint:
-    """Read and hash the whole tree below `root`.
+    """Reads and hashes the whole tree below `root`.
 
     Args:
-        threads: that hash; default: as many as help.
+        threads: number that hash; default: as many as help.
 
     Raises:
-        DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of
-            links, a device, socket or pipe, a name that is no UTF-8, or keeps changing while it is read.
+        DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of links, a
+            device, socket or pipe, a name that is not UTF-8, or keeps changing while it is read.
     """
     return survey(root, threads=threads).found
 
@@ -92,12 +92,12 @@ def survey(
     threads: int | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> Survey:
-    """Look at the tree below `root`. Writes nothing: that is `remember`.
+    """Looks at the tree below `root`. Writes nothing: `remember` does.
 
     Args:
         cache: of an earlier look; None: every file is read.
-        full: read every file all the same, and say where the cache was wrong.
-        threads: that hash; default: as many as help.
+        full: read every file nevertheless, and report where the cache was wrong.
+        threads: number that hash; default: as many as help.
         clock_ns: the wall clock, ns since 1970.
 
     Raises:
@@ -110,7 +110,7 @@ def survey(
     if not full and old is not None and old.whole and seen is not None:
         if seen == old.text:
             return Survey(root=root, found=old.fingerprint, num_read=0)
-        lines = lines_of(root, seen)  # where there are links, or in another order
+        lines = lines_of(root, seen)  # with links, or in another order
         if lines is not None and set(lines) == set(old.lines()):
             return Survey(root=root, found=old.fingerprint, num_read=0)
     cached = old.known() if old is not None else {}
@@ -130,7 +130,7 @@ def survey(
 
 
 def remember(path: Path, seen: Survey) -> str | None:
-    """Keep what `seen` found as the hash cache `path`; what went wrong with that, in one line."""
+    """Stores the result `seen` as the hash cache `path`; returns a failure in one line."""
     if seen.lines is None:
         return None
     kept = hash_cache.settled(seen.root, seen.found, seen.lines, seen.trusted, began_ns=seen.began_ns)
@@ -138,10 +138,10 @@ def remember(path: Path, seen: Survey) -> str | None:
 
 
 def read(paths: RunPaths) -> Fingerprint | None:
-    """The fingerprint the run started with, or None when none is recorded.
+    """Returns the fingerprint that the run started with, or None when none is recorded.
 
     Raises:
-        CheckpointCorrupt: what is recorded is not whole.
+        CheckpointCorrupt: the record is not whole.
     """
     try:
         data = bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT)
@@ -163,7 +163,7 @@ def read(paths: RunPaths) -> Fingerprint | None:
 
 
 def write(paths: RunPaths, found: Fingerprint) -> None:
-    """Record what the run starts with, durably.
+    """Records the fingerprint that the run starts with, durably.
 
     Raises:
         OSError: it cannot be written.
@@ -175,10 +175,10 @@ def write(paths: RunPaths, found: Fingerprint) -> None:
 def look(
     paths: RunPaths, root: Path | str, recorded: Fingerprint | None, *, may_record: bool = False
 ) -> Survey:
-    """Look at the data of a run, in full where what is found may be recorded. Writes nothing.
+    """Looks at the data of a run, in full if the result may be recorded. Writes nothing.
 
     Args:
-        recorded: what to compare with; None: what is found will be recorded.
+        recorded: the fingerprint to compare with; None: the result will be recorded.
         may_record: a difference may be accepted, and recorded then.
 
     Raises:
@@ -199,17 +199,16 @@ def check_dataset(
     accept: bool = False,
     notice: Callable[[str], None] = lambda text: None,
 ) -> Fingerprint:
-    """Hold the data at `root` to what the run started with; records it where nothing is recorded yet.
+    """Compares the data at `root` with what the run started with; records it if there is no record yet. Runs at every
+    start.
 
     Args:
         accept: take changed data and record it (`--force-resume`).
-        notice: told of a hash cache that cannot be read or kept.
+        notice: called for a hash cache that cannot be read or stored.
 
     Raises:
-        DatasetDrift: it is not the same; the differing files are in `found`.
+        DatasetDrift: the data differs; `found` names the differing files.
         DataError: it cannot be hashed.
-
-    Runs at every start.
     """
     recorded = read(paths)
     seen = look(paths, root, recorded, may_record=accept)
@@ -234,10 +233,10 @@ def check_dataset(
 def _read_tree(
     root: Path, lines: list[str], known: Digests, threads: int | None
 ) -> tuple[Fingerprint, list[str], int, Digests]:
-    """Read what is not known, and walk again until a walk shows nothing new.
+    """Reads the unknown files, and walks again until a walk shows nothing new.
 
     Returns:
-        What was found, the lines it was found of, how many files were read, and `known` with these.
+        The result, its lines, the number of files read, and `known` with these.
     """
     read_now: set[str] = set()
     for _ in range(_ATTEMPTS + 1):
@@ -248,7 +247,7 @@ def _read_tree(
         known.update(hashed)
         read_now.update(hashed)
         before = lines
-        # Most often nothing changed meanwhile: so it is put together while find looks.
+        # Usually nothing changed meanwhile, so the result is assembled while find runs.
         seen, found = glance(root, partial(_assemble, root, before, known))
         lines = lines_of(root, seen) or walk(root)
         if found is not None and (lines == before or set(lines) == set(before)):
@@ -257,7 +256,7 @@ def _read_tree(
 
 
 def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | None:
-    """None: there is a line that is not known."""
+    """Returns None if a line is not known."""
     files = {}
     try:
         for line in lines:

@@ -2,16 +2,16 @@
 
     cd ROOT; python -I -S -X utf8 small_files.py
 
-It is asked for batches of files on its standard input, and answers on its standard output:
+It reads batches of files from its standard input, and answers on its standard output:
 
 ```
 number of bytes LF lines (see `data_walk`), a NUL between two      a batch
 64 characters for each: its SHA-256 (hex), or blanks               its answer
 ```
 
-Why a program: Python threads do not help with files that are in memory. A call to the kernel is over before another
-thread has woken up, so that they only take turns (20,000 files: 0.118 s with one thread, 0.122 s with two). It imports
-hardly anything, because it has to start in 10 ms: `typing` alone would take another 8.
+It is a program because Python threads do not help with files that are in memory. A call to the kernel ends before
+another thread has woken up, so they merely take turns (20,000 files: 0.118 s with one thread, 0.122 s with two). It
+imports hardly anything, because it must start in 10 ms: `typing` alone would take another 8.
 """
 
 import os
@@ -26,12 +26,12 @@ _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def digests(base: str, lines: list[str]) -> list[str | None]:
-    """SHA-256 (hex) of each file; None: it is large, cannot be read, or is not the file that the walk saw.
+    """Returns the SHA-256 (hex) of each file; None: it is large, cannot be read, or is not the file that the walk saw.
 
-    Whether it changed since is not asked here: the walk after the hashing sees its stamp.
+    A change since the walk is not detected here: the walk after the hashing sees its stamp.
 
     Args:
-        base: what to put before their paths: a directory with a slash at its end, or nothing.
+        base: prefix of their paths: a directory with a slash at its end, or nothing.
         lines: of `data_walk`; no directories.
     """
     found: list[str | None] = []
@@ -57,18 +57,18 @@ def digests(base: str, lines: list[str]) -> list[str | None]:
 
 
 def request(lines: list[str]) -> bytes:
-    """How the program is asked for a batch; pure."""
+    """Returns the program's input for a batch; pure."""
     text = "\0".join(lines).encode()
     return b"%d\n%b" % (len(text), text)
 
 
 def answer_bytes(num_lines: int) -> int:
-    """How long the answer to a batch is; pure."""
+    """Returns the length of the answer to a batch; pure."""
     return _HEX * num_lines
 
 
 def parse_answer(answer: bytes, num_lines: int) -> list[str | None]:
-    """The digests in it; pure.
+    """Returns the digests in an answer; pure.
 
     Raises:
         ValueError: it is not whole.
@@ -80,7 +80,7 @@ def parse_answer(answer: bytes, num_lines: int) -> list[str | None]:
 
 
 def main() -> None:
-    """The program: answer until there is nothing more to do."""
+    """Runs the program: answers until its input ends."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     while number := requests.readline():
         lines = requests.read(int(number)).decode().split("\0")

@@ -1,4 +1,4 @@
-"""The stat walk of a data set: one line of text for each entry of the tree.
+"""Walks a data set with stat: one line of text for each entry of the tree.
 
 ```
 f DEVICE INODE SIZE MTIME CTIME PATH    a file; the times as SECONDS.NNNNNNNNN0, as find(1) prints them
@@ -6,9 +6,9 @@ l DEVICE INODE SIZE MTIME CTIME PATH    a link to a file; the numbers are those 
 d PATH                                  a directory, the root left out
 ```
 
-A line is what the hash cache knows a file by: the same line, the same content. Lines are text, and not tuples,
-because those of a whole tree are then compared at the speed of comparing strings: a tree of 20,000 files
-is walked by `find` in 28 ms (CPU), by Python in 53 ms, and each microsecond a file is 20 ms more.
+The hash cache knows a file by its line: the same line, the same content. Lines are text, not tuples, because a whole
+tree is then compared at the speed of comparing strings: `find` walks a tree of 20,000 files in 28 ms (CPU), Python in
+53 ms, and each microsecond per file adds 20 ms.
 """
 
 import os
@@ -28,18 +28,18 @@ __all__ = ["Line", "data_error", "glance", "line_of", "lines_of", "parse_line", 
 T = TypeVar("T")
 
 _KINDS: dict[str, Kind] = {"f": "file", "l": "link", "d": "directory"}
-# An absolute path: what is first in a user's PATH need not be GNU's.
+# An absolute path: the first find in a user's PATH need not be GNU's.
 _FIND = "/usr/bin/find"
-# Each is given some of what lies in the root. More of them than this wait for the same disk.
+# Each gets a share of the root's entries. More of them than this wait for the same disk.
 _MOST_FINDS = 4
 # As many names as surely fit into its arguments: 256 bytes each.
 _MOST_NAMES = 1000
-# What find would take for an option or an operator, were it the first letter of a name.
+# First letters of a name that find would take for an option or an operator.
 _NO_NAME = tuple("-!(),")
 
 
 class Line(NamedTuple):
-    """A line, taken apart. `size` in bytes, times in ns since 1970; all 0 for a directory."""
+    """A parsed line. `size` in bytes, times in ns since 1970; all 0 for a directory."""
 
     kind: Kind
     path: str
@@ -51,7 +51,7 @@ class Line(NamedTuple):
 
 
 def line_of(kind: str, info: os.stat_result, path: str) -> str:
-    """The line of a file or a link; pure."""
+    """Returns the line of a file or a link; pure."""
     m_s, m_ns = divmod(info.st_mtime_ns, 1_000_000_000)
     c_s, c_ns = divmod(info.st_ctime_ns, 1_000_000_000)
     numbers = f"{info.st_dev} {info.st_ino} {info.st_size}"
@@ -59,7 +59,7 @@ def line_of(kind: str, info: os.stat_result, path: str) -> str:
 
 
 def parse_line(line: str) -> Line:
-    """Pure.
+    """Parses a line. Pure.
 
     Raises:
         ValueError: it is no line.
@@ -73,11 +73,11 @@ def parse_line(line: str) -> Line:
 
 
 def walk(root: Path) -> list[str]:
-    """The lines of the whole tree, in no order.
+    """Returns the lines of the whole tree, in no order.
 
     Raises:
-        DataError: it is missing, no directory, unreadable, holds a broken link, a loop of links, a device,
-            socket or pipe, or a name that is no UTF-8.
+        DataError: it is missing, no directory, unreadable, holds a broken link, a loop of links, a device, socket or
+            pipe, or a name that is not UTF-8.
     """
     lines: list[str] = []
     try:
@@ -92,11 +92,11 @@ def walk(root: Path) -> list[str]:
 
 
 def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
-    """What find(1), which is faster than we are, says of the whole tree, while `meanwhile` runs here.
+    """Lists the whole tree by find(1), which is faster than Python, while `meanwhile` runs here.
 
     Returns:
-        Its lines, each with a NUL after it (of links those of the links themselves: see `lines_of`), or
-        None where find is missing or failed. And what `meanwhile` returned.
+        Its lines, each with a NUL after it (of links those of the links themselves: see `lines_of`), or None if find is
+            missing or failed. And the result of `meanwhile`.
     """
     real = os.path.realpath(root)
     with ExitStack() as stack:
@@ -110,9 +110,9 @@ def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
 
 
 def lines_of(root: Path, seen: bytes | None) -> list[str] | None:
-    """The lines of the whole tree, from what `glance` saw; None where that leaves the say to `walk`.
+    """Returns the lines of the whole tree, from the result of `glance`; None if `walk` must decide.
 
-    That is where it met anything but plain files, directories and links to files.
+    `walk` decides if find met anything but plain files, directories and links to files.
     """
     try:
         lines = (seen or b"").decode("utf-8").split("\0")
@@ -134,14 +134,15 @@ def lines_of(root: Path, seen: bytes | None) -> list[str] | None:
 
 
 def data_error(what: str, where: object, found: object, expected: str) -> DataError:
-    """The one error a data set can have, with the one remedy."""
+    """Builds the error of a data set, with its one remedy."""
     return DataError(
         what, where=where, found=found, expected=expected, remedy="set data.root to a directory of data files"
     )
 
 
 def _starts(root: str) -> list[list[str]]:
-    """The names in `root` that each find starts from, one for each core if there are so many folders; or no names.
+    """Returns the names in `root` that each find starts from, one group per core if there are enough folders; or no
+    names.
 
     Raises:
         OSError: it cannot be read.
@@ -160,7 +161,7 @@ def _starts(root: str) -> list[list[str]]:
 
 @contextmanager
 def _find(root: str, starts: list[str]) -> Iterator[Callable[[], bytes | None]]:
-    """A find that runs; the function waits for what it says, None: it failed. Killed if it runs on.
+    """Starts a find; the returned function waits for its output, None: it failed. Killed if it runs on.
 
     Args:
         root: absolute.
@@ -171,7 +172,7 @@ def _find(root: str, starts: list[str]) -> Iterator[Callable[[], bytes | None]]:
     argv = [
         *(_FIND, *(starts or (".", "-mindepth", "1"))),
         *("-type", "d", "-printf", f"d {path}"),
-        # Files apart from what is left, because `%y` takes a tenth of the time.
+        # Files apart from the rest, because `%y` takes a tenth of the time.
         *("-o", "-type", "f", "-printf", f"f {numbers}{path}"),
         *("-o", "-printf", f"%y {numbers}{path}"),
     ]
@@ -215,7 +216,7 @@ def _descend(folder: str, prefix: str, lines: list[str], above: frozenset[tuple[
                 raise data_error(
                     "a data file's name is no UTF-8", ascii(path), None, "a UTF-8 name"
                 ) from None
-            info = entry.stat()  # of what a link points to; a broken one is an OSError
+            info = entry.stat()  # of a link's target; a broken one is an OSError
             if stat.S_ISREG(info.st_mode):
                 lines.append(line_of("l" if entry.is_symlink() else "f", info, path))
             elif stat.S_ISDIR(info.st_mode):

@@ -1,1 +1,1 @@
-"""Data files of all kinds, row by row."""
+"""Reads data files of all kinds, row by row."""

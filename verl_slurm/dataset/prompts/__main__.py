@@ -1,6 +1,7 @@
-"""`python -m verl_slurm.dataset.prompts`: looks at data with bounded memory; JSON on stdin and stdout.
+"""`python -m verl_slurm.dataset.prompts`: examines data with bounded memory; JSON on stdin and stdout.
 
-A process of its own: a compressed page, a dictionary or a line of JSON may need a thousand times its size in memory.
+It is a process of its own: a compressed page, a dictionary or a line of JSON may need a thousand times its size in
+memory.
 """
 
 import os
@@ -15,11 +16,11 @@ from verl_slurm.dataset.prompts.look import Wanted, look_at
 __all__ = ["main"]
 
 MAX_BYTES = 352 << 20
-"""Of memory that is the process's own; pyarrow, a tokenizer and a row together need less than half of it."""
+"""Limit of the process's own memory; pyarrow, a tokenizer and a row together need less than half of it."""
 
 
 def main() -> int:
-    """Always 0: an error is an answer, too."""
+    """Returns 0 always: an error is an answer, too."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,6 +1,6 @@
-"""The rows of Parquet and Arrow files, by pyarrow, a few hundred at a time.
+"""Reads the rows of Parquet and Arrow files with pyarrow, a few hundred at a time.
 
-Nothing of a file is run: extension types stay what they are stored as, and pyarrow has no type here that unpickles.
+Nothing of a file is executed: extension types stay as they are stored, and pyarrow has no type here that unpickles.
 """
 
 from collections.abc import Collection, Iterator
@@ -16,10 +16,10 @@ _BUFFER_BYTES = 1 << 20
 
 
 def arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
-    """Every row as a dictionary of plain Python values.
+    """Yields every row as a dictionary of plain Python values.
 
     Args:
-        columns: the only ones that are needed; a file that lacks one of them is read with all it has, for the message.
+        columns: the needed ones; a file that lacks one of them is read with all its columns, for the message.
 
     Raises:
         DataError: pyarrow is missing, or the file cannot be read.
@@ -40,7 +40,8 @@ def arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterat
                 for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
                     number += 1
                     yield f"{name}: row {number}", row
-    # MemoryError: pyarrow's own for what does not fit. OverflowError and KeyError: of values that Python has not.
+    # MemoryError: pyarrow's own for content that does not fit. OverflowError and KeyError: for values that Python
+    # lacks.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError, MemoryError) as error:
         words = str(error).splitlines() or [type(error).__name__]
         raise DataError(
@@ -55,7 +56,7 @@ def arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterat
 def _parquet(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
-    # A buffer: else a whole column of a row group is read at once.
+    # With a buffer: otherwise a whole column of a row group is read at once.
     with pq.ParquetFile(
         file, buffer_size=_BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
     ) as parquet:

@@ -1,4 +1,4 @@
-"""Which chat template a run has, as far as that can be told without transformers."""
+"""Finds a run's chat template, as far as possible without transformers."""
 
 from pathlib import Path
 
@@ -11,10 +11,10 @@ __all__ = ["has_template", "no_conversations", "no_template", "read_template"]
 
 
 def read_template(path: Path) -> str:
-    """The Jinja template at `path`.
+    """Reads the Jinja template at `path`.
 
     Raises:
-        DataError: none there, or no text.
+        DataError: there is none, or it is no text.
     """
     remedy = "set data.chat_template to auto, none or the path of a Jinja template"
     try:
@@ -26,7 +26,7 @@ def read_template(path: Path) -> str:
 
 
 def has_template(model: Path) -> bool:
-    """Whether the tokenizer of a model directory has a chat template of its own."""
+    """Returns whether the tokenizer of a model directory has a chat template of its own."""
     if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
         return True
     try:
@@ -38,7 +38,7 @@ def has_template(model: Path) -> bool:
 
 
 def no_template(where: object) -> DataError:
-    """The prompts are conversations, and there is nothing to make text of them."""
+    """Builds the error for conversations without a chat template."""
     return DataError(
         "the prompts are conversations and the tokenizer has no chat template",
         where=where,
@@ -48,7 +48,7 @@ def no_template(where: object) -> DataError:
 
 
 def no_conversations(where: object) -> DataError:
-    """Conversations, and the configuration says that there are none."""
+    """Builds the error for conversations that the configuration excludes."""
     return DataError(
         "the prompts are conversations and data.chat_template is none",
         where=where,

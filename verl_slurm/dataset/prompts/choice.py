@@ -1,15 +1,15 @@
-"""Which files of a data directory hold the prompts. Pure: decided from the names below the root.
+"""Decides which files of a data directory hold the prompts. Pure: decides from the names below the root.
 
-Without `data.files` the first of these that matches is taken:
+Without `data.files` the first match of these is taken:
 
 1. `*.jsonl` directly in the root;
 2. a data set that `datasets` saved (`state.json` and `*.arrow`): the files that state.json names, in its order;
 3. files of one other kind directly in the root: `*.parquet`, `*.json`, `*.csv`, `*.tsv` or `*.arrow`;
 4. the same in `ROOT/data`, as snapshots of the Hugging Face hub have it.
 
-Files of several kinds, or of several splits (train and test), are refused: `data.files` says which ones are meant.
-`data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories.
-Files are read in the order of their paths.
+Files of several kinds, or of several splits (train and test), are refused: the user then sets `data.files`.
+`data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories. Files
+are read in the order of their paths.
 """
 
 import re
@@ -29,7 +29,7 @@ _SHOWN = 4
 
 
 class _State(msgspec.Struct):
-    """Of the state.json of `Dataset.save_to_disk`, what is used here."""
+    """The used part of the state.json of `Dataset.save_to_disk`."""
 
     data_files: list[dict[str, str]] = msgspec.field(name="_data_files")
 
@@ -37,12 +37,12 @@ class _State(msgspec.Struct):
 def choose(
     names: Collection[str], pattern: str | None, read: Callable[[str], bytes], *, root: object, key: str
 ) -> list[str]:
-    """The files that hold prompts, in the order in which they are read.
+    """Returns the files that hold prompts, in the order in which they are read.
 
     Args:
         names: paths of the files below the root, relative, with `/`.
         pattern: `data.files`; None: by the rule above.
-        read: gives the bytes of one of `names`.
+        read: returns the bytes of one of `names`.
         root, key: for the message; `key` is `data.root` or `data.eval_root`.
 
     Raises:
@@ -151,7 +151,7 @@ def _saved(top: list[str], read: Callable[[str], bytes], root: object) -> list[s
 
 
 def _listing(names: Iterable[str]) -> str:
-    """What lies there: directories by name and a few files."""
+    """Describes the directory's content: directories by name and a few files."""
     files = sorted(name for name in names if "/" not in name)
     folders = sorted({name.partition("/")[0] + "/" for name in names if "/" in name})
     shown = [*files, *folders] if files or len(folders) > 1 else sorted(names)
@@ -172,7 +172,7 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
 
 
 def _parts(pattern: str) -> list[str]:
-    """A glob as `**/`, `*`, `?` and the text between; equal stars in a row are one."""
+    """Splits a glob into `**/`, `*`, `?` and the text between; equal stars in a row are one."""
     parts = [part for part in re.split(r"(\*\*/|\*|\?)", pattern) if part]
     return [
         part for part, before in zip(parts, ["", *parts], strict=False) if part[0] != "*" or part != before
@@ -180,12 +180,12 @@ def _parts(pattern: str) -> list[str]:
 
 
 def _matches(parts: Iterable[str], name: str) -> bool:
-    """Whether a glob matches all of `name`.
+    """Returns whether a glob matches all of `name`.
 
     Follows every reading of the glob at once, so the work grows with the product of both lengths. A regular expression
     tries one reading after the other, and each star multiplies their number.
     """
-    ends = {0}  # where in `name` the parts so far can end
+    ends = {0}  # positions in `name` at which the parts so far can end
     for part in parts:
         if part == "**/":
             ends = _after_folders(name, ends)

@@ -1,7 +1,7 @@
-"""The data files of a root: listed, chosen, opened, and held to their digests.
+"""Lists, chooses and opens the data files of a root, and checks their digests.
 
 A rank trains on the files of the fingerprint and on their bytes: a file is read into memory once, hashed there, and
-parsed from there. So what trains is what was recorded, whatever becomes of the file meanwhile.
+parsed from there. So the run trains on what was recorded, even if the file changes meanwhile.
 """
 
 import hashlib
@@ -20,14 +20,14 @@ from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
 __all__ = ["Content", "data_files", "no_rows", "plural", "prompts_below"]
 
 Content = tuple[int, str]
-"""Of a file as it was fingerprinted: bytes, SHA-256."""
+"""Bytes and SHA-256 of a file as it was fingerprinted."""
 
 _DEEPEST = 32
 _SMALL_BYTES = 1 << 20
 
 
 def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> list[str]:
-    """The data files below `root` as they lie there now, relative, in the order in which they are read.
+    """Lists the present data files below `root`, relative, in the order in which they are read.
 
     Raises:
         DataError: no such directory, no permission, or see `choice.choose`.
@@ -55,12 +55,12 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
 def prompts_below(
     root: Path, config: DataConfig, recorded: Mapping[str, Content] | None = None, *, key: str = "data.root"
 ) -> Iterator[tuple[str, Prompt, str]]:
-    """(place, prompt, answer) of every row below `root`.
+    """Yields (place, prompt, answer) of every row below `root`.
 
     Args:
-        recorded: path below the root → content, of every file that the fingerprint has: only these files are read, and
-            only with that content. None: what lies there.
-        key: `data.root`, of which `data.limit` is the number of rows, or `data.eval_root`.
+        recorded: path below the root → content, of every file that the fingerprint has: these files alone are read, and
+            with that content alone. None: the present files.
+        key: `data.root`, to whose rows `data.limit` applies, or `data.eval_root`.
 
     Raises:
         DatasetDrift: a file is not what was recorded.
@@ -89,7 +89,7 @@ def prompts_below(
 
 
 def no_rows(root: Path, num_files: int, key: str) -> DataError:
-    """A directory whose files are all empty."""
+    """Builds the error for a directory whose files are all empty."""
     return DataError(
         "the data root holds no prompts",
         where=root,
@@ -100,7 +100,7 @@ def no_rows(root: Path, num_files: int, key: str) -> DataError:
 
 
 def plural(count: int, word: str) -> str:
-    """`1 file`, `2 files`."""
+    """Returns `1 file`, `2 files`."""
     return f"{count} {word}{'' if count == 1 else 's'}"
 
 
@@ -113,7 +113,7 @@ def _pattern(config: DataConfig, key: str) -> str | None:
 
 
 def _names(root: Path) -> Iterator[str]:
-    """Every file below `root`, links followed as the fingerprint does."""
+    """Yields every file below `root`; follows links as the fingerprint does."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -141,7 +141,7 @@ def _unreadable(path: Path, error: OSError | TooMuch) -> DataError:
 def _read(path: Path, recorded: Content | None) -> bytes:
     size, digest = (sys.maxsize, "") if recorded is None else recorded
     try:
-        # With the recorded size as the limit: what came into its place may be larger than any memory.
+        # With the recorded size as the limit: a file that replaced it may be larger than any memory.
         data = read_regular(path, Limit(num_bytes=size), follow=True)
     except OSError as error:
         raise _unreadable(path, error) from error

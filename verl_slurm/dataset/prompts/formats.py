@@ -1,7 +1,7 @@
-"""The rows of one data file, one after the other, as dictionaries: JSON Lines, JSON arrays, CSV and TSV.
+"""Yields the rows of one data file, one after the other, as dictionaries: JSON Lines, JSON arrays, CSV and TSV.
 
-A row is held in memory while it is looked at and no longer. The text of a row has at most `MAX_ROW_CHARS`, because
-JSON may take 30 times its size in memory. Parquet and Arrow are in `arrow.py`.
+A row stays in memory while it is examined and no longer. The text of a row has at most `MAX_ROW_CHARS`, because JSON
+may take 30 times its size in memory. `arrow.py` reads Parquet and Arrow.
 """
 
 import csv
@@ -17,22 +17,22 @@ __all__ = ["MAX_ROW_CHARS", "Place", "records"]
 MAX_ROW_CHARS = 8 << 20
 
 Place = tuple[str, Any]
-"""Where a row stands (`FILE:LINE`), and the row: whatever the file has there."""
+"""Place of a row (`FILE:LINE`), and the row as the file has it."""
 
 _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[Place]:
-    """Every row of `file`, in its order.
+    """Yields every row of `file`, in its order.
 
     Args:
         file: at its beginning; it can seek.
-        name: its path: the suffix decides the format, and it is named in errors.
-        columns: keys at the top of a row that are needed; a format with columns may leave out the others.
+        name: its path: the suffix decides the format, and errors name it.
+        columns: needed keys at the top of a row; a format with columns may leave out the others.
 
     Raises:
-        DataError: it cannot be read, with the place.
+        DataError: it cannot be read; the error names the place.
     """
     suffix = name[name.rindex(".") :]
     if suffix in (".parquet", ".arrow"):
@@ -72,7 +72,7 @@ def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
     while line := file.readline(MAX_ROW_CHARS + 1):
         if len(line) > MAX_ROW_CHARS:
             raise _too_long(f"{name}:{number + 1}")
-        # A lone carriage return ends a line, too, as it always has here.
+        # A lone carriage return ends a line, too, as in earlier versions.
         for piece in line.splitlines() if b"\r" in line else (line,):
             number += 1
             if not piece.strip():
@@ -91,7 +91,7 @@ def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
 
 
 def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
-    """Element by element, out of a window of the text: the whole of it is never decoded at once."""
+    """Yields element by element from a window of the text: the whole is never decoded at once."""
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     decoder = json.JSONDecoder()
     window, at, number, done = "", 0, 0, False
@@ -107,7 +107,7 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
         return bool(read)
 
     def skip(characters: str) -> str:
-        """The next character that is none of these; empty at the end of the file."""
+        """Returns the next character that is none of these; empty at the end of the file."""
         nonlocal at
         while True:
             while at < len(window) and window[at] in characters:

@@ -1,7 +1,7 @@
-"""A look at the data of a run before it is queued: every row, as far as time allows, and the length of the prompts.
+"""Examines the data of a run before it is queued: every row, as far as time allows, and the length of the prompts.
 
-It is made in a process of its own (`python -m verl_slurm.dataset.prompts`) with bounded memory, because a small file
-may claim to be a large one. The ranks read every row in any case.
+It runs in a process of its own (`python -m verl_slurm.dataset.prompts`) with bounded memory, because a small file may
+claim to be a large one. The ranks read every row in any case.
 """
 
 import os
@@ -21,35 +21,35 @@ from verl_slurm.dataset.prompts.rows import prompts_of
 __all__ = ["Look", "Wanted", "look_at"]
 
 _AT_LEAST_ROWS = 2000
-"""Looked at however slow the machine is."""
+"""Rows that are examined however slow the machine is."""
 _TEXTS_AT_ONCE = 1000
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """What to look at."""
+    """A request for a look."""
 
     data: DataConfig
     root: str
     key: str
     """`data.root` or `data.eval_root`."""
     tokenizer: str | None
-    """A tokenizer.json; None: the length of the prompts is not looked at."""
+    """A tokenizer.json; None: the length of the prompts is not examined."""
     has_template: bool
     """There is a chat template."""
     seconds: float = 2.0
 
 
 class Look(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen."""
+    """Result of a look."""
 
     files: int
     rows: int
     whole: bool
-    """All rows were looked at."""
+    """All rows were examined."""
     conversations: bool
-    """A prompt among them is a list of messages."""
+    """One of the prompts is a list of messages."""
     measured: bool
-    """The length of every prompt was looked at, too."""
+    """The length of every prompt was measured, too."""
 
 
 class _Tokenizer(Protocol):
@@ -57,10 +57,10 @@ class _Tokenizer(Protocol):
 
 
 def look_at(wanted: Wanted) -> Look:
-    """See the module.
+    """Examines the data, as the module describes.
 
     Raises:
-        DataError: what the ranks would refuse.
+        DataError: the ranks would refuse the data.
     """
     root, config = Path(wanted.root), wanted.data
     files = data_files(root, config, key=wanted.key)
@@ -86,7 +86,7 @@ def look_at(wanted: Wanted) -> Look:
                         conversations = True
                     if rows == limit:
                         break
-                    # After the first row of each file, so that each is looked into.
+                    # After the first row of each file, so that each file is examined.
                     if rows >= _AT_LEAST_ROWS and time.monotonic() > until:
                         whole = False
                         break

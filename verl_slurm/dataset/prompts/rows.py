@@ -1,8 +1,8 @@
-"""From a row of a data file to a prompt and an answer.
+"""Turns a row of a data file into a prompt and an answer.
 
 A key is a name at the top of the row, or a path with dots into nested columns (`reward_model.ground_truth`). A prompt
-is text, or a conversation: a list of `{role, content}`, which the model's chat template turns into text. An answer that
-is no text is given to the reward as JSON.
+is text, or a conversation: a list of `{role, content}`, which the model's chat template turns into text. The reward
+gets an answer that is no text as JSON.
 """
 
 import json
@@ -17,7 +17,7 @@ from verl_slurm.dataset.prompts.formats import records
 __all__ = ["Messages", "Prompt", "prompts_of"]
 
 Messages = list[dict[str, Any]]
-"""A conversation as chat templates take it: `role` and `content`, and what else stands there (`name`, `tool_calls`)."""
+"""A conversation as chat templates take it: `role` and `content`, and further keys (`name`, `tool_calls`)."""
 Prompt = str | Messages
 
 _SHOWN = 12
@@ -25,7 +25,7 @@ _MISSING = object()
 
 
 def prompts_of(file: BinaryIO, name: str | PurePath, config: DataConfig) -> Iterator[tuple[str, Prompt, str]]:
-    """(place, prompt, answer) of every row of a data file.
+    """Yields (place, prompt, answer) of every row of a data file.
 
     Raises:
         DataError: a row has no prompt or no answer, or the file cannot be read.
@@ -50,7 +50,7 @@ def _columns(config: DataConfig) -> Collection[str]:
 
 
 def _value(row: dict[str, Any], key: str) -> Any:
-    """`_MISSING` where there is none. A name with dots in it counts before a path."""
+    """Returns the value; `_MISSING` if there is none. A name with dots in it counts before a path."""
     if key in row:
         return row[key]
     value: Any = row
@@ -124,7 +124,7 @@ def _no_conversation(where: str, key: str, found: str) -> DataError:
 
 
 def _keys(row: dict[str, Any]) -> list[str]:
-    """The keys there are, those in sections with their paths."""
+    """Lists the present keys, those in sections with their paths."""
     keys = []
     for name, value in row.items():
         keys += [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [str(name)]

@@ -1,7 +1,7 @@
-"""Python imports this as each process below Ray starts, before any program of it: `rendezvous.everywhere`.
+"""Python imports this at the start of each process below Ray, before any program of it: `rendezvous.everywhere`.
 
-PYTHONPATH holds this directory and says so (`verl.ray_nodes`). Python goes on where a `sitecustomize` raises, so what
-fails here ends the process: it would meet strangers.
+PYTHONPATH holds this directory (`verl.ray_nodes`). Python continues if a `sitecustomize` raises, so a failure here ends
+the process: it would otherwise talk to strangers.
 """
 
 import os
@@ -20,7 +20,7 @@ except BaseException as error:  # noqa: BLE001
     sys.stderr.flush()
     os._exit(1)
 
-# The environment's own, which this one hides.
+# The environment's own sitecustomize, which this one hides.
 _spec = PathFinder.find_spec(
     "sitecustomize", [path for path in sys.path if path != os.path.dirname(__file__)]
 )

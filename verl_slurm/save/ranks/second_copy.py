@@ -1,11 +1,10 @@
-"""The nodes' own disks as one medium of a save: committed as soon as every node has its part, whoever else is slow.
+"""Saves to the nodes' own disks: committed as soon as every node has its part.
 
-What shared storage does meanwhile is not waited for: this side has a thread and a conversation of its own on every
-rank. So whatever strikes while shared storage is still being written (a deadline, a SIGKILL) costs nothing.
-`checkpoint/store/local_copy.py` specifies what lies there and how it comes home.
+This medium has a thread and a process group of its own on every rank, so it does not wait for shared storage. A
+deadline or a SIGKILL that comes while shared storage is still being written costs nothing.
+`checkpoint/store/local_copy.py` specifies the files and how they are brought home.
 """
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -17,41 +16,25 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.checkpoint.format.manifest import parse, render
 from verl_slurm.checkpoint.format.specification import FileEntry, Manifest
 from verl_slurm.checkpoint.store.local_copy import (
-    LocalPart,
     commit_part,
     drop_staging,
     part_problems,
     prune_parts,
 )
-from verl_slurm.save.ranks.attempt import Attempt, LocalPlace, SavedCheckpoint
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.medium_results import Small, write_side
-from verl_slurm.save.writer.media import Medium
+from verl_slurm.save.ranks.medium_results import write_to_medium
+from verl_slurm.save.ranks.pending_save import LocalPlace, PendingSave
+from verl_slurm.save.writer.media import Medium, MediumResult, problems_of
 
-__all__ = ["Kept", "SecondCopy"]
+__all__ = ["SecondCopy"]
 
 
-class _Word(msgspec.Struct, frozen=True):
-    """What each rank says of its node's part."""
+class _PartReport(msgspec.Struct, frozen=True):
+    """Each rank's report about its node's part; the ranks gather it."""
 
     problem: str = ""
     unneeded: bool = False
-    """Shared storage has it: nobody needs to read the part back. Rank 0's counts."""
-
-
-class Kept:
-    """What became of one save on the nodes' disks; the same on every rank, but for `part`.
-
-    Attributes:
-        num_bytes: of the whole checkpoint, over all ranks.
-        problem: why not every node has its part; empty: all have.
-        part: this node's, on the rank that committed it.
-        read_back: what was found wrong with the parts on their disks, where somebody wants to know.
-    """
-
-    def __init__(self, problem: str, num_bytes: int = 0, part: LocalPart | None = None) -> None:
-        self.problem, self.num_bytes, self.part = problem, num_bytes, part
-        self.read_back: Future[str] | None = None
+    """Shared storage has the checkpoint: the part need not be read back. Rank 0's counts."""
 
 
 class SecondCopy:
@@ -62,48 +45,46 @@ class SecondCopy:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="second-copy")
 
     def begin(
-        self,
-        attempt: Attempt,
-        directory: Path,
-        small: "Future[Small]",
-        manifest: Callable[[list[FileEntry]], Manifest],
-    ) -> "Future[Kept]":
-        """Have it written, and committed when every rank's part is durable; returns at once.
+        self, save: PendingSave, manifest: Callable[[tuple[FileEntry, ...]], Manifest]
+    ) -> "Future[MediumResult]":
+        """Write the save, and commit it when every rank's part is durable; returns at once.
 
         Args:
-            directory: this rank's staging directory.
-            manifest: rank 0's, sealed, of these entries.
+            manifest: rank 0's, sealed, of these entries. Called from the thread "second-copy".
 
         Returns:
-            Once it is committed or has failed. It raises `RanksFailed`.
+            Done once it is committed or has failed. It raises `RanksFailed`.
         """
-        done: Future[Kept] = Future()
+        done: Future[MediumResult] = Future()
 
         def work() -> None:
             try:
-                kept, unneeded = self._commit(attempt, directory, small, manifest)
-                if attempt.on_kept is not None and not kept.problem and not unneeded:
-                    kept.read_back = Future()
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+                result, unneeded = self._commit(save, manifest)
+                if save.on_kept is not None and not result.problem and not unneeded:
+                    save.read_back = Future()
+            except BaseException as error:  # noqa: BLE001 - raised where `done` is read
                 done.set_exception(error)
                 return
-            done.set_result(kept)
-            if kept.read_back is None:
+            done.set_result(result)
+            if save.read_back is None:
                 return
             try:
-                problem = self._read_back(kept)
-            except BaseException as error:  # noqa: BLE001 - handed to whoever waits
-                kept.read_back.set_exception(error)
+                problem = self._read_back(save)
+            except BaseException as error:  # noqa: BLE001 - raised where `read_back` is read
+                save.read_back.set_exception(error)
                 return
-            kept.read_back.set_result(problem)
-            self._tell(attempt, kept, problem)
+            save.read_back.set_result(problem)
+            self._tell(save, result, problem)
 
         self._thread.submit(work)
         return done
 
-    def read_back(self, kept: Kept) -> str:
-        """What is wrong with the parts of all nodes, every byte of them read; those that are damaged go. Collective."""
-        found = kept.read_back or self._thread.submit(self._read_back, kept)
+    def read_back(self, save: PendingSave) -> str:
+        """Read every byte of all nodes' parts; returns what is wrong, and removes damaged parts. Collective.
+
+        After the future of `begin` is done.
+        """
+        found = save.read_back or self._thread.submit(self._read_back, save)
         return found.result()
 
     def prune(self) -> None:
@@ -112,71 +93,65 @@ class SecondCopy:
             with suppress(OSError):
                 prune_parts(self._place.directory, self._place.keep)
 
-    def drop(self, staging_name: str) -> None:
-        """Remove what a failed save left. A part that was committed stays: it is whole, and perhaps all there is."""
+    def drop(self, staging: Path) -> None:
+        """Remove the remains of a failed save. A committed part stays: it is whole, and may be the last copy."""
         if self._place.is_first:
-            drop_staging(self._place.directory / staging_name)
+            drop_staging(staging)
 
     def close(self) -> None:
-        """Let what is under way come to its end."""
+        """Wait for saves under way."""
         self._thread.shutdown()
 
     def _commit(
-        self,
-        attempt: Attempt,
-        directory: Path,
-        small: "Future[Small]",
-        manifest: Callable[[list[FileEntry]], Manifest],
-    ) -> tuple[Kept, bool]:
-        side = write_side(
-            self._ranks, directory, small, attempt.answers[Medium.LOCAL], on_part=attempt.on_part
-        )
-        if side.problem:
-            return Kept(side.problem), True
+        self, save: PendingSave, manifest: Callable[[tuple[FileEntry, ...]], Manifest]
+    ) -> tuple[MediumResult, bool]:
+        """The result, and whether reading the parts back is not needed."""
+        directory = save.directories[Medium.LOCAL]
+        result = write_to_medium(self._ranks, save, Medium.LOCAL)
+        if result.problem:
+            return result, True
         whole = parse(
-            self._ranks.on_first("committing the second copy", lambda: render(manifest(side.entries))),
+            self._ranks.on_first("committing the second copy", lambda: render(manifest(result.entries))),
             where=directory,
         )
-        part, problem = None, ""
+        problem = ""
         if self._place.is_first:
             try:
-                part = commit_part(directory, whole)
+                save.part = commit_part(directory, whole)
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        words = self._gather(_Word(problem, attempt.on_shared.is_set()))
-        return Kept(_found(words), whole.num_bytes, part), words[0].unneeded
+        reports = self._gather(_PartReport(problem, save.on_shared.is_set()))
+        result = MediumResult(entries=whole.files, num_bytes=whole.num_bytes, problem=_problems(reports))
+        return result, reports[0].unneeded
 
-    def _read_back(self, kept: Kept) -> str:
+    def _read_back(self, save: PendingSave) -> str:
         problem = ""
-        if kept.part is not None:
+        if save.part is not None:
             try:
-                problem = "; ".join(part_problems(kept.part)[:3])
+                problem = "; ".join(part_problems(save.part)[:3])
                 if problem:
-                    drop_staging(kept.part.path)
+                    drop_staging(save.part.path)
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        return _found(self._gather(_Word(problem)))
+        return _problems(self._gather(_PartReport(problem)))
 
-    def _tell(self, attempt: Attempt, kept: Kept, problem: str) -> None:
-        if problem or attempt.on_kept is None or attempt.on_shared.is_set():
+    def _tell(self, save: PendingSave, result: MediumResult, problem: str) -> None:
+        if problem or save.on_kept is None or save.on_shared.is_set():
             return
-        runtime = attempt.contents.runtime
-        attempt.on_kept(
-            SavedCheckpoint(
-                name=attempt.paths.checkpoint(runtime.step, runtime.safe_point).name,
-                seconds=time.monotonic() - attempt.started,
-                num_bytes=kept.num_bytes,
+        save.on_kept(
+            save.saved(
+                num_bytes=result.num_bytes,
                 on_shared=False,
                 problem=f"not on {Medium.SHARED}: it was still being written",
             )
         )
 
-    def _gather(self, word: _Word) -> list[_Word]:
+    def _gather(self, report: _PartReport) -> list[_PartReport]:
         return [
-            msgspec.msgpack.decode(part, type=_Word)
-            for part in self._ranks.gather(msgspec.msgpack.encode(word))
+            msgspec.msgpack.decode(part, type=_PartReport)
+            for part in self._ranks.gather(msgspec.msgpack.encode(report))
         ]
 
 
-def _found(words: list[_Word]) -> str:
-    return "; ".join(f"rank {rank}: {word.problem}" for rank, word in enumerate(words) if word.problem)[:500]
+def _problems(reports: list[_PartReport]) -> str:
+    return problems_of([report.problem for report in reports])

@@ -1,20 +1,18 @@
-"""From live tensors to durable files with one copy in between, and training held up for that copy at most.
+"""Copies live tensors into an arena, which the writer process makes durable. Training waits for the copy alone.
 
-`begin` returns at once. A thread copies the tensors into the staging arena; until it is through, nobody may
-change them in place: `fence` waits for that, and stands before every optimizer update. An RL step spends most
-of its time generating, with the weights as they are, so the fence hardly ever has to wait. Then the saver
-process hashes and writes the arena (`save.writer.protocol`), and the thread waits for it.
+`begin` returns at once. The thread "staging" copies the tensors into the arena; until it has, they must not change in
+place. `fence` waits for that, and stands before every optimizer update. An RL step spends most of its time generating,
+with the weights as they are, so the fence hardly ever has to wait. Then the writer process hashes and writes the arena
+(`save.writer.protocol`), and the thread waits for its answers.
 
-The arena holds one state. A save that comes while the one before is being written waits for it; the training
-loop says how long.
+The arena holds one state. A save that begins while the one before is being written waits for it.
 """
 
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -27,7 +25,7 @@ from verl_slurm.save.ranks.pinning import pin, unpin
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.arena import Arena, available_memory
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
-from verl_slurm.save.writer.protocol import Sealing, Written
+from verl_slurm.save.writer.protocol import Write, Written
 
 __all__ = ["Staging"]
 
@@ -81,25 +79,17 @@ class Staging:
         return self._arena.size
 
     def begin(
-        self,
-        directories: Callable[[], Sequence[Path]],
-        components: Sequence[str] = (),
-        sealing: Callable[[], Sealing | None] = lambda: None,
-        on_done: Callable[[Written], None] = lambda _: None,
-        *,
-        hurry: bool = False,
+        self, request: "Future[Write]", on_done: Callable[[Written], None] = lambda _: None
     ) -> "Future[None]":
-        """Save the tensors as they are now. The one before must be done.
+        """Save the tensors as they are now. The save before must be done.
 
         Args:
-            directories: says, when the copy is made, where the files go; called from another thread.
-            components: the domains whose files are written; empty: all. All are copied.
-            sealing: says then how they are encrypted, if they are; called behind it.
-            on_done: told what became of each directory, as soon as that is known; called from that thread.
-            hurry: no directory is to wait for another.
+            request: for the writer process, of some or all of `layout.files`. All tensors are copied, whatever it
+                names. The staging thread waits for it after the copy.
+            on_done: called with the answer for each directory, as soon as there is one, from the staging thread.
 
         Returns:
-            When all is told. It raises what `directories` raises, and SaverDied.
+            Done when all directories are answered for. It raises the exception of `request`, and SaverDied.
         """
         self._copied = copied = threading.Event()
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
@@ -110,9 +100,7 @@ class Staging:
             finally:
                 copied.set()
             self._wait_for_saver()
-            where = [str(directory) for directory in directories()]
-            files = [f for f in self.layout.files if not components or f.path.split("/")[0] in components]
-            self._saver.write(files, where, sealing(), on_done, hurry=hurry)
+            self._saver.write(request.result(), on_done)
 
         return self._thread.submit(work)
 

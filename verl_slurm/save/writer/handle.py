@@ -2,14 +2,14 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.protocol import ArenaFile, FromSaver, Ready, Sealing, Write, Written
+from verl_slurm.save.writer.protocol import FromSaver, Ready, Write, Written
 
 __all__ = ["SaverDied", "SaverProcess"]
 
@@ -59,20 +59,12 @@ class SaverProcess:
             raise self._died("an answer before its first word")
 
     def write(
-        self,
-        files: Sequence[ArenaFile],
-        directories: Sequence[str],
-        sealing: Sealing | None = None,
-        on_done: Callable[[Written], None] = lambda _: None,
-        *,
-        hurry: bool = False,
+        self, request: Write, on_done: Callable[[Written], None] = lambda _: None
     ) -> tuple[Written, ...]:
-        """Have `files` written below every one of `directories`; returns when each is durable or given up.
+        """Send `request`; returns when each of its directories is durable or given up.
 
         Args:
-            directories: no two alike.
             on_done: told of each directory as soon as the saver answers for it, from this thread.
-            hurry: no directory is to wait for another.
 
         Returns:
             An answer a directory, in the order of `directories`.
@@ -81,13 +73,7 @@ class SaverProcess:
             SaverDied: it ended, or answered another question.
         """
         self._count += 1
-        request = Write(
-            save=self._count,
-            files=tuple(files),
-            directories=tuple(directories),
-            sealing=sealing,
-            hurry=hurry,
-        )
+        request, directories = msgspec.structs.replace(request, save=self._count), request.directories
         data = memoryview(msgspec.json.encode(request) + b"\n")
         try:
             while data:
@@ -99,10 +85,9 @@ class SaverProcess:
             answer = self._receive()
             if not isinstance(answer, Written) or answer.save != self._count:
                 raise self._died(f"{answer!r:.200}")
-            about = answer.outcome.directory
-            if about not in directories or about in answers:
-                raise self._died(f"an answer for {about!r:.200}")
-            answers[about] = answer
+            if answer.directory not in directories or answer.directory in answers:
+                raise self._died(f"an answer for {answer.directory!r:.200}")
+            answers[answer.directory] = answer
             on_done(answer)
         return tuple(answers[directory] for directory in directories)
 

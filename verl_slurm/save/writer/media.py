@@ -1,4 +1,4 @@
-"""Which media a save goes to, and what it means that some of them failed: pure decisions with their reasons.
+"""The media of a save: which it goes to and why, and its result on each. Pure.
 
 Shared storage is the one that a resume reads. The node's own disk is the second copy, where the user named one
 (`checkpoint.local_dir`): a save that only it took is `degraded`, and still a save.
@@ -11,7 +11,7 @@ import msgspec
 
 from verl_slurm.checkpoint.format.specification import FileEntry
 
-__all__ = ["Medium", "Share", "failures", "why_not_shared"]
+__all__ = ["Medium", "MediumResult", "problems_of", "why_not_shared"]
 
 _SLACK = 1.5
 """A save under a preemption competes with every other job's; the last one's time is taken this many times."""
@@ -24,16 +24,18 @@ class Medium(StrEnum):
     LOCAL = "the nodes' disks"
 
 
-class Share(msgspec.Struct, frozen=True):
-    """What one rank has done of a save on one medium.
+class MediumResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a save on one medium, of one rank or of all. Ranks gather and broadcast it.
 
     Attributes:
-        entries: of the files that it wrote, the same on each medium.
-        failed: why not all of them are durable there; empty: they are.
+        entries: of the files that are written, the same on each medium.
+        num_bytes: of the committed checkpoint, over all ranks; 0 before the commit.
+        problem: why not all files are durable there, or are not committed; empty: they are.
     """
 
-    entries: tuple[FileEntry, ...]
-    failed: str
+    entries: tuple[FileEntry, ...] = ()
+    num_bytes: int = 0
+    problem: str = ""
 
 
 def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, has_local: bool) -> str:
@@ -48,8 +50,6 @@ def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, ha
     return f"{seconds_left:.1f} s are left, and the last save took {last_seconds:.1f} s there"
 
 
-def failures(shares: Sequence[Share]) -> str:
-    """What failed on which rank; empty: nothing."""
-    return "; ".join(f"rank {rank}: {share.failed}" for rank, share in enumerate(shares) if share.failed)[
-        :500
-    ]
+def problems_of(ranks: Sequence[str]) -> str:
+    """One text of each rank's problem, by rank; empty: there is none."""
+    return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(ranks) if problem)[:500]

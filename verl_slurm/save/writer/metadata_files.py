@@ -13,11 +13,14 @@ from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.save.writer.protocol import Sealing
 
-__all__ = ["begin_sealing", "cipher_for", "seal_small", "write_small"]
+__all__ = ["SealedFile", "begin_sealing", "cipher_for", "seal_small", "write_small"]
+
+SealedFile = tuple[FileEntry, bytes]
+"""A file as it will lie on disk, encrypted where a key is configured, and its entry of the manifest."""
 
 
 def begin_sealing(keys: Keyring | None, name: str) -> Sealing | None:
-    """How a new attempt to save `name` is encrypted: with a salt of its own. None without a key.
+    """How a new save of `name` is encrypted: with a salt of its own. None without a key.
 
     Runs on rank 0.
     """
@@ -45,23 +48,20 @@ def cipher_for(keys: Keyring | None, sealing: Sealing | None) -> CheckpointCiphe
     return CheckpointCipher(keys.find(record.key_id, where="the key of rank 0"), sealing.name, record)
 
 
-def seal_small(
-    files: Mapping[str, bytes], cipher: CheckpointCipher | None
-) -> tuple[dict[str, bytes], list[FileEntry]]:
-    """Each file as it will lie on disk, by path, and the manifest's entries. Once an attempt: nonces."""
-    written: dict[str, bytes] = {}
-    entries = []
+def seal_small(files: Mapping[str, bytes], cipher: CheckpointCipher | None) -> list[SealedFile]:
+    """Encrypt and hash each file, in the order of their paths. Once a save: a nonce serves once."""
+    sealed = []
     for path in sorted(files):
-        written[path] = files[path] if cipher is None else cipher.seal(path, files[path])
-        entry = entry_of(path, written[path])
+        data = files[path] if cipher is None else cipher.seal(path, files[path])
+        entry = entry_of(path, data)
         if cipher is not None and path not in PLAIN_FILES:
             entry = msgspec.structs.replace(entry, plain_size=len(files[path]))
-        entries.append(entry)
-    return written, entries
+        sealed.append((entry, data))
+    return sealed
 
 
 def write_small(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Write files, as `seal_small` gave them, durably below a staging directory.
+    """Write files by path, as `seal_small` made them, durably below a staging directory.
 
     Raises:
         OSError: the medium refuses.

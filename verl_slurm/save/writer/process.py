@@ -16,11 +16,10 @@ from verl_slurm.base.errors import KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.prctl import die_with_parent
-from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
-from verl_slurm.save.writer.protocol import FromSaver, Outcome, Ready, Write, Written
+from verl_slurm.save.writer.protocol import FromSaver, Ready, Write, Written
 from verl_slurm.save.writer.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
@@ -94,8 +93,8 @@ def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream
     return sealer.begin(request.sealing, arena.view, request.files, patience)
 
 
-def _answer(save: int, files: tuple[FileEntry, ...], outcome: Outcome) -> None:
-    _say(Written(save=save, files=files, outcome=outcome))
+def _answer(save: int, written: Written) -> None:
+    _say(msgspec.structs.replace(written, save=save))
 
 
 def _say(message: FromSaver) -> None:

@@ -6,7 +6,7 @@ memory), and talks over its standard input and output, one JSON object a line:
 ```
 saver → rank   Ready()                                   once: the arena is mapped and faulted in
 rank  → saver  Write(save, files, directories)           the bytes in the arena do not change until the last answer
-saver → rank   Written(save, files, outcome)             for each directory, once it is durable there, or why not
+saver → rank   Written(save, directory, files, error)    for each directory, once it is durable there, or why not
 rank           closes the pipe; the saver ends
 ```
 
@@ -28,7 +28,7 @@ import msgspec
 
 from verl_slurm.checkpoint.format.specification import Encryption, FileEntry
 
-__all__ = ["ArenaFile", "FromSaver", "Outcome", "Ready", "Sealing", "Write", "Written"]
+__all__ = ["ArenaFile", "FromSaver", "Ready", "Sealing", "Write", "Written"]
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -55,9 +55,11 @@ class Sealing(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class Write(_Message, frozen=True, kw_only=True):
     """Make `files` durable below each of `directories`. Existing files are an error, never overwritten."""
 
-    save: int
+    save: int = 0
+    """Counts the requests; `SaverProcess.write` fills it in."""
     files: tuple[ArenaFile, ...]
     directories: tuple[str, ...]
+    """No two alike."""
     sealing: Sealing | None = None
     hurry: bool = False
     """No directory is to wait for another, whatever that costs."""
@@ -67,24 +69,19 @@ class Ready(_Message, frozen=True, kw_only=True):
     """The first word of a saver."""
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What became of one directory."""
+class Written(_Message, frozen=True, kw_only=True):
+    """The answer to `Write` for one directory."""
 
+    save: int = 0
     directory: str
+    files: tuple[FileEntry, ...] = ()
+    """All that were hashed, whatever `error` says of this directory. Empty where the files are sealed and no directory
+    took them."""
     error: str | None = None
+    """Why not all of it is durable; None: it is."""
     errno: int | None = None
-    seconds: float = 0.0
-    """From the request to the last fsync."""
     direct: bool = True
     """Whether all of it went past the page cache."""
-
-
-class Written(_Message, frozen=True, kw_only=True):
-    """One of the answers to `Write`. `files` are empty where no directory took them."""
-
-    save: int
-    files: tuple[FileEntry, ...]
-    outcome: Outcome
 
 
 FromSaver = Ready | Written

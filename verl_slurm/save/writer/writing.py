@@ -8,18 +8,19 @@ import errno
 import fcntl
 import os
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
+
+import msgspec
 
 from verl_slurm.base.files import make_private, open_new
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.store.chunks import leaf_count, make_entry
 from verl_slurm.checkpoint.store.tree import open_directory
-from verl_slurm.save.writer.protocol import ArenaFile, Outcome
+from verl_slurm.save.writer.protocol import ArenaFile, Written
 from verl_slurm.save.writer.sealing import SealedStream, StreamReader
 
 __all__ = ["write_and_hash"]
@@ -36,8 +37,8 @@ def write_and_hash(
     hashers: int = 1,
     hasher: Hasher | None = None,
     stream: SealedStream | None = None,
-    on_done: Callable[[tuple[FileEntry, ...], Outcome], None] = lambda _files, _outcome: None,
-) -> tuple[tuple[FileEntry, ...], tuple[Outcome, ...]]:
+    on_done: Callable[[Written], None] = lambda _: None,
+) -> tuple[tuple[FileEntry, ...], tuple[Written, ...]]:
     """Write every file below every directory, and hash each once.
 
     Args:
@@ -51,13 +52,12 @@ def write_and_hash(
     Returns:
         The entries, and for each directory whether all files in it, and their folders, are durable.
     """
-    started = time.monotonic()
     with (
         closing(stream) if stream else nullcontext(),
         ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool,
     ):
-        outcomes = [
-            pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory, started)
+        writing = [
+            pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory)
             for directory in directories
         ]
         entries = (
@@ -65,9 +65,9 @@ def write_and_hash(
             if stream
             else _hash_all(source, files, pool, hashers, hasher or process_hasher())
         )
-        for outcome in as_completed(outcomes):
-            on_done(entries, outcome.result())
-        return entries, tuple(outcome.result() for outcome in outcomes)
+        for done in as_completed(writing):
+            on_done(msgspec.structs.replace(done.result(), files=entries))
+        return entries, tuple(msgspec.structs.replace(done.result(), files=entries) for done in writing)
 
 
 def _hash_all(
@@ -126,9 +126,8 @@ class _Plain:
         """Nobody waits for it."""
 
 
-def _write_all(
-    content: _Plain | StreamReader, files: Sequence[ArenaFile], directory: str, started: float
-) -> Outcome:
+def _write_all(content: _Plain | StreamReader, files: Sequence[ArenaFile], directory: str) -> Written:
+    """The answer for one directory, without the entries: they are hashed meanwhile."""
     direct = True
     try:
         with closing(content), _made(directory) as root, ExitStack() as opened:
@@ -151,13 +150,9 @@ def _write_all(
                 os.fsync(fd)  # noqa: TID251 - by descriptor
             os.fsync(root)  # noqa: TID251 - by descriptor
     except OSError as error:
-        return Outcome(
-            directory=directory,
-            error=": ".join(str(part) for part in (error.strerror or error, error.filename) if part),
-            errno=error.errno,
-            seconds=time.monotonic() - started,
-        )
-    return Outcome(directory=directory, seconds=time.monotonic() - started, direct=direct)
+        words = ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
+        return Written(directory=directory, error=words, errno=error.errno)
+    return Written(directory=directory, direct=direct)
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""What is checked before a job is queued. Each check refuses with one clear error."""
+"""Checks before a job is queued. Each check refuses with one clear error."""

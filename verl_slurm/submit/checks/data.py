@@ -1,4 +1,4 @@
-"""The data of a run as `submit` sees it: refused where the ranks would, and told in one line."""
+"""Checks the data of a run for `submit`: refuses what the ranks would refuse, and describes it in one line."""
 
 import errno
 import os
@@ -27,14 +27,14 @@ class _Answer(msgspec.Struct, frozen=True):
 
 
 def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
-    """Look at `data.root` or `data.eval_root`, every row as far as two seconds reach.
+    """Reads `data.root` or `data.eval_root`: every row, as far as two seconds reach.
 
     Args:
         config: paths absolute.
         key: which of the two.
 
     Returns:
-        What there is; and what the user should know of it, which may be empty.
+        A description of the data, and a note for the user, which may be empty.
 
     Raises:
         DataError: missing, empty, unreadable or of another form, with file and row.

@@ -1,10 +1,10 @@
-"""Will a save be done in time? Said before anything is queued: from Slurm's settings and from what a save takes.
+"""Checks before queueing that a save finishes in time, from Slurm's settings and the duration of a save.
 
-What it takes is what this run's saves took; before its first, the size of a checkpoint (where the model's files tell
-it) at the speed that its storage was just seen to write with.
+The duration is that of this run's own saves. Before the first, it is the size of a checkpoint (if the model's files
+tell it) divided by the write speed that its storage has just shown.
 
-A guest saves at the end of a step only. A warning may come when one has just begun, so what counts is a whole step and
-a save behind it, by the very numbers by which the session decides whether to wait (`loops.reach`).
+A guest saves at the end of a step. A warning may come when a step has just begun, so a whole step and the save after
+it count. The session uses the same numbers to decide whether to wait (`loops.reach`).
 """
 
 import math
@@ -26,13 +26,13 @@ from verl_slurm.submit.checks.room import checkpoint_size
 __all__ = ["check_deadlines", "save_time"]
 
 _WORTH_TRYING = 1 << 30
-"""Bytes of a checkpoint from which it may matter how fast storage is."""
+"""Bytes of a checkpoint from which the speed of storage may matter."""
 
 
 def check_deadlines(
     config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo], slurm: SlurmSays
 ) -> tuple[list[str], list[str]]:
-    """What is good, and what the user should know."""
+    """Returns what is good, and notes for the user."""
     save = save_time(config, paths, committed)
     findings = judge_deadlines(slurm.conf, slurm.partition, config, save)
     checked = [f"{finding.topic}: {finding.found}" for finding in findings if finding.verdict == "good"]
@@ -46,7 +46,7 @@ def save_time(
     committed: Sequence[CheckpointInfo],
     probe: Callable[[Path], PlaceReport] = probe_place,
 ) -> SaveTime | None:
-    """What a save of this run takes; None: nobody can know."""
+    """Returns the time that a save of this run takes; None: unknown."""
     saving = measured_save(read_events(paths))
     size = checkpoint_size(config, committed)
     if saving is None and size is not None and size[0] >= _WORTH_TRYING:
@@ -56,7 +56,7 @@ def save_time(
 
 
 def _behind_a_step(paths: RunPaths, saving: SaveTime | None) -> SaveTime | None:
-    """A whole step and a save; None: no step was measured yet."""
+    """Returns the time of a whole step and a save; None: no step was measured yet."""
     rows = last_steps(paths, STEPS_LOOKED_AT)
     steps_s = [float(row["step_s"]) for row in rows if isinstance(row.get("step_s"), int | float)]
     if not steps_s:

@@ -1,4 +1,4 @@
-"""Whether a run that asks for GPUs can find them, as far as can be told without torch and from here."""
+"""Checks whether a run that asks for GPUs can find them, as far as this machine can tell without torch."""
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,13 +15,13 @@ _SIGNS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/de
 
 
 def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SIGNS) -> str | None:
-    """What speaks against `distributed.device: cuda`; None: nothing that is known here.
+    """Returns what speaks against `distributed.device: cuda`; None: nothing that is known here.
 
-    On Slurm a note, and no refusal: the nodes may have another environment than the machine that submits. The ranks
-    refuse at their start (trainer.place). On this machine it is known, and refused.
+    On Slurm it is a note and not a refusal: the nodes may have another environment than the machine that submits. The
+    ranks refuse at their start (trainer.place). For this machine it is certain, and refused.
 
     Args:
-        signs: files of which one is there where an NVIDIA driver is.
+        signs: files of which one exists if there is an NVIDIA driver.
 
     Raises:
         ConfigError: `--cluster local`, and no driver or a torch without CUDA.

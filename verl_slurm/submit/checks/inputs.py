@@ -1,6 +1,6 @@
-"""The model and the data of a run: absolute paths, built-in ones made, and a look at what is there.
+"""Prepares a run's model and data: makes paths absolute, builds built-ins, checks that the rest exists.
 
-Torch-free: what must be built is built by a child process, once, in the user's cache.
+Torch-free: a child process builds built-ins, once, in the user's cache.
 """
 
 import hashlib
@@ -33,7 +33,8 @@ __all__ = [
 ]
 
 _BUILTIN = "builtin:"
-# What quickstart and the trainer offer; they import torch, so their names are repeated here and held by a test.
+# The names that quickstart and the trainer offer. These import torch, so the names are repeated here; a test compares
+# them.
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     name: {
         "model_type": "qwen2",
@@ -47,16 +48,16 @@ BUILTIN_MODELS: dict[str, dict[str, Any]] = {
     }
     for name, head_dim in (("tiny", 16), ("tiny32", 32))
 }
-"""Name → what its config.json will say once it is built (a test holds it to that)."""
+"""Maps a name to the content of its config.json once it is built (a test compares it)."""
 BUILTIN_DATA = ("arithmetic",)
 _BUILD_TIMEOUT_S = 900.0
 
 
 def cache_dir() -> Path:
-    """Where this version's built-in models and data are kept.
+    """Returns the directory of this version's built-in models and data.
 
-    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache; VERSION is the hash of the code
-    that builds them, so that a changed builder never gets to see what an older one made.
+    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION is the hash of the code that builds
+    them, so a changed builder never sees the output of an older one.
     """
     builder = hashlib.sha256()
     for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
@@ -70,10 +71,10 @@ def _cache_base() -> Path:
 
 
 def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
-    """The config with every path made absolute, and the run's name put into `run_dir`.
+    """Returns the config with every path made absolute, and the run's name put into `run_dir`.
 
-    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. Of a guest's command its
-    first word is a path, if it ends like one; of verl's words, data files and models that are there.
+    `resume_from` may be a path; `auto`, the name of a checkpoint, `builtin:` and `rule:` stay. In a guest's command
+    the first word is a path if it ends like one. In verl's words, data files and models that exist are paths.
 
     Args:
         places: what relative paths are relative to; a directory: all to this one.
@@ -109,7 +110,9 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
 
 
 def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
-    """verl's words, relative paths of data and models that exist made absolute: its workers stand somewhere else."""
+    """Returns verl's words with existing relative paths of data and models made absolute: its workers run in another
+    directory.
+    """
     if config.trainer.backend != "verl":
         return config.verl
     words, keys = dict(config.verl), input_keys(config.trainer.entry)
@@ -131,10 +134,10 @@ def _if_there(key: str, value: Any, places: Places) -> Any:
 
 
 def check_names(config: RunConfig) -> None:
-    """Refuse a `builtin:` that does not exist.
+    """Refuses a `builtin:` that does not exist.
 
     Raises:
-        ConfigError: with the names there are.
+        ConfigError: lists the names that exist.
     """
     for key, value, prefix, names in (
         ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
@@ -152,7 +155,7 @@ def check_names(config: RunConfig) -> None:
 
 
 def build_builtins(config: RunConfig) -> RunConfig:
-    """Build what is `builtin:` (the first time takes a minute) and put its path into the config.
+    """Builds each `builtin:` (the first time takes a minute) and puts its path into the config.
 
     Raises:
         DataError: it could not be built.
@@ -167,7 +170,7 @@ def build_builtins(config: RunConfig) -> RunConfig:
         beside = Path(_build("data", held_out)).parent / "heldout"  # as `quickstart.data` lays it out
         config = replace(config, data=replace(config.data, eval_root=str(beside)))
     if config.model.path.startswith(_BUILTIN):
-        # A model is there as a whole or not at all; looking costs nothing, the child imports torch.
+        # A model is there as a whole or not at all. The look is cheap; the child imports torch.
         there = _built_model(config)
         path = str(there) if there.is_dir() else _build("model", config.model.path)
         config = replace(config, model=replace(config.model, path=path))
@@ -179,7 +182,7 @@ def _built_model(config: RunConfig) -> Path:
 
 
 def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
-    """Take over what an existing run's `builtin:` was built to, even by an older version."""
+    """Takes over the built path of an existing run's `builtin:`, even if an older version built it."""
     replace = msgspec.structs.replace
     base = str(_cache_base()) + os.sep
     if config.data.root.startswith(_BUILTIN) and old.data.root.startswith(base):
@@ -219,6 +222,6 @@ def _build(kind: str, spec: str) -> str:
 
 
 def needs_building(config: RunConfig) -> bool:
-    """Whether a model must be built first, which takes its time."""
+    """Returns whether a model must be built first, which takes a while."""
     ours = not config.trainer.is_guest and config.model.path.startswith(_BUILTIN)
     return ours and not _built_model(config).is_dir()

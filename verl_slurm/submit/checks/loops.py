@@ -1,4 +1,4 @@
-"""What a guest's loop (`config.guest`) needs, looked at before anything is queued."""
+"""Checks the needs of a guest's loop (`config.guest`) before anything is queued."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ __all__ = ["check_guest", "refuse_guests"]
 
 
 def check_guest(config: RunConfig) -> list[str]:
-    """The program and its data are there; returns what was looked at and found good.
+    """Checks that the program and its data exist; returns the items found good.
 
     Args:
         config: paths absolute.
@@ -42,7 +42,7 @@ def check_guest(config: RunConfig) -> list[str]:
 
 
 def refuse_guests(run: RunPaths) -> None:
-    """Refuse what only our own trainer can do while it runs.
+    """Refuses an operation that our own trainer alone supports while it runs.
 
     Raises:
         ConfigError: the run's loop is a guest's.

@@ -1,4 +1,4 @@
-"""Asked before queueing: does the trainer know the family of this model, and does the configuration fit it?"""
+"""Checks before queueing that the trainer supports this model's family, and that the configuration fits it."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,14 @@ __all__ = ["check_family", "said_of"]
 
 
 def said_of(path: str) -> dict[str, Any]:
-    """What config.json of `model.path` holds, or will hold once a `builtin:` is built."""
+    """Returns the content of the config.json of `model.path`, now or once a `builtin:` is built."""
     if path.startswith("builtin:"):
         return BUILTIN_MODELS[path.removeprefix("builtin:")]
     return read_model_config(Path(path))
 
 
 def check_family(config: RunConfig) -> list[str]:
-    """Refuse a model that cannot be trained as configured; returns what the user should know of one that can.
+    """Refuses a model that cannot be trained as configured; otherwise returns notes for the user.
 
     Args:
         config: paths absolute; the model directory has been checked.

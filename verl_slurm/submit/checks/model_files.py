@@ -1,4 +1,4 @@
-"""A look at a model directory without torch: what a job would otherwise find out after its wait in the queue."""
+"""Checks a model directory without torch: errors that a job would otherwise find after its wait in the queue."""
 
 import math
 import os
@@ -36,12 +36,12 @@ class _Index(msgspec.Struct):
 
 
 def check_model(key: str, directory: Path, written: str = "") -> None:
-    """A Hugging Face model directory: weights, config, tokenizer. `builtin:` is not asked about here.
+    """Checks a Hugging Face model directory: weights, config, tokenizer. `builtin:` is not checked here.
 
     Args:
         key: `model.path` or `model.reward`, for the remedy.
         directory: absolute.
-        written: the path as the user wrote it, to know a name of the Hugging Face hub by.
+        written: the path as the user wrote it, to recognise a name on the Hugging Face hub.
 
     Raises:
         DataError: missing, without one of these, or one of them is damaged.
@@ -76,7 +76,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
 
 
 def weights_problem(path: Path) -> str:
-    """What is wrong with a safetensors file; empty where nothing is. Raises `OSError`."""
+    """Returns what is wrong with a safetensors file; empty: nothing is. Raises `OSError`."""
     return _of_weights(path, safetensors_problem)
 
 
@@ -92,7 +92,7 @@ def _of_weights(path: Path, look: Callable[[int], T]) -> T | str:
 
 
 def num_parameters(directory: Path) -> int | None:
-    """How many numbers the weights are, by the headers of the safetensors files; None: there are none to read.
+    """Counts the numbers in the weights by the headers of the safetensors files; None: there are none to read.
 
     Raises:
         OSError: a file cannot be read.
@@ -156,7 +156,7 @@ def _conversion(key: str, directory: Path) -> str:
 
 
 def _check_index(directory: Path, remedy: str) -> None:
-    """Every shard that the index names is there."""
+    """Checks that every shard in the index exists."""
     path = directory / _INDEX
     try:
         data = read_regular(path, SAFETENSORS_HEADER, follow=True)

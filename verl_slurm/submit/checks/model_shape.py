@@ -1,4 +1,4 @@
-"""Does the model divide into the parts that `distributed` asks for? Asked of its config.json, without torch."""
+"""Checks that the model divides into the parts that `distributed` asks for: reads its config.json, without torch."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -15,11 +15,11 @@ _NORMS_OF_ALL_HEADS = ("use_qk_norm", "qk_layernorm")
 
 
 def check_model_shape(distributed: DistributedConfig, model_path: str, said: Mapping[str, Any]) -> None:
-    """Refuse a shape that this model cannot be cut into.
+    """Refuses a shape that this model cannot be cut into.
 
     Args:
         model_path: for the message.
-        said: what its config.json holds.
+        said: the content of its config.json.
 
     Raises:
         ConfigError: the first complaint.
@@ -37,7 +37,7 @@ def check_model_shape(distributed: DistributedConfig, model_path: str, said: Map
 
 
 def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
-    """What of `distributed` does not go with a model whose config.json holds `said`. Pure."""
+    """Yields the parts of `distributed` that do not go with a model whose config.json holds `said`. Pure."""
     tp, pp = distributed.tp_size, distributed.pp_size
     kind = str(said.get("model_type"))
     whole = _kept_whole(kind, said)
@@ -76,7 +76,7 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
 
 
 def _kept_whole(kind: str, said: Mapping[str, Any]) -> dict[str, str]:
-    """Why a model cannot be cut by tensors, and why not into stages; empty: it can."""
+    """Returns why a model cannot be cut by tensors, and why not into stages; empty: it can."""
     family = FAMILIES.get(kind)
     if family is None:
         return dict.fromkeys(("tp_size", "pp_size"), "it has not been tried")

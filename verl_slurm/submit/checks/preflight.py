@@ -1,6 +1,6 @@
-"""Asked before anything is made or queued: is Slurm there, may it be written there, is the data there.
+"""Checks before anything is made or queued: Slurm answers, the directories are writable, the data exists.
 
-What is checked here costs a second; the same mistake found by the job costs a wait in the queue.
+A check here costs a second; the same mistake found by the job costs a wait in the queue.
 """
 
 import asyncio
@@ -57,9 +57,11 @@ __all__ = [
 
 
 def source_note(source: Path) -> str:
-    """What to say of a configuration that others own or may write: it can run anything as its submitter; else empty.
+    """Returns a warning about a configuration that other users own or may write: it can run anything as its
+    submitter. Empty: no warning.
 
-    Trusted with it are root and the owner of this very code. A group whose number is the owner's is the owner alone.
+    Root and the owner of this very code are trusted with it. A group whose number equals the owner's is taken for the
+    owner alone.
     """
     info = source.stat()
     writable = bool(info.st_mode & 0o002 or (info.st_mode & 0o020 and info.st_gid != info.st_uid))
@@ -72,7 +74,7 @@ def source_note(source: Path) -> str:
 
 
 def check_written(config: RunConfig) -> None:
-    """Paths as the user wrote them: a variable that no shell has expanded would become a directory's name.
+    """Checks paths as the user wrote them: a variable that no shell expanded would become a directory's name.
 
     Raises:
         ConfigError: a path has a `$`.
@@ -96,7 +98,7 @@ def check_written(config: RunConfig) -> None:
 
 
 def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
-    """The keys are there and can be used; returns what the user should know of them.
+    """Checks that the keys exist and can be used; returns a note for the user.
 
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
@@ -104,7 +106,7 @@ def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
     keys = load_keys(config.checkpoint.encryption)
     if keys is None or config.checkpoint.encryption is None:
         return None
-    keys.current.derive(b"verl-slurm preflight")  # says so if the package is missing
+    keys.current.derive(b"verl-slurm preflight")  # raises if the package is missing
     if cluster == "slurm" and config.checkpoint.encryption.key_env is not None:
         return (
             "checkpoint.encryption.key_env: sbatch hands the variable to slurmctld, which keeps it with the job "
@@ -114,7 +116,7 @@ def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
 
 
 def check_metrics_port(config: RunConfig) -> str | None:
-    """The port's token is there and private; returns what the user should know of a port that others reach.
+    """Checks that the port's token exists and is private; returns a note for the user about a port that others reach.
 
     Raises:
         KeyRefused, PermissionRefused: `wire.http.read_token`.
@@ -133,11 +135,11 @@ def check_metrics_port(config: RunConfig) -> str | None:
 
 
 def check_resume_from(config: RunConfig) -> None:
-    """What `checkpoint.resume_from` names is there, and of the same algorithm; the lead verifies it.
+    """Checks that the target of `checkpoint.resume_from` exists and has the same algorithm; the lead verifies it.
 
     Raises:
         NotFound: it is not there.
-        ConfigError: it is of a run that trains other models.
+        ConfigError: it belongs to a run that trains other models.
     """
     wanted = config.checkpoint.resume_from
     if wanted is None or wanted == "auto":
@@ -151,7 +153,7 @@ def check_resume_from(config: RunConfig) -> None:
             expected="a checkpoint directory, the name of one of this run, auto or null",
             remedy="set checkpoint.resume_from; `verl-slurm checkpoints RUN` lists a run's",
         )
-    # One whose manifest cannot be read is for the lead, who says what is wrong with it.
+    # An unreadable manifest is left to the lead, which reports what is wrong with it.
     try:
         manifest = read_manifest(path)
     except (CheckpointCorrupt, SchemaMismatch, OSError):
@@ -160,14 +162,14 @@ def check_resume_from(config: RunConfig) -> None:
 
 
 def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, str]], list[str]]:
-    """Model, reward and data are there and not empty. Paths must be absolute; `builtin:` names must exist.
+    """Checks that model, reward and data exist and are not empty. Paths must be absolute; `builtin:` names must exist.
 
     Args:
         config: paths absolute.
         written: `model.path` as the user wrote it.
 
     Returns:
-        What is trained with which data and reward, by name; and what the user should know of the data.
+        The model, the data and the reward by name; and notes for the user about the data.
 
     Raises:
         ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
@@ -197,7 +199,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
 
 
 def check_run_dir(run_dir: Path) -> None:
-    """The run directory is ours and can be written, or can be made. Makes nothing.
+    """Checks that the run directory is ours and writable, or can be made. Makes nothing.
 
     Raises:
         PermissionRefused: not writable, not ours, or something else is in the way.
@@ -245,13 +247,13 @@ def check_run_dir(run_dir: Path) -> None:
 
 
 def check_surroundings(config: RunConfig) -> str | None:
-    """Who else may rename what lies around the run's directories; returns what the user should know of `run_dir`.
+    """Checks which other users may rename directories around the run's; returns a note for the user about `run_dir`.
 
-    The nodes look at `checkpoint.local_dir` again: this machine may not have it.
+    The nodes check `checkpoint.local_dir` again: this machine may not have it.
 
     Raises:
-        PermissionRefused: others could exchange the second copies, of which a manifest without a key does not say
-            which run it is. Or everybody could put a run of theirs in the place of this one.
+        PermissionRefused: others could exchange the second copies; a manifest without a key does not say which run it
+            belongs to. Or everybody could replace this run by one of theirs.
     """
     if config.checkpoint.local_dir is not None:
         require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
@@ -268,16 +270,18 @@ def check_surroundings(config: RunConfig) -> str | None:
 
 
 def _is_read_only(place: Path) -> bool:
-    """Root passes every access check; a read-only or kernel file system still takes no directory."""
+    """Returns whether the file system refuses writes: root passes every access check, but a read-only or kernel file
+    system still takes no directory.
+    """
     flags = os.statvfs(place).f_flag
     return bool(flags & os.ST_RDONLY) or place.is_relative_to("/proc") or place.is_relative_to("/sys")
 
 
 def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, str]:
-    """Slurm where its commands are, else this machine; never this machine because Slurm does not answer.
+    """Returns Slurm if its commands exist, else this machine. A Slurm that does not answer never leads to this machine.
 
     Returns:
-        The cluster, and a note for the user where it was chosen for them.
+        The cluster, and a note for the user if it was chosen for them.
     """
     if wanted != "auto":
         return wanted, ""
@@ -287,16 +291,16 @@ def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, 
 
 
 class SlurmSays(msgspec.Struct, frozen=True):
-    """What was asked of Slurm before a job is queued."""
+    """Slurm's answers to the questions before a job is queued."""
 
     conf: dict[str, str]
     """`scontrol show config`."""
     partition: PartitionFacts
-    """The one that the job goes to."""
+    """The partition that the job goes to."""
 
 
 def check_slurm(config: RunConfig) -> SlurmSays:
-    """Slurm answers, and its partition can ever run this job.
+    """Checks that Slurm answers, and that its partition can ever run this job.
 
     Raises:
         ConfigError: `run_dir` has a character that sbatch changes.
@@ -329,7 +333,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
         conf = await client.config()
         facts = await (client.default_partition() if name is None else client.partition(name))
     except SlurmMissing as error:
-        # scontrol complains in several lines; its last one says what is the matter.
+        # scontrol complains in several lines; the last one states the error.
         raise SlurmMissing(
             "Slurm does not answer",
             found=str(error.found).strip().splitlines()[-1],
@@ -353,7 +357,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
 
 
 def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
-    """Why this partition can never run this job; empty where nothing speaks against it. Pure."""
+    """Returns why this partition can never run this job; empty: nothing speaks against it. Pure."""
     nodes, limit_s = config.distributed.nodes, config.slurm.time_limit_min * 60
     if facts.state != "UP":
         return f"its state is {facts.state}"

@@ -1,4 +1,4 @@
-"""A reward as a user wrote it: made absolute, and looked at without torch."""
+"""Makes a user's reward absolute, and checks it without torch."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from verl_slurm.submit.checks.model_files import check_model
 
 __all__ = ["RULES", "absolute_reward", "check_reward"]
 
-# What the trainer offers; it imports torch, so the names are repeated here and held by a test.
+# The rules that the trainer offers; it imports torch, so the names are repeated here, and a test compares them.
 RULES = ("arithmetic",)
 
 
 def absolute_reward(text: str, base: Path) -> str:
-    """`text` with its path, if it has one, made absolute against `base`. What is no reward stays as it is."""
+    """Makes the path in `text`, if it has one, absolute against `base`. A text that is no reward stays as it is."""
     spec = parse_reward(text)
     if spec is None or not (spec.kind == "classifier" or spec.is_file):
         return text
@@ -22,7 +22,7 @@ def absolute_reward(text: str, base: Path) -> str:
 
 
 def check_reward(text: str) -> None:
-    """Refuse a reward that is not there, as far as that can be seen without running it.
+    """Refuses a reward that does not exist, as far as can be seen without running it.
 
     Args:
         text: paths absolute.

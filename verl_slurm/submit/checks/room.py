@@ -1,11 +1,11 @@
-"""Whether the run's file system has room for what the run is going to keep, asked before anything is queued.
+"""Checks before queueing that the run's file system has room for everything the run keeps.
 
-What is kept are checkpoints, and, once, the models that do not train (RUN/frozen): their copy is made before the first
-checkpoint, so that one that fits alone may not fit beside it.
+The run keeps checkpoints and, once, the models that do not train (RUN/frozen). Their copy is made before the first
+checkpoint, so a checkpoint that fits alone may not fit beside it.
 
-Two cases, two answers. No room for a single checkpoint: refused, because such a job could train and never save.
-Room for one, but not for all that is to be kept: a warning, because others may free room before it is needed, and
-because the size is an estimate until the run has saved once. Quotas are not seen (`checkpoint/decide/storage.py`).
+Two cases, two answers. No room for a single checkpoint is refused, because such a job could train and never save.
+Room for one, but not for all, is a warning. Others may free room before it is needed, and the size is an estimate
+until the run has saved once. Quotas are not seen (`checkpoint/decide/storage.py`).
 """
 
 import os
@@ -29,10 +29,10 @@ __all__ = ["check_room", "checkpoint_size", "frozen_to_come", "num_to_come"]
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PER_PARAMETER = 3
-"""Of each model that trains: itself and AdamW's two moments, all in the dtype of the model."""
+"""Tensors per trained parameter: the parameter and AdamW's two moments, all in the dtype of the model."""
 _LEAST_KEPT = 2
 _BLOCK_BYTES = 4096
-"""What a file may take beyond its bytes."""
+"""Bytes that a file may take beyond its content."""
 
 
 def check_room(
@@ -43,16 +43,16 @@ def check_room(
     frozen: tuple[int, int] = (0, 0),
     ask: Callable[[Path, Need], Room] = room_for,
 ) -> str:
-    """Compare what is free with what is to come.
+    """Compares the free room with the room that will be needed.
 
     Args:
         config: paths absolute.
         checkpoints: RUN/checkpoints; need not exist.
-        committed: what lies there already, newest first.
+        committed: the checkpoints already there, newest first.
         frozen: `frozen_to_come`.
 
     Returns:
-        A warning, empty where there is none.
+        A warning; empty: none.
 
     Raises:
         NoRoom: not even one checkpoint fits.
@@ -88,18 +88,19 @@ def check_room(
 
 
 def num_to_come(config: RunConfig, present: int) -> int:
-    """At most so many more checkpoints lie there at once, when `present` do already: at least one. Pure."""
+    """Returns how many more checkpoints may lie there at once, when `present` already do: at least one. Pure."""
     checkpoint = config.checkpoint
-    steps = 0 if config.trainer.is_guest else config.train.steps  # how many a guest will do, it alone knows
+    # A guest's number of steps is known to the guest alone.
+    steps = 0 if config.trainer.is_guest else config.train.steps
     for_ever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
     return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + checkpoint.keep_best + 1 - present, 1)
 
 
 def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
-    """(bytes, inodes) of the copies that the next start will make of models that do not train, by a stat walk.
+    """Returns (bytes, inodes) of the copies that the next start will make of models that do not train, by a stat walk.
 
-    A copy of as many bytes that lies there is taken for the model's: to know it, all would have to be read. What
-    cannot be looked at counts nothing; the start will say why.
+    An existing copy with the same number of bytes is taken for the model's: certainty would require reading all of
+    it. A directory that cannot be read counts nothing; the start will report why.
     """
     if not config.checkpoint.store_frozen or config.trainer.is_guest:
         return 0, 0
@@ -112,7 +113,7 @@ def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
 
 
 def _tree(root: Path) -> tuple[int, int]:
-    """(bytes, files) below a directory, links followed as the copy follows them."""
+    """Returns (bytes, files) below a directory; follows links as the copy does."""
     num_bytes = num_files = 0
     try:
         for folder, _, names in os.walk(root, followlinks=True):
@@ -125,7 +126,7 @@ def _tree(root: Path) -> tuple[int, int]:
 
 
 def _beside(need: Need, frozen: tuple[int, int]) -> Need:
-    """`need`, and the frozen models' copies."""
+    """Returns `need` plus the frozen models' copies."""
     num_bytes, num_files = frozen
     if not num_files:
         return need
@@ -139,7 +140,7 @@ def _beside(need: Need, frozen: tuple[int, int]) -> Need:
 
 
 def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> tuple[int, int, str] | None:
-    """(bytes, files, where that is known from) of one checkpoint; None: nobody knows."""
+    """Returns (bytes, files, the source of these figures) for one checkpoint; None: unknown."""
     if committed:
         newest = committed[0]
         return newest.num_bytes, newest.num_files, newest.name
@@ -156,7 +157,7 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
 
 
 def _of_verl(config: RunConfig) -> tuple[int, int, str] | None:
-    """By the files of the model that it trains; what verl downloads nobody knows."""
+    """Computes the size from the files of the model that verl trains; a model that verl downloads is unknown."""
     entry, said = config.trainer.entry, user_settings(config.verl)
     settings = said_settings(said)
     model = next((one.place for one in inputs_of(entry, settings, said) if one.kind == "model"), "")

@@ -1,7 +1,7 @@
 """Has Slurm judge the very script that would be queued, with `sbatch --test-only`: nothing is queued.
 
-sbatch's refusals are one sentence that names no key. `refused_keys` translates them; submission uses it as well, for
-what sbatch says to the real script.
+sbatch's refusals are one sentence that names no key. `refused_keys` translates them; submission also uses it for
+sbatch's refusal of the real script.
 """
 
 import os
@@ -52,14 +52,14 @@ _NO_ANSWER = re.compile(
 
 
 def refused_keys(said: str) -> tuple[str, ...]:
-    """The keys of the configuration that sbatch's sentence is about; empty: it does not say. Pure."""
+    """Returns the configuration keys that sbatch's sentence is about; empty: it does not say. Pure."""
     if "node configuration" in said:
         return _OF_A_NODE
     return tuple(key for pattern, key in _KEYS if re.search(pattern, said, re.IGNORECASE))[:1]
 
 
 def refusal(config: RunConfig, said: str) -> SlurmRefused:
-    """The error for a job that sbatch does not take, with the key that it is about."""
+    """Returns the error for a job that sbatch refuses, with the key that it is about."""
     keys = refused_keys(said)
     asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
     first = keys[0] if keys else "the slurm section"
@@ -72,7 +72,7 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
 
 
 def judge_script(config: RunConfig, script: str) -> str:
-    """Returns what sbatch says of `script`: when it could start, or why that is not known now.
+    """Returns sbatch's verdict on `script`: when it could start, or why that is not known now.
 
     Raises:
         SlurmRefused: it would be refused.

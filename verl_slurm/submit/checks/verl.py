@@ -1,6 +1,6 @@
-"""What a run of verl would otherwise find out after its wait in the queue: asked before anything is queued.
+"""Checks a run of verl before anything is queued, for errors that would otherwise show after its wait in the queue.
 
-verl's own way with each of these is to crash, on every node and at every start; or, worse, to train on.
+On each of these, verl itself would crash on every node and at every start, or, worse, train on.
 """
 
 import importlib.util
@@ -34,7 +34,7 @@ from verl_slurm.verl.resize import way_out
 __all__ = ["check_verl", "require_same_ranks"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What verl 0.9.1 imports and `pip install verl` does not bring: module → what pip calls it.
+# Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
 _BESIDES = {
     "sft": {"uvicorn": "uvicorn", "fastapi": "fastapi"},
     "ppo": {
@@ -55,7 +55,7 @@ def check_verl(
     *,
     ask_version: Callable[[], str | None] | None = None,
 ) -> tuple[list[str], list[str]]:
-    """All of it; returns what was looked at and found good, and what the user should know.
+    """Runs all checks; returns the items found good, and notes for the user.
 
     Args:
         config: `trainer.backend: verl`, paths absolute.
@@ -67,7 +67,7 @@ def check_verl(
         DataError: data files or a model are not there.
     """
     entry, said = config.trainer.entry, user_settings(config.verl)
-    if not paths.run_yaml.exists():  # a run that has begun with one goes on as it began
+    if not paths.run_yaml.exists():  # a run that has begun with one continues with it
         refuse_switches_as_text(said)
     require_same_ranks(config, paths, committed)
     checked, notes = ["verl's own settings"], []
@@ -99,7 +99,7 @@ def check_verl(
 
 
 def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
-    """verl reads a checkpoint back with as many ranks as wrote it, and with no others.
+    """Refuses another number of ranks: verl reads a checkpoint back with exactly as many ranks as wrote it.
 
     Raises:
         ConfigError: both numbers, and the way out.
@@ -127,10 +127,10 @@ def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[C
 
 
 def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
-    """A checkpoint of another run; one whose manifest cannot be read is for the lead, who says what is wrong.
+    """Returns a checkpoint of another run. An unreadable manifest is left to the lead, which reports what is wrong.
 
     Raises:
-        ConfigError: it is a step of plain verl, which has none.
+        ConfigError: it is a step of plain verl, which has no manifest.
     """
     if step_of(path.name) is not None and not (path / MANIFEST).exists():
         raise ConfigError(
@@ -148,7 +148,9 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
 
 
 def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
-    """Where no verl can be asked: its defaults are places in the home of whoever wrote its examples.
+    """Requires the inputs in the user's words if no verl can be asked for its defaults.
+
+    These are paths in the home directories of the authors of verl's examples.
 
     Raises:
         DataError: the user leaves one of them to verl.
@@ -165,7 +167,7 @@ def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
 
 
 def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
-    """What was found, and what should be known of it."""
+    """Returns what was found, and a note about it."""
     version = ask()
     release = require_installed(entry, version)
     if release.word != "run":
@@ -182,7 +184,7 @@ def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
 
 
 def _check_input(one: Input) -> str:
-    """Raises DataError where it is not there; else returns what should be known of it."""
+    """Raises DataError if the input does not exist; else returns a note about it."""
     place = Path(one.place).expanduser()
     if is_remote(one.place):
         return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"

@@ -1,1 +1,1 @@
-"""What a step took, and where its time went."""
+"""Measures how long a step took and how its time divides."""

@@ -1,7 +1,7 @@
-"""How long a step communicates: FSDP2's collectives, with a watch around each.
+"""Measures how long a step communicates, with a stopwatch around each FSDP2 collective.
 
-On a CPU a collective holds the rank up for as long as it lasts, with what it waits for slower ranks. On a GPU it is the
-time between its begin and its end on its own stream, of which the part that computing hides costs nothing.
+On a CPU a collective blocks the rank for its whole duration, including the wait for slower ranks. On a GPU it is the
+time from begin to end on its own stream. The part that overlaps computation costs nothing.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-# Not public, and what `set_custom_all_gather` asks for; torch is pinned, and a test does this on real ranks.
+# Not public, but required by `set_custom_all_gather`. torch is pinned, and a test runs this on real ranks.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from verl_slurm.trainer.measures.stopwatch import Stopwatch
@@ -40,8 +40,8 @@ class _ReduceScatter(DefaultReduceScatter):
 
 
 def watch_collectives(models: Iterable[nn.Module | None], watch: Stopwatch) -> None:
-    """Have `watch` measure what the sharded ones among `models` send each other. The same collectives, the same
-    bits.
+    """Makes `watch` measure the collectives of the sharded ones among `models`. The collectives and their bits stay the
+    same.
     """
     gather, scatter = _AllGather(watch), _ReduceScatter(watch)
     for model in models:

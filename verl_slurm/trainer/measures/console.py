@@ -1,7 +1,7 @@
-"""Lines for people, from a rank: written if they can be, and never a reason to stop.
+"""Writes lines for people from a rank, if it can; a failure never stops training.
 
-Standard output of a rank is a file beside the checkpoints. The disk that is too full for a line may have room
-again, or have had room for the save that the line is about.
+Standard output of a rank is a file beside the checkpoints. A disk too full for a line may have room again later, or may
+have had room for the save that the line reports.
 """
 
 import contextlib
@@ -12,17 +12,17 @@ __all__ = ["complain", "flush", "say"]
 
 
 def say(text: str) -> None:
-    """One line on stdout."""
+    """Writes one line to stdout."""
     _write(sys.stdout, text)
 
 
 def complain(text: str) -> None:
-    """One line on stderr."""
+    """Writes one line to stderr."""
     _write(sys.stderr, text)
 
 
 def flush() -> None:
-    """Hand over what is still buffered, as far as that goes."""
+    """Flushes what is still buffered, as far as possible."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -1,8 +1,8 @@
-"""What a step costs, and what a save costs the training: measured from the times of whole steps alone.
+"""Measures the cost of a step, and of a save to the training, from the times of whole steps alone.
 
-A save works in the background. What it takes from training is not what it lasts, and not only what training stood
-still for: it also competes for cores, memory and disk. So its cost is by how much the steps it ran beside were longer
-than steps without one. A single difference is noise where steps differ (longer answers); the median of many is not.
+A save works in the background. Its cost is neither its duration nor just the time that training stood still: it also
+competes for cores, memory and disk. So its cost is the extra length of the steps that it overlapped, against steps
+without a save. A single difference is noise where steps differ (longer answers); the median of many is not.
 """
 
 import time
@@ -13,11 +13,11 @@ from statistics import median
 __all__ = ["CostMeter"]
 
 _MEASURED = 16
-"""Newest steps and saves that count: answers grow longer over a run, so what was measured long ago does not."""
+"""Newest steps and saves that count. Answers grow longer over a run, so old measurements no longer apply."""
 
 
 class CostMeter:
-    """Told of each whole step and each save of this process.
+    """Receives each whole step and each save of this process.
 
     Args:
         clock: monotonic seconds.
@@ -36,16 +36,18 @@ class CostMeter:
 
     @property
     def step_s(self) -> float | None:
-        """A step without a save beside it; None: there was none yet."""
+        """Returns the seconds of a step without a concurrent save; None: there was none yet."""
         return median(self._plain) if self._plain else None
 
     @property
     def save_s(self) -> float | None:
-        """Training time that a save takes; None: not known yet."""
+        """Returns the training seconds that a save costs; None: not known yet."""
         return median(self._costs) if self._costs else None
 
     def step_end(self, step: int) -> None:
-        """`step` whole steps are done. The first of a process (compiling, first allocations) is left out."""
+        """Records that `step` whole steps are done. Leaves out the first of a process (compiling, first
+        allocations).
+        """
         now = self._clock()
         if self._mark is not None and step > self._mark[0]:
             count = step - self._mark[0]
@@ -59,11 +61,11 @@ class CostMeter:
             self._beside = []
 
     def leave_out(self, seconds: float) -> None:
-        """Of the step that runs, what only some steps have: an evaluation would be taken for the cost of a save."""
+        """Subtracts `seconds` from the current step. An evaluation would otherwise count as the cost of a save."""
         self._left_out_s += seconds
 
     def save_began(self, *, counts: bool = True) -> None:
-        """From here on steps have a save beside them.
+        """Records that a save now runs beside the steps.
 
         Args:
             counts: it is one of those whose cost is asked for.
@@ -72,5 +74,5 @@ class CostMeter:
         self._under_way = self._touched = True
 
     def save_ended(self) -> None:
-        """It is durable, or has failed."""
+        """Records that the save is durable or has failed."""
         self._under_way = False

@@ -1,4 +1,6 @@
-"""Numbers of a step that nothing depends on, from its buffers: how scores spread, and how much the critic knows."""
+"""Computes diagnostics of a step from its buffers: the spread of scores and the quality of the critic. Training does
+not depend on them.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +16,7 @@ __all__ = ["explained_variance", "spread_of_scores", "step_measures"]
 def step_measures(
     scored: Mapping[str, Tensor], estimates: Mapping[str, Tensor], mask: Tensor, ranks: Collective
 ) -> dict[str, float]:
-    """Columns of the step's row, the same bits on every rank. Collective.
+    """Returns columns of the step's row, the same bits on every rank. Collective.
 
     Args:
         scored: scores [N]; old_values [N, T] where there is a critic.
@@ -36,15 +38,16 @@ def step_measures(
 
 
 def spread_of_scores(count: float, total: float, squares: float) -> float:
-    """The standard deviation of `count` scores."""
+    """Returns the standard deviation of `count` scores."""
     return math.sqrt(_variance(count, total, squares))
 
 
 def explained_variance(
     count: float, returns: float, squares: float, errors: float, error_squares: float
 ) -> float:
-    """1 - Var(returns - values) / Var(returns) over tokens: 1 is a critic that knows all, 0 one that knows no more than
-    the mean, and below 0 it misleads. 0 where all returns are the same.
+    """Returns 1 - Var(returns - values) / Var(returns) over tokens; 0 where all returns are the same.
+
+    1 is a perfect critic, 0 one that predicts no better than the mean, and a negative number one that misleads.
 
     Args:
         count: tokens.
@@ -52,7 +55,7 @@ def explained_variance(
         errors, error_squares: the same of returns - values.
     """
     variance = _variance(count, returns, squares)
-    # Rounding leaves about 1e-16 of the mean square where there is no variance.
+    # Without variance, rounding leaves about 1e-16 of the mean square.
     if count == 0 or variance <= 1e-12 * squares / count:
         return 0.0
     return 1.0 - _variance(count, errors, error_squares) / variance

@@ -1,6 +1,7 @@
-"""Seconds of named parts of a step: by the clock on a CPU, by events of the stream on a GPU, where work is only begun.
+"""Measures seconds of named parts of a step: by the clock on a CPU, by stream events on a GPU, where calls return
+early.
 
-Measured, never used: no number of the training depends on it, and it is neither saved nor compared.
+The results are for display: no number of the training depends on them, and they are neither saved nor compared.
 """
 
 import contextlib
@@ -17,9 +18,9 @@ _Mark = Any
 
 
 class Stopwatch:
-    """Adds up, by name, what was measured since the last `take`.
+    """Adds up measurements by name since the last `take`.
 
-    Two ways to measure, which may overlap: laps (`start`, then a `lap` behind each part) and spans (a `with` block).
+    Two ways to measure may overlap: laps (`start`, then a `lap` after each part) and spans (a `with` block).
 
     Args:
         device: whose work is measured.
@@ -33,24 +34,24 @@ class Stopwatch:
         self._since: _Mark = None
 
     def start(self) -> None:
-        """The next lap begins here."""
+        """Begins the next lap here."""
         self._since = self._mark()
 
     def lap(self, name: str) -> None:
-        """What was done since `start` or the lap before was `name`."""
+        """Counts the time since `start` or the previous lap as `name`."""
         now = self._mark()
         self._note(name, self._since, now)
         self._since = now
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """What is done in the block is `name`; of an error nothing is noted."""
+        """Counts the block as `name`; a block that raises counts nothing."""
         began = self._mark()
         yield
         self._note(name, began, self._mark())
 
     def take(self) -> dict[str, float]:
-        """Seconds by name, and from zero again. On a GPU it waits until what was measured is done."""
+        """Returns seconds by name and resets them to zero. On a GPU it waits for the measured work to finish."""
         parts, self._parts = self._parts, []
         seconds, self._seconds = self._seconds, {}
         if parts:
@@ -74,7 +75,7 @@ class Stopwatch:
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has had at once so far: of the GPU, or without one of the machine."""
+    """Returns this process's peak memory so far in bytes: of the GPU, or without one of the machine."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource
@@ -83,7 +84,7 @@ def memory_bytes(device: torch.device) -> int:
 
 
 class GpuMemory:
-    """How full this rank's GPU is, looked at once a second at most: the driver takes some ten microseconds to say.
+    """How full this rank's GPU is, read at most once a second: the driver takes some ten microseconds to answer.
 
     Runs at every safe point.
     """
@@ -99,7 +100,9 @@ class GpuMemory:
         self._due, self._percent = 0.0, 0.0
 
     def percent(self) -> float | None:
-        """Memory in use, of all there is: also what allocators keep, and what other processes have. None: no GPU."""
+        """Returns the memory in use as a share of the total, including allocators' caches and other processes. None: no
+        GPU.
+        """
         if self._device.type != "cuda":
             return None
         now = self._clock()
@@ -107,7 +110,7 @@ class GpuMemory:
             self._due = now + 1.0
             try:
                 free, total = self._look(self._device)
-            except RuntimeError:  # of the driver; whatever it is, training finds it out by itself
+            except RuntimeError:  # of the driver; training meets the same fault by itself
                 return None
             self._percent = 100.0 * (total - free) / total
         return self._percent

@@ -1,6 +1,6 @@
-"""What a step cost, as columns for people: from seconds and counts. Pure.
+"""Turns seconds and counts of a step into cost columns for people. Pure.
 
-None of them is a number of the training: they go to the curves, the daemon and `steps.jsonl`, never into the history.
+No column is a number of the training: they go to the curves, the daemon and `steps.jsonl`, never into the history.
 """
 
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ def step_costs(
     trained_tokens: int,
     memory: int,
 ) -> dict[str, float]:
-    """All timings of a whole step of this rank.
+    """Returns all timings of a whole step of this rank.
 
     Args:
-        phases: `generate_s`, `score_s`, `update_s`, `eval_s` where it was evaluated, `tokens_per_second` (sampled, over
-            all ranks, by the seconds of sampling).
+        phases: `generate_s`, `score_s`, `update_s`, `eval_s` if the step was evaluated, `tokens_per_second` (sampled
+            over all ranks, divided by the seconds of sampling).
         parts: `actor_update_s`, `critic_update_s`, `communication_s` (`trainer.measures.stopwatch`).
-        step_s: from the end of the step before, with saves and all waiting.
+        step_s: from the end of the previous step, with saves and all waiting.
         waited_s: in small collectives between the ranks (`Collective.waited_s`).
         trained_tokens: that the actor was updated on, over all ranks and epochs.
         memory: `memory_bytes`.

@@ -1,4 +1,4 @@
-"""From a score for each sample to an advantage for each token. Pure.
+"""Turns a score for each sample into an advantage for each token. Pure.
 
 N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
 """
@@ -22,10 +22,10 @@ __all__ = [
 def token_kl(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Literal["k1", "k3"] = "k1"
 ) -> Tensor:
-    """An estimate of KL(p || p_ref) at each token, 0 outside the mask.
+    """Estimates KL(p || p_ref) at each token; 0 outside the mask.
 
-    k1 = log p - log p_ref. Its sum over a sample's tokens, averaged over samples, estimates the KL of whole
-    responses in nats without bias. k3 = q - 1 - log q with q = p_ref / p is never negative and varies less
+    k1 = log p - log p_ref. Its sum over a sample's tokens, averaged over samples, estimates the KL of whole responses
+    in nats without bias. k3 = q - 1 - log q with q = p_ref / p is never negative and varies less
     (http://joschu.net/blog/kl-approx.html).
 
     Args:
@@ -87,10 +87,10 @@ def gae(
 
 
 def penalised_scores(scores: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
-    """Score less beta times the whole response's KL: the reward of a response as one action.
+    """Subtracts beta times the whole response's KL from its score: the reward of a response as one action.
 
-    Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4): with an advantage for whole responses there is no token to
-    charge a token's KL to.
+    Ahmadian et al. 2024 (arXiv:2402.14740, eq. 4): an advantage for whole responses leaves no token to charge a token's
+    KL to.
 
     Args:
         scores: float [N].
@@ -106,14 +106,14 @@ def penalised_scores(scores: Tensor, kl: Tensor, kl_coef: float) -> Tensor:
 def group_advantages(
     rewards: Tensor, mask: Tensor, *, group: int, scale: Literal["std", "none"], eps: float = 1e-4
 ) -> Tensor:
-    """How much better a response is than the others to its prompt, the same for each of its tokens.
+    """Computes how much better a response is than the others to its prompt, the same for each of its tokens.
 
-    A = (r - mean(r)) / (std(r) + eps) over the group (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section
-    4.1.2). Without the division (Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.1) a prompt that is nearly
-    always or nearly never solved weighs no more than another.
+    A = (r - mean(r)) / (std(r) + eps) over the group (Shao et al. 2024, DeepSeekMath, arXiv:2402.03300, section 4.1.2).
+    Without the division (Liu et al. 2025, Dr. GRPO, arXiv:2503.20783, section 3.1) a prompt that is nearly always or
+    nearly never solved weighs no more than another.
 
     Args:
-        rewards: float [N], the responses to a prompt one after the other, N a multiple of `group`.
+        rewards: float [N], the responses to a prompt consecutive, N a multiple of `group`.
         mask: bool [N, T].
         group: responses to a prompt, at least 2.
         scale: divide by the standard deviation or not. It is the unbiased one (n - 1), as in TRL.
@@ -131,13 +131,13 @@ def group_advantages(
 
 
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
-    """Count, sum and sum of squares where `mask`, float64 [3]: all-reduce it by SUM, then `whiten`."""
+    """Returns count, sum and sum of squares where `mask`, float64 [3]: all-reduce it by SUM, then `whiten`."""
     valid = torch.where(mask, x, torch.zeros_like(x)).to(torch.float64)
     return torch.stack([mask.sum().to(torch.float64), valid.sum(), (valid * valid).sum()])
 
 
 def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, eps: float = 1e-8) -> Tensor:
-    """(x - mean) / sqrt(var + eps) where `mask`, 0 elsewhere.
+    """Returns (x - mean) / sqrt(var + eps) where `mask`, 0 elsewhere.
 
     Args:
         x: float [N, T], this rank's share.

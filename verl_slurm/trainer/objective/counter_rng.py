@@ -1,10 +1,9 @@
-"""Random numbers that are a function of what they are for, not of how many were drawn before.
+"""Random numbers as a function of their purpose, independent of how many were drawn before.
 
-Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a key and a
-counter to random bits. The key holds the run's seed and a purpose, the counter says which number is meant.
-So a resumed, resharded or replayed run draws the same numbers, and no generator state has to be saved.
-NumPy promises a stable stream for a bit generator's raw output (NEP 19), not for its distributions; hence
-everything here is built from `random_raw` alone.
+Philox4x64-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) maps a key and a counter to random
+bits. The key holds the run's seed and a purpose; the counter identifies the number. So a resumed, resharded or replayed
+run draws the same numbers, and no generator state has to be saved. NumPy promises a stable stream for a bit generator's
+raw output (NEP 19), not for its distributions. So everything here is built from `random_raw` alone.
 """
 
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ __all__ = ["Purpose", "permutation", "uniforms"]
 
 
 class Purpose(IntEnum):
-    """What numbers are for: two purposes never share a stream. Values are part of a run's identity."""
+    """The purpose of random numbers; two purposes never share a stream. Values are part of a run's identity."""
 
     SAMPLE_TOKEN = 1
     DATA_ORDER = 2
@@ -26,7 +25,7 @@ class Purpose(IntEnum):
 
 
 def _raw(seed: int, purpose: Purpose, counter: Sequence[int], num: int) -> NDArray[np.uint64]:
-    """`num` random 64-bit words. `counter` has at most three parts; the fourth counts the words."""
+    """Draws `num` random 64-bit words. `counter` has at most three parts; the fourth counts the words."""
     if not 0 <= seed < 2**64 or len(counter) > 3 or not all(0 <= part < 2**64 for part in counter):
         raise ValueError(f"seed {seed} or counter {tuple(counter)} does not fit Philox4x64")
     words = np.zeros(4, dtype=np.uint64)
@@ -44,14 +43,14 @@ def uniforms(
     sample_index: int = 0,
     purpose: Purpose = Purpose.SAMPLE_TOKEN,
 ) -> NDArray[np.float64]:
-    """One uniform number in [0, 1) for each sample and token position.
+    """Draws one uniform number in [0, 1) for each sample and token position.
 
     Args:
         seed: the run's seed.
         step: the training step that samples.
         sample_ids: global prompt counters, N of them.
         num_tokens: T.
-        sample_index: which of several samples of the same prompt.
+        sample_index: index among several samples of the same prompt.
         purpose: SAMPLE_TOKEN, or EVALUATION, whose sample ids count other prompts.
 
     Returns:
@@ -63,7 +62,7 @@ def uniforms(
 
 
 def permutation(seed: int, purpose: Purpose, counter: Sequence[int], size: int) -> NDArray[np.int64]:
-    """A random order of `range(size)`, the same for the same arguments on every machine.
+    """Returns a random order of `range(size)`, the same for the same arguments on every machine.
 
     Args:
         seed: the run's seed.

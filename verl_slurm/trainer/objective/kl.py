@@ -13,14 +13,14 @@ _GAIN = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveKL:
-    """The controller's whole state; `coef` and `window` are what a checkpoint keeps.
+    """The controller's whole state; a checkpoint keeps `coef` and `window`.
 
     Attributes:
         coef: the present coefficient, beta. 0 stays 0: the penalty is off.
-        target: KL of whole responses to steer to, in nats a sample.
+        target: KL of whole responses to steer to, in nats per sample.
         size: steps in the window.
         window: KL of the last steps, oldest first, at most `size`.
-        fixed: the coefficient stays as it is; the window is kept all the same.
+        fixed: the coefficient never changes; the window is still kept.
 
     Runs at the end of each step.
     """
@@ -32,10 +32,9 @@ class AdaptiveKL:
     fixed: bool = False
 
     def update(self, kl: float) -> "AdaptiveKL":
-        """The state after a step whose samples had a mean KL of `kl` nats.
+        """Returns the state after a step whose samples had a mean KL of `kl` nats.
 
-        A `kl` that is not finite is an error of the caller's (ValueError): it would poison the
-        coefficient for good.
+        Raises ValueError for a `kl` that is not finite: it would poison the coefficient permanently.
         """
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise ValueError(f"KL is not finite: {kl}")

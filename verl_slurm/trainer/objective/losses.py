@@ -1,11 +1,12 @@
-"""The terms of PPO's and GRPO's objectives: pure functions, shapes in the docstrings, worked by hand in the tests.
+"""Computes the terms of PPO's and GRPO's objectives: pure functions, with shapes in the docstrings and examples worked
+by hand in the tests.
 
 N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
 
-Gradient accumulation and data parallelism: FSDP averages gradients over the ranks, and token counts differ
-between micro-batches and ranks. A mean over the whole mini-batch therefore needs its denominator from
-outside: (valid tokens of the mini-batch over all ranks) / (number of ranks). Then the sum over a rank's
-micro-batches, averaged over ranks, is the exact mean. The same holds for means over responses.
+Gradient accumulation and data parallelism: FSDP averages gradients over the ranks, and token counts differ between
+micro-batches and ranks. A mean over the whole mini-batch therefore needs its denominator from outside: (valid tokens of
+the mini-batch over all ranks) / (number of ranks). Then the sum over a rank's micro-batches, averaged over ranks, is
+the exact mean. The same holds for means over responses.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ __all__ = [
 ]
 
 Mean = Callable[[Tensor, Tensor], Tensor]
-"""x float [N, T] and mask bool [N, T] to a scalar; what lies outside the mask does not matter."""
+"""Maps x float [N, T] and mask bool [N, T] to a scalar; values outside the mask do not matter."""
 
 
 class PolicyLoss(NamedTuple):
@@ -45,7 +46,7 @@ class ValueLoss(NamedTuple):
 
 
 def masked_mean(x: Tensor, mask: Tensor, denominator: float | None = None) -> Tensor:
-    """Sum of `x` where `mask`, over `denominator` (default: the number of true positions, at least 1).
+    """Sums `x` where `mask`, divided by `denominator` (default: the number of true positions, at least 1).
 
     Args:
         x: float [N, T].
@@ -53,7 +54,7 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | None = None) -> Te
         denominator: tokens to divide by, see the module docstring.
 
     Returns:
-        Scalar; 0 for an empty mask. What lies outside the mask does not matter, not even a NaN.
+        Scalar; 0 for an empty mask. Values outside the mask do not matter, not even a NaN.
     """
     total = torch.where(mask, x, torch.zeros_like(x)).sum()
     if denominator is None:
@@ -68,7 +69,7 @@ def mean_of(
     samples: float,
     length: int,
 ) -> Mean:
-    """How the per-token losses of a mini-batch become one number, for a piece of that mini-batch.
+    """Returns the function that reduces the per-token losses of a piece of a mini-batch to one number.
 
     * token_mean: sum over all tokens / tokens (DAPO, arXiv:2503.14476, eq. 8): a long response weighs more.
     * sequence_mean: mean over each response's tokens, then over responses (GRPO, arXiv:2402.03300, eq. 3): a token of

@@ -1,8 +1,8 @@
-"""AdamW over what a rank holds: all of a model's shards in one call.
+"""AdamW over the tensors that a rank holds: all of a model's shards in one call.
 
-torch's own steps through DTensors one after the other, asking at each how it is sharded: milliseconds an update for a
-small model. An update looks at one element at a time, so it needs the local shards only. State, names and what is saved
-are torch's: DTensors laid out like their parameters.
+torch's own optimizer steps through DTensors one by one and asks each how it is sharded: milliseconds per update for a
+small model. An update is elementwise, so it needs the local shards only. State, names and the saved form are torch's:
+DTensors laid out like their parameters.
 
 Exact: the same shape and the same number of threads give the same bits every time.
 """
@@ -26,15 +26,16 @@ __all__ = ["LocalAdamW", "build_optimizers"]
 class LocalAdamW(AdamW):
     """torch's AdamW on the local part of every tensor.
 
-    On a CPU torch's fused kernel: one pass over memory. On a GPU `foreach`: the fused kernel there wants AdamW's count
-    of updates on the GPU, too, where checkpoints have it on the CPU.
+    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`: the fused kernel there
+    wants AdamW's count of updates on the GPU, too, and checkpoints have it on the CPU.
     """
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in params)
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=on_cpu, foreach=not on_cpu)
 
-    # Not public: what `step` collects before it calls the kernels. torch is pinned, and a test holds it to torch's own.
+    # Not public: it collects the lists before `step` calls the kernels. torch is pinned, and a test compares with
+    # torch's own.
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
@@ -45,7 +46,7 @@ class LocalAdamW(AdamW):
 def build_optimizers(
     trained: Mapping[Role, nn.Module], train: TrainConfig, *, to_be_loaded: bool
 ) -> dict[Role, torch.optim.Optimizer]:
-    """An optimizer for each model, its state already there (`initialise_adamw`)."""
+    """Builds an optimizer for each model, with its state allocated (`initialise_adamw`)."""
     rates = base_rates(train)
     made: dict[Role, torch.optim.Optimizer] = {}
     for role, model in trained.items():

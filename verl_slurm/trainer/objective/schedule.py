@@ -1,9 +1,10 @@
 """The learning rate: a function of whole steps done, so it has no state to lose.
 
-`scheduler.json` in a checkpoint records what it gave, and a resume refuses when it would give something else.
+`scheduler.json` in a checkpoint records its rates, and a resume refuses when it would compute different ones.
 
 Every schedule begins with the same linear warm-up, from base / warmup_steps in step 0 to base in the last step of the
-warm-up; then it multiplies base by a factor that begins at 1. What falls to a floor reaches it behind the last step.
+warm-up. Then it multiplies base by a factor that begins at 1. A schedule that falls to a floor reaches it after the
+last step.
 """
 
 import math
@@ -14,12 +15,12 @@ from verl_slurm.config.schema import TrainConfig
 
 __all__ = ["base_rates", "learning_rate", "schedule_record"]
 
-# Of inverse_sqrt without a warm-up, as in transformers: there has to be some scale.
+# For inverse_sqrt without a warm-up, as in transformers: the schedule needs some scale.
 _TIMESCALE = 10_000
 
 
 def learning_rate(base: float, config: TrainConfig, step: int) -> float:
-    """The rate for the updates of the step that follows `step` whole ones.
+    """Returns the rate for the updates of the step that follows `step` whole ones.
 
     Args:
         base: the highest rate.
@@ -32,13 +33,13 @@ def learning_rate(base: float, config: TrainConfig, step: int) -> float:
 
 
 def base_rates(config: TrainConfig) -> dict[Role, float]:
-    """The rate behind warm-up, of each model that trains."""
+    """Returns the rate after warm-up of each model that trains."""
     rates: dict[Role, float] = {"actor": config.actor_lr, "critic": config.critic_lr}
     return {role: rates[role] for role in trained_roles(config)}
 
 
 def schedule_record(config: TrainConfig, step: int) -> dict[str, dict[str, float | int | str]]:
-    """What `scheduler.json` says of each optimizer after `step` whole steps."""
+    """Returns the content of `scheduler.json` for each optimizer after `step` whole steps."""
     return {
         role: {
             "schedule": config.lr_schedule,
@@ -80,12 +81,12 @@ def _warmup_stable_decay(config: TrainConfig, step: int) -> float:
 
 
 def _done(config: TrainConfig, step: int) -> float:
-    """How much of what follows the warm-up is over, 0 to 1."""
+    """Returns the finished fraction of the time after warm-up, 0 to 1."""
     return min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
 
 
 def _floored(config: TrainConfig, factor: float) -> float:
-    """1 stays 1, and 0 becomes the floor."""
+    """Maps 1 to 1 and 0 to the floor."""
     return config.lr_min_ratio + (1.0 - config.lr_min_ratio) * factor
 
 

@@ -1,4 +1,4 @@
-"""The joint norm of gradients, wherever they lie: on several meshes and stages, too."""
+"""Computes the joint norm of gradients on any number of meshes and stages."""
 
 import math
 
@@ -13,11 +13,11 @@ __all__ = ["clip_over_grid", "require_finite"]
 
 
 def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
-    """Scale all gradients so that their joint norm is at most `max_norm`; the norm before. Collective.
+    """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before. Collective.
 
-    torch's own is for one mesh, and a collective for each gradient; here norms are cut over dp, projections over dp and
-    tp, and layers over stages. So every rank adds up the squares of what only it holds, in float64, and the sums are
-    added in rank order.
+    torch's own function is for one mesh and makes one collective per gradient. Here norms are cut over dp, projections
+    over dp and tp, and layers over stages. So every rank sums the squares of the pieces that it alone holds, in
+    float64, and the sums are added in rank order.
 
     Args:
         model: this rank's part of it.
@@ -36,10 +36,10 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
 
 
 def require_finite(norm: float, role: str, step: int) -> float:
-    """The norm of a model's gradients, before its optimizer believes them. The same on every rank.
+    """Returns the norm of a model's gradients if it is finite, before its optimizer uses them. The same on every rank.
 
     Raises:
-        Diverged: it is no number. Nothing was changed by these gradients.
+        Diverged: it is not finite. These gradients changed nothing.
     """
     if math.isfinite(norm):
         return norm
@@ -57,7 +57,7 @@ def _local(gradient: Tensor) -> Tensor:
 
 
 def _counts_here(gradient: Tensor, grid: Grid) -> bool:
-    """Whether no earlier rank holds the same piece: of what is replicated, the first copy counts."""
+    """Returns whether no earlier rank holds the same piece: of replicated tensors, the first copy counts."""
     if not isinstance(gradient, DTensor):
         return grid.place.tp == grid.place.dp == 0
     mesh = gradient.device_mesh

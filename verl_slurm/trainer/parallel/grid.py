@@ -1,4 +1,4 @@
-"""The 3-D device mesh and the groups beside it: made once, here."""
+"""Builds the 3-D device mesh and the groups beside it, once."""
 
 import logging
 from dataclasses import dataclass
@@ -36,33 +36,33 @@ class Grid:
 
     @property
     def is_leader(self) -> bool:
-        """Writes the ledger and counts for its replica."""
+        """Returns whether this rank journals and counts for its replica."""
         return self.replica.rank == 0
 
     @property
     def waited_s(self) -> float:
-        """Seconds in the small collectives of all these groups so far (`Collective.waited_s`)."""
+        """Returns the seconds in the small collectives of all these groups so far (`Collective.waited_s`)."""
         groups = {id(group): group for group in (self.world, self.data, self.replica, self.stages)}
         return sum(group.waited_s for group in groups.values())
 
     @property
     def speaker(self) -> int:
-        """Who in the replica knows what comes out of the model: the first rank of the last stage."""
+        """Returns the rank in the replica that has the model's output: the first rank of the last stage."""
         return (self.shape.pp - 1) * self.shape.tp
 
     @property
     def speaks(self) -> bool:
-        """This rank is its replica's speaker; the reward is asked here, too."""
+        """Returns whether this rank is its replica's speaker, which also asks the reward."""
         return self.replica.rank == self.speaker
 
 
 def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
-    """Arrange all ranks. Collective: every rank makes every group, in the same order.
+    """Arranges all ranks. Collective: every rank makes every group, in the same order.
 
     Args:
         ranks: all of them, as many as `shape` says.
     """
-    # A tensor cut over dp and tp is gathered in two steps, and torch would say each time that one were faster.
+    # A tensor cut over dp and tp is gathered in two steps, and torch would log each time that one step is faster.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     mesh = init_device_mesh(device.type, (shape.pp, shape.dp, shape.tp), mesh_dim_names=("pp", "dp", "tp"))
     return Grid(

@@ -1,6 +1,6 @@
-"""What is done to each decoder layer besides cutting it: FSDP2 with or without mixed precision, and recomputing.
+"""Wraps each decoder layer, besides cutting it: FSDP2 with or without mixed precision, and recomputing.
 
-Exact: with `recompute` every number is the one without it, to the bit, for the same operators see the same inputs
+Exact: with `recompute` every number is the one without it, to the bit, because the same operators see the same inputs
 again. To tolerance: mixed precision against float32, by bfloat16's eight bits.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["policy_of", "recompute_layers", "shard_over_data"]
 
 
 def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
-    """FSDP2's policy for `distributed.mixed_precision`.
+    """Returns FSDP2's policy for `distributed.mixed_precision`.
 
     With `bfloat16` the shards, the sums of gradients over ranks and all of AdamW stay float32.
     """
@@ -30,17 +30,18 @@ def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
 
 
 _ONE_UNIT_BYTES = 25 << 20
-"""A message as long as torch's DDP makes its own (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3): in
-shorter ones a collective's start counts more than its bytes."""
+"""A message as long as those of torch's DDP (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3): in shorter
+ones a collective's start costs more than its bytes.
+"""
 
 
 def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
-    """FSDP2 over a mesh of one axis. Collective.
+    """Applies FSDP2 over a mesh of one axis. Collective.
 
-    A group for each decoder layer and one for the rest, each gathered when it is needed and let go behind it. A model
-    as small as one message is one group, which stays gathered from the first need until its weights change: every rank
-    has room for such a model, and would wait for each layer twice in each pass. Which shard of which parameter a rank
-    holds is the same either way, and so are checkpoints.
+    Each decoder layer is a group, and the rest is one more; each is gathered when needed and released after use. A
+    model as small as one message is one group, which stays gathered from its first use until its weights change: every
+    rank has room for it, and would otherwise wait for each layer twice in each pass. Shards and checkpoints are the
+    same either way.
     """
     if sum(p.numel() * p.element_size() for p in model.parameters()) <= _ONE_UNIT_BYTES:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -51,10 +52,10 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
 
 
 def recompute_layers(model: nn.Module) -> None:
-    """Let every decoder layer forget what happened inside it until the backward pass. Before `shard_over_data`.
+    """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`.
 
-    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). Inside of
-    FSDP2's hooks, so that a layer's parameters are there when it is computed again.
+    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). The wrapper
+    lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
     """
     for layer in decoder_layers(model):
         layer.forward = _forgetting(layer.forward)
@@ -63,7 +64,7 @@ def recompute_layers(model: nn.Module) -> None:
 def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        # Nothing in a layer draws random numbers, so no generator need be put back.
+        # Nothing in a layer draws random numbers, so no generator has to be restored.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run

@@ -1,11 +1,11 @@
 """Pipeline parallelism: contiguous layers on each stage, under the names they have in the whole model.
 
-A stage runs Hugging Face's own decoder with the other stages' layers taken out, so masks, rotary positions and kernels
-are those of the whole model. Training passes go in 1F1B order (Narayanan et al. 2019, PipeDream; memory for as many
-micro-batches as there are stages, not for all) by torch's `Schedule1F1B`; scoring passes go through once.
+A stage runs Hugging Face's own decoder without the other stages' layers, so masks, rotary positions and kernels are
+those of the whole model. Training passes run in 1F1B order by torch's `Schedule1F1B` (Narayanan et al. 2019, PipeDream;
+memory for as many micro-batches as there are stages, not for all). Scoring passes go through once.
 
-Exact: the same shape gives the same bits every time. To tolerance: against another number of stages, for with FSDP2
-gradients are added up over micro-batches before they are averaged over ranks, not after.
+Exact: the same shape gives the same bits every time. To tolerance: against another number of stages, because with FSDP2
+gradients are summed over micro-batches before they are averaged over ranks, not after.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from verl_slurm.base.errors import ConfigError
 __all__ = ["Line", "LossOf", "Passage", "Stage", "cut_stage", "layers_of", "owner_of"]
 
 LossOf = Callable[[Tensor, Tensor], Tensor]
-"""(logits of a micro-batch, its rows int64 in the mini-batch) → scalar loss."""
+"""Maps (logits of a micro-batch, its rows int64 in the mini-batch) to a scalar loss."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """The stages of one model, and which of them this is.
+    """The stages of one model, and this rank's index among them.
 
     Attributes:
         group: on the device's backend, in the order of the stages.
@@ -40,7 +40,7 @@ class Line:
 
     @classmethod
     def along(cls, mesh: DeviceMesh) -> "Line":
-        """The line of a mesh of one axis."""
+        """Returns the line of a mesh of one axis."""
         return cls(mesh.get_local_rank(), mesh.size(), mesh.get_group())
 
     @property
@@ -54,7 +54,7 @@ class Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """What every stage is given of a batch, whole.
+    """The inputs of a batch that every stage gets whole.
 
     Attributes:
         ids, mask, positions: int64 [N, L].
@@ -67,17 +67,17 @@ class Passage:
     keep: int
 
     def rows(self, rows: Tensor) -> "Passage":
-        """Some of it."""
+        """Returns the passage of the given rows."""
         return replace(self, ids=self.ids[rows], mask=self.mask[rows], positions=self.positions[rows])
 
 
 def layers_of(stage: int, stages: int, num_layers: int) -> range:
-    """The layers of one stage; where they do not divide, later stages have one more."""
+    """Returns the layers of one stage; if they do not divide, later stages have one more."""
     return range(num_layers * stage // stages, num_layers * (stage + 1) // stages)
 
 
 def owner_of(name: str, stages: int, num_layers: int) -> int:
-    """The stage that has parameter `name` of a Hugging Face decoder."""
+    """Returns the stage that has parameter `name` of a Hugging Face decoder."""
     if name.startswith("model.embed_tokens."):
         return 0
     prefix = "model.layers."
@@ -88,7 +88,7 @@ def owner_of(name: str, stages: int, num_layers: int) -> int:
 
 
 def cut_stage(whole: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The stage of `whole` that is this rank's, or all of it where there is one stage. Not collective.
+    """Returns this rank's stage of `whole`, or all of it with one stage. Not collective.
 
     Args:
         whole: a Hugging Face decoder with a head; it is taken apart.
@@ -102,17 +102,17 @@ def cut_stage(whole: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 @dataclass
 class _Schedules:
-    """One for each number and shape of micro-batches: their buffers are made once."""
+    """Caches one schedule for each number and shape of micro-batches, so that buffers are made once."""
 
     made: dict[tuple[int, ...], Schedule1F1B] = field(default_factory=dict)
 
 
 class Stage(nn.Module):
-    """One rank's layers, the embedding where it is first, the norm and the head where it is last.
+    """One rank's layers, with the embedding on the first stage, and the norm and the head on the last.
 
     Attributes:
         directory: name, shape and stage of every parameter of the whole model, in its order.
-        compute_dtype: of what goes from stage to stage, where it is not that of the parameters (mixed precision).
+        compute_dtype: of tensors sent between stages, if it differs from that of the parameters (mixed precision).
     """
 
     def __init__(self, whole: nn.Module, line: Line) -> None:
@@ -134,10 +134,10 @@ class Stage(nn.Module):
         self._schedules = _Schedules()
         mine = layers_of(line.index, line.count, num_layers)
         kept = nn.ModuleList([inner.layers[i] for i in mine])
-        # The decoder walks through the values in order; the keys are what parameters are named by.
+        # The decoder walks through the values in order; the keys determine the parameters' names.
         kept._modules = {str(i): layer for i, layer in zip(mine, kept.children(), strict=True)}
         inner.layers = kept
-        # Some also look up, by place, what kind of attention each layer has.
+        # Some decoders also look up the kind of attention of each layer by its index.
         if types := getattr(inner.config, "layer_types", None):
             inner.config.layer_types = [types[i] for i in mine]
         inner.config.num_hidden_layers = len(mine)
@@ -151,7 +151,7 @@ class Stage(nn.Module):
         self._head = head
 
     def forward(self, x: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """One micro-batch through this stage.
+        """Runs one micro-batch through this stage.
 
         Args:
             x: token ids [N, L] for the first stage, else hidden states [N, L, H].
@@ -170,7 +170,7 @@ class Stage(nn.Module):
         return logits
 
     def score_pass(self, passage: Passage) -> Tensor | None:
-        """A forward pass of one micro-batch through all stages. Collective among them.
+        """Runs a forward pass of one micro-batch through all stages. Collective among them.
 
         Returns:
             Logits [N, keep, V] on the last stage, None on the others.
@@ -187,12 +187,12 @@ class Stage(nn.Module):
         return None
 
     def train_pass(self, passage: Passage, micro_batch: int, loss_of: LossOf) -> None:
-        """Forward and backward of a mini-batch, 1F1B over its micro-batches; adds to the gradients. Collective.
+        """Runs forward and backward of a mini-batch, 1F1B over its micro-batches; adds to the gradients. Collective.
 
         Args:
             passage: the whole mini-batch, the same on every stage.
             micro_batch: rows of one; divides the mini-batch into at least as many as there are stages.
-            loss_of: asked on the last stage only. Losses are added up, not averaged.
+            loss_of: called on the last stage only. Losses are added up, not averaged.
         """
         num_rows = len(passage.ids)
         schedule = self._schedule(passage, micro_batch)
@@ -213,7 +213,7 @@ class Stage(nn.Module):
 
     def _make_schedule(self, passage: Passage, num: int, micro_batch: int) -> Schedule1F1B:
         line = self.line
-        # Examples that carry a gradient, so that the schedule knows that one comes back.
+        # The examples carry a gradient, so that the schedule expects one back.
         made: dict[str, Any] = {"dtype": self._dtype(), "device": "meta", "requires_grad": True}
         hidden = torch.empty((micro_batch, *self._hidden_shape(passage)[1:]), **made)
         ids, out = passage.ids[:micro_batch].to("meta"), hidden
@@ -225,7 +225,7 @@ class Stage(nn.Module):
             line.index,
             line.count,
             passage.ids.device,
-            # Said here, so that the stages need not ask each other.
+            # Stated here, so that the stages need not exchange shapes.
             input_args=(ids if line.is_first else hidden,),
             output_args=(out,),
             group=line.group,
@@ -249,7 +249,7 @@ _PLAN = {"embed_tokens", "layers", "norm"}
 
 
 def _require_plan(whole: Any) -> None:
-    """Transformers' own pipeline plan names the parts that hidden states go through."""
+    """Requires transformers' own pipeline plan, which names the modules that hidden states go through."""
     plan = whole.config.base_model_pp_plan or {}
     if set(plan) != _PLAN:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Where a rank stands among the others: numbers only, no torch. Pure.
+"""Computes the place of a rank among the others: numbers only, no torch. Pure.
 
 The ranks are a grid of pipeline stages × data-parallel indexes × tensor-parallel indexes, tensor-parallel fastest:
 
     rank = (pp * DP + dp) * TP + tp
 
-so the ranks that talk most are neighbours on one node. A REPLICA is all ranks of one data-parallel index: together
-they hold the model once, and they work on the same rows. Which prompts a rank samples follows from its data-parallel
-index alone, never from its global rank.
+so the ranks that talk most are neighbours on one node. A REPLICA is all ranks of one data-parallel index: together they
+hold the model once, and they work on the same rows. The prompts that a rank samples follow from its data-parallel index
+alone, never from its global rank.
 """
 
 from dataclasses import dataclass
@@ -36,19 +36,19 @@ class Place3:
 
 
 def place_of(rank: int, shape: Topology) -> Place3:
-    """Where `rank` stands."""
+    """Returns the place of `rank`."""
     stage_and_dp, tp = divmod(rank, shape.tp)
     pp, dp = divmod(stage_and_dp, shape.dp)
     return Place3(pp, dp, tp)
 
 
 def rank_at(place: Place3, shape: Topology) -> int:
-    """Who stands there."""
+    """Returns the rank at `place`."""
     return (place.pp * shape.dp + place.dp) * shape.tp + place.tp
 
 
 def data_groups(shape: Topology) -> list[list[int]]:
-    """Ranks with the same share of the model, which average their gradients; a group for each (pp, tp)."""
+    """Lists ranks with the same share of the model, which average their gradients; a group for each (pp, tp)."""
     return [
         [rank_at(Place3(pp, dp, tp), shape) for dp in range(shape.dp)]
         for pp in range(shape.pp)
@@ -57,7 +57,7 @@ def data_groups(shape: Topology) -> list[list[int]]:
 
 
 def replica_groups(shape: Topology) -> list[list[int]]:
-    """Ranks that hold the model together, stage by stage; a group for each data-parallel index."""
+    """Lists ranks that hold the model together, stage by stage; a group for each data-parallel index."""
     return [
         [rank_at(Place3(pp, dp, tp), shape) for pp in range(shape.pp) for tp in range(shape.tp)]
         for dp in range(shape.dp)
@@ -65,7 +65,7 @@ def replica_groups(shape: Topology) -> list[list[int]]:
 
 
 def stage_groups(shape: Topology) -> list[list[int]]:
-    """Ranks that pass activations on to each other, first stage first; a group for each (dp, tp)."""
+    """Lists ranks that pass activations to each other, first stage first; a group for each (dp, tp)."""
     return [
         [rank_at(Place3(pp, dp, tp), shape) for pp in range(shape.pp)]
         for dp in range(shape.dp)
@@ -74,7 +74,7 @@ def stage_groups(shape: Topology) -> list[list[int]]:
 
 
 def tensor_groups(shape: Topology) -> list[list[int]]:
-    """Ranks that cut the same layers' matrices; a group for each (pp, dp)."""
+    """Lists ranks that cut the same layers' matrices; a group for each (pp, dp)."""
     return [
         [rank_at(Place3(pp, dp, tp), shape) for tp in range(shape.tp)]
         for pp in range(shape.pp)
@@ -83,7 +83,7 @@ def tensor_groups(shape: Topology) -> list[list[int]]:
 
 
 def axis_groups(shape: Topology) -> dict[str, list[list[int]]]:
-    """Axis → the groups of ranks that communicate along it; axes of one rank are left out, but for dp."""
+    """Maps each axis to the groups of ranks that communicate along it. Axes of one rank are left out, except dp."""
     groups = {"dp": data_groups(shape)}
     if shape.tp > 1:
         groups["tp"] = tensor_groups(shape)
@@ -93,5 +93,7 @@ def axis_groups(shape: Topology) -> dict[str, list[list[int]]]:
 
 
 def leaders(shape: Topology) -> list[int]:
-    """The first rank of every replica, by data-parallel index: it writes the ledger, and its buffers speak for it."""
+    """Lists the first rank of every replica, by data-parallel index: it journals, and its buffers represent the
+    replica.
+    """
     return [group[0] for group in replica_groups(shape)]

@@ -1,17 +1,17 @@
-"""Tensor parallelism by transformers' own plan: heads and hidden units of every layer are dealt out to the ranks.
+"""Tensor parallelism by transformers' own plan: divides heads and hidden units of every layer among the ranks.
 
 The plan is `base_model_tp_plan` of the model's configuration class: a word for each projection (`_STYLES`). As in
 Megatron-LM (Shoeybi et al. 2019, arXiv:1909.08053) query, key, value, gate and up projections are cut by columns, the
-output and down projections by rows, so a layer adds up over its ranks twice forward and twice backward. The vocabulary
-is cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and the critic's
-head stay whole; every rank of the group computes the same update of them, because it gets the same bits from the sums.
-A norm of single heads (Qwen3's `q_norm`) stays whole, too, and sees the heads of its rank alone: its gradient is added
-up over the ranks before the update (`sum_head_gradients`).
+output and down projections by rows. So a layer sums over its ranks twice forward and twice backward. The vocabulary is
+cut, too, where it divides: the embedding by rows, the head by columns, its logits gathered. Norms and the critic's head
+stay whole; every rank of the group computes the same update of them, because the sums give it the same bits. A norm of
+single heads (Qwen3's `q_norm`) stays whole, too, and sees the heads of its rank alone: its gradient is summed over the
+ranks before the update (`sum_head_gradients`).
 
-A plan is refused that does not cut every matrix of a layer, or leaves a parameter beside a cut projection unnamed.
+A plan is refused if it does not cut every matrix of a layer, or leaves a parameter beside a cut projection unnamed.
 
 Exact: the same shape gives the same bits every time, interrupted or not. To tolerance: against another number of
-tensor-parallel ranks, for sums over hidden units are made in another order.
+tensor-parallel ranks, because sums over hidden units run in another order.
 """
 
 import re
@@ -47,11 +47,11 @@ _LAYER = re.compile(r"\.\d+\.")
 
 
 def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut a decoder, in place, over a mesh of one axis. Before FSDP2. Collective.
+    """Cuts a decoder, in place, over a mesh of one axis. Before FSDP2. Collective.
 
     Args:
         model: Hugging Face's, a critic or a stage.
-        mesh: of tensor-parallel ranks; one of them: nothing is done.
+        mesh: of tensor-parallel ranks; with one rank nothing is done.
 
     Raises:
         ConfigError: as `planned`.
@@ -68,7 +68,7 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def planned(base: nn.Module) -> dict[str, str]:
-    """The plan's word for each module that has one, by name in the transformer.
+    """Returns the plan's word for each module that has one, by name in the transformer.
 
     Args:
         base: a Hugging Face transformer without its head.
@@ -97,7 +97,7 @@ def planned(base: nn.Module) -> dict[str, str]:
 
 
 def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Add up the gradients of norms that see the heads of their rank alone. Before clipping. Collective.
+    """Sums the gradients of norms that see the heads of their rank alone. Before clipping. Collective.
 
     Args:
         mesh: of tensor-parallel ranks.
@@ -114,7 +114,9 @@ def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _transformer(model: nn.Module) -> nn.Module:
-    """What is named by `base_model_prefix`: critics and stages are no models of Hugging Face's, but have it, too."""
+    """Returns the module named by `base_model_prefix`. Critics and stages have one, too, though they are not Hugging
+    Face models.
+    """
     config_of: Any = model
     base: Any = getattr(config_of, "base_model", None)
     return base if base is not None else next(m for m in model.children() if hasattr(m, "base_model_prefix"))
@@ -132,18 +134,18 @@ def _refused(config: Any, found: str) -> ConfigError:
 
 def _cut_vocabulary(model: Any, base: Any, mesh: DeviceMesh) -> None:
     embedding: Any = None
-    with suppress(NotImplementedError):  # of a stage that is not the first
+    with suppress(NotImplementedError):  # of a stage other than the first
         embedding = base.get_input_embeddings()
     # Critics and stages have no such method; a critic's head stays whole.
     ask = getattr(model, "get_output_embeddings", None)
     head: Any = ask() if ask else getattr(model, "lm_head", None)
     tied = embedding is not None and head is not None and head.weight is embedding.weight
-    # A class of its own does more than look up, and knows no DTensor (Gemma 3's).
+    # An embedding of its own class (Gemma 3's) does more than look up, and knows no DTensor.
     plain = type(embedding) is nn.Embedding and embedding.num_embeddings % mesh.size() == 0
     if plain:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
     if head is not None and head.out_features % mesh.size() == 0 and (plain or not tied):
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     if tied:
-        # Cutting gave each a tensor of its own; they were cut the same way.
+        # Cutting gave each its own tensor; both were cut the same way.
         head.weight = embedding.weight

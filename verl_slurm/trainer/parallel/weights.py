@@ -1,4 +1,4 @@
-"""The whole parameters of a model, however it is cut: what a sampler takes its weights from."""
+"""Yields the whole parameters of a model, however it is cut. A sampler takes its weights from here."""
 
 from collections.abc import Iterator
 
@@ -14,11 +14,11 @@ __all__ = ["whole_parameters"]
 
 
 def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter by name, whole, one after the other, on every rank. Collective, to the end.
+    """Yields every parameter by name, whole, one after the other, on every rank. Collective, to the end.
 
-    One at a time, so that never more than one whole parameter exists beside the model; but a model of one FSDP2 group
-    is gathered at once, as for a forward pass, and stays so: the passes that score what was sampled need the same
-    weights. A stage's go to the others of its line by broadcast.
+    One at a time, so that never more than one whole parameter exists beside the model. But a model of one FSDP2 group
+    is gathered at once, as for a forward pass, and stays so: the passes that score the samples need the same weights. A
+    stage's parameters go to the others of its line by broadcast.
     """
     groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for group in groups:
@@ -40,7 +40,7 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gathered(model: nn.Module, group: FSDPModule) -> dict[str, Tensor] | None:
-    """All parameters as a forward pass sees them; None: that is in another precision than their own."""
+    """Returns all parameters as a forward pass sees them; None: those have another precision than their own."""
     dtypes = [parameter.dtype for parameter in model.parameters()]
     group.unshard()
     same = dtypes == [parameter.dtype for parameter in model.parameters()]

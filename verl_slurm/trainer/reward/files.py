@@ -1,4 +1,4 @@
-"""What a reward is made of on disk: its digest, the copy that a run keeps, and what is kept of one that is let go."""
+"""A reward's files on disk: its digest, the copy that a run keeps, and the record of one that was replaced."""
 
 import hashlib
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from verl_slurm.trainer.state.reward_state import RewardState
 __all__ = ["Keep", "digest_and_keep", "write_light_snapshot"]
 
 Keep = Callable[[Path, Fingerprint], None]
-"""Has a copy of a model directory made (`checkpoint.store.frozen`)."""
+"""Copies a model directory (`checkpoint.store.frozen`)."""
 
 
 def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
-    """What a reward hashes to now, and with `keep` a copy of it in the run's directory. Rank 0 only.
+    """Returns the reward's present digest, and with `keep` copies it into the run's directory. Rank 0 only.
 
     Returns:
         Of a model directory its tree hash, of a function the SHA-256 of its source; empty for a rule.
@@ -42,13 +42,16 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
     copy = paths.reward_source(digest)
     if keep is not None and not copy.is_file():
         private_dir(copy.parent)
-        write_file(copy, source)  # what was hashed: the file may be another one by now
+        write_file(copy, source)  # the bytes that were hashed: the file may have changed since
     return digest
 
 
 def write_light_snapshot(paths: RunPaths, number: int, former: Reward, state: RewardState) -> None:
-    """Keep of the reward that the `number`-th replacement lets go: its head and tokenizer configuration, or its
-    source, and rank 0's last scores. Small whatever the model: the whole of it is in RUN/frozen. Rank 0 only."""
+    """Keeps a small record of the reward that the `number`-th replacement removes. Rank 0 only.
+
+    The record is its head and tokenizer configuration, or its source, and rank 0's last scores. It is small whatever
+    the model's size: the whole model is in RUN/frozen.
+    """
     directory = private_dir(paths.reward_snapshot(number))
     light: Callable[[], dict[str, bytes]] = getattr(former, "light", dict)
     for name, data in light().items():

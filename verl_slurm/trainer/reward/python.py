@@ -1,6 +1,6 @@
-"""A function of the user's as the reward: loaded from the very bytes that were hashed, and not believed.
+"""Runs a user's function as the reward: loaded from the very bytes that were hashed, and its results checked.
 
-What it returns is checked for each call, because one NaN would spoil the weights for good and be seen much later.
+Every call's result is checked, because one NaN would spoil the weights permanently and surface much later.
 """
 
 import hashlib
@@ -27,11 +27,11 @@ _SHOWN = 60
 
 
 class RewardRaised(DataError):
-    """The function raised. One that has worked before may do so again (a judge that it asks was away): the daemon has
-    it tried once more. One that never did is wrong.
+    """The function raised. If it has worked before, the failure may pass (a judge that it asks was away), and the
+    daemon tries again. If it never worked, it is wrong.
 
     Attributes:
-        place: what was raised, and where; without the text of it, which may be another each time.
+        place: type and place of the error, without its text, which may differ each time.
         worked: the function has scored before, in this process.
     """
 
@@ -40,7 +40,7 @@ class RewardRaised(DataError):
 
 
 class PythonReward:
-    """A function (prompts, responses, answers) → one number a response.
+    """A function (prompts, responses, answers) → one number per response.
 
     Args:
         function: gets three lists of texts of the same length.
@@ -52,7 +52,9 @@ class PythonReward:
         self._worked = False
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
-        """Raises `DataError` for a return that is no list of finite numbers, `RewardRaised` where it raises."""
+        """Raises `DataError` for a result other than a list of finite numbers, `RewardRaised` where the function
+        raises.
+        """
         try:
             returned = self._function(list(prompts), list(responses), list(answers))
         except (Exception, SystemExit) as error:
@@ -71,7 +73,7 @@ class PythonReward:
         return scores
 
     def light(self) -> dict[str, bytes]:
-        """Its source."""
+        """Returns its source."""
         return {"reward.py": self._source} if self._source else {}
 
     def _numbers(self, returned: object, prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
@@ -85,7 +87,7 @@ class PythonReward:
             found = f"{len(returned)} scores" + (where if len(returned) < len(responses) else "")
             raise self._refusal(found, f"{len(responses)} scores, one a response")
         for number, score in enumerate(returned):
-            # bool is an int to Python, and a rule that answers True means 1.
+            # bool is an int in Python, and a rule that answers True means 1.
             if not isinstance(score, numbers.Real):
                 found = type(score).__name__
             elif not math.isfinite(_float32(score)):
@@ -106,7 +108,7 @@ class PythonReward:
 
 
 def source_digest(spec: RewardSpec) -> str:
-    """SHA-256 of the source file, hex. What it imports is not looked at.
+    """Returns the SHA-256 of the source file, hex. Its imports are not included.
 
     Raises:
         ConfigError, DataError: `config.reward_spec.source_file`.
@@ -115,7 +117,7 @@ def source_digest(spec: RewardSpec) -> str:
 
 
 def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
-    """Run the source, and take the function out of it.
+    """Runs the source and returns its function.
 
     Args:
         digest: that the source must have; empty: any.
@@ -137,7 +139,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
         )
     try:
         function = getattr(_run(spec, file, source, found), spec.function, None)
-    except (Exception, SystemExit) as error:  # a judge that ends the process would end the training with it
+    except (Exception, SystemExit) as error:  # a judge that exits the process would end the training too
         raise DataError(
             "the reward function's source does not run",
             where=file,
@@ -156,10 +158,10 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
 
 
 def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType:
-    """The module of a source, under a name of its own: two versions of one can live side by side.
+    """Returns the module of a source, under its own name: two versions of a source can coexist.
 
-    A module, too: `import_module` would give what this process has imported before, or what lies in __pycache__, and
-    the next start something else. Its relative imports are those of the package that it lies in.
+    This also applies to a module: `import_module` would return an earlier import of this process or the content of
+    __pycache__, and the next start might get another. Its relative imports resolve in the package that contains it.
     """
     name = f"verl_slurm_reward_{digest[:16]}"
     parent = "" if spec.is_file else spec.name.rpartition(".")[0]
@@ -170,9 +172,9 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
     found = spec_from_file_location(name, file, submodule_search_locations=folders)
     assert found is not None
     module = module_from_spec(found)
-    sys.modules[name] = module  # dataclasses and typing look there
+    sys.modules[name] = module  # dataclasses and typing look it up there
     try:
-        # Not found.loader: it may take an older __pycache__ for what was hashed here.
+        # Not found.loader: it may take an older __pycache__ instead of the bytes hashed here.
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - this is what was asked for
     except BaseException:
         sys.modules.pop(name, None)
@@ -181,7 +183,7 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
 
 
 def read_source(file: Path) -> bytes:
-    """Every byte. Raises `DataError`."""
+    """Reads every byte. Raises `DataError`."""
     try:
         return read_regular(file, SOURCE, follow=True)
     except (OSError, TooMuch) as error:

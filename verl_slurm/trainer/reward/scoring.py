@@ -1,4 +1,4 @@
-"""Scores for whole responses: a verifiable rule, a Hugging Face sequence classifier, or a function of the user's."""
+"""Scores whole responses by a verifiable rule, a Hugging Face sequence classifier, or a user's function."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -31,16 +31,17 @@ __all__ = [
 
 
 class Reward(Protocol):
-    """Obligations: same texts, same scores, bit for bit; no global randomness; finite.
+    """Must give the same bits for the same texts, use no global randomness, and return finite scores.
 
-    Loaded on each rank; of the ranks that hold one model together, one asks it and tells the others."""
+    Every rank loads it. Of the ranks that hold one model together, one asks it and tells the others.
+    """
 
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
-        """float32 [N], one score for each response."""
+        """Returns float32 [N], one score for each response."""
 
 
 def decode_responses(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[str]:
-    """The text of each response, without special tokens and padding."""
+    """Returns the text of each response, without special tokens and padding."""
     known = len(tokenizer)
     texts = []
     for ids, mask in zip(batch["response_ids"], batch["response_mask"], strict=True):
@@ -51,11 +52,11 @@ def decode_responses(tokenizer: PreTrainedTokenizerBase, batch: Batch) -> list[s
 
 
 def arithmetic(response: str, answer: str) -> float:
-    """How near the last word of `response` is to the integer `answer`, in [0, 1].
+    """Scores how near the last word of `response` is to the integer `answer`, in [0, 1].
 
-    What comes before the last word is the policy's working, and not judged. 0.1 for any plain integer;
-    if it is as long as the answer, up to 0.2 more for the share of characters right at their place; 1.0
-    only for the answer itself.
+    Text before the last word is the policy's working, and is not judged. Any plain integer scores 0.1. If it is as long
+    as the answer, it gets up to 0.2 more for the share of characters right at their place. Only the answer itself
+    scores 1.0.
     """
     words = response.split()
     word = words[-1] if words else ""
@@ -71,7 +72,7 @@ def arithmetic(response: str, answer: str) -> float:
 
 
 RULES: dict[str, Callable[[str, str], float]] = {"arithmetic": arithmetic}
-"""Rules by name, (response, answer) -> score; `model.reward: rule:NAME`."""
+"""Maps rule names to functions (response, answer) -> score; `model.reward: rule:NAME`."""
 
 
 class RuleReward:
@@ -86,7 +87,7 @@ class RuleReward:
 
 
 class ClassifierReward:
-    """A sequence classifier with one label: its logit for prompt + response is the score.
+    """Scores prompt + response by the logit of a sequence classifier with one label.
 
     Args:
         directory: Hugging Face model with its own tokenizer.
@@ -96,7 +97,7 @@ class ClassifierReward:
 
     Raises:
         DatasetDrift: the directory has another fingerprint, or changes while it is loaded.
-        DataError: nothing to load, or more than one label; when called: a score that is no finite number.
+        DataError: nothing to load, or more than one label; when called: a score that is not finite.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class ClassifierReward:
                 remedy="train it with num_labels=1",
             )
         self._tokenizer = load_tokenizer(path)
-        # Loaded tensors are a view of the file; a copy stays what it is when the file is written to later.
+        # Loaded tensors are a view of the file; a copy is safe from later writes to it.
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.to(self._device, copy=True)
         names = ("tokenizer_config.json", "config.json")
@@ -149,7 +150,7 @@ class ClassifierReward:
             ).to(self._device)
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
         whole = torch.cat(scores) if scores else torch.zeros(0)
-        if not bool(whole.isfinite().all()):  # one NaN would spoil the weights for good
+        if not bool(whole.isfinite().all()):  # one NaN would spoil the weights permanently
             wrong = int(whole.isfinite().logical_not().nonzero()[0])
             raise DataError(
                 "the reward model gives something that is no reward",
@@ -161,8 +162,9 @@ class ClassifierReward:
         return whole
 
     def light(self) -> dict[str, bytes]:
-        """Files by name that tell this reward model from others on the same backbone: its head and its tokenizer's
-        configuration."""
+        """Returns the files by name that distinguish this reward model from others on the same backbone: its head and
+        its tokenizer's configuration.
+        """
         backbone = self._model.base_model_prefix + "."
         head = {
             name: tensor.detach().cpu().contiguous()
@@ -173,7 +175,7 @@ class ClassifierReward:
 
 
 def _recorded(directory: Path, digest: str) -> dict[str, str]:
-    """SHA-256 of each file of a directory that has this fingerprint."""
+    """Returns the SHA-256 of each file of a directory that has this fingerprint."""
     seen = fingerprint(directory)
     if seen.digest != digest:
         raise DatasetDrift(
@@ -187,7 +189,7 @@ def _recorded(directory: Path, digest: str) -> dict[str, str]:
 
 
 def build_reward(text: str, *, device: torch.device | None = None, digest: str = "") -> Reward:
-    """The reward that `model.reward` names (`config.reward_spec`).
+    """Builds the reward that `model.reward` names (`config.reward_spec`).
 
     Args:
         digest: SHA-256 that the source of a `python:` reward must have, or the fingerprint of a classifier's

@@ -1,4 +1,4 @@
-"""Which reward a start begins with: the run's record, the checkpoint and what is on disk must tell the same story."""
+"""Selects the reward at a start: the run's record, the checkpoint and the files on disk must agree."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -31,15 +31,15 @@ def start_reward(
     recorded: Mapping[str, str] | None,
     keep: Keep | None,
 ) -> tuple[RewardPlan, RewardState]:
-    """The run's record of replaced rewards, and `state` with the reward in force put in. Collective.
+    """Returns the run's record of replaced rewards, and `state` with the reward in force. Collective.
 
     Args:
         first: the configuration's reward.
-        recorded: the manifest's digests of what does not train; None: nothing is resumed.
+        recorded: the manifest's digests of all that does not train; None: nothing is resumed.
 
     Raises:
-        RanksFailed: on all ranks; behind it on rank 0 `DataError` (a reward has changed, or checkpoint and record
-            contradict each other), `CheckpointCorrupt` or what the storage said.
+        RanksFailed: on all ranks; on rank 0 caused by `DataError` (a reward has changed, or checkpoint and record
+            contradict each other), `CheckpointCorrupt` or the storage's error.
     """
 
     def look() -> bytes:
@@ -59,9 +59,9 @@ def start_reward(
 
 
 def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
-    """How many replacements the checkpoint has behind it.
+    """Returns how many replacements the checkpoint contains.
 
-    One that comes from another run brings that run's number; what it was trained with is held to its digest.
+    A checkpoint from another run brings that run's number; the reward that trained it is checked by its digest.
     """
     number = min(state.number, len(plan.switches))
     here = position.step

@@ -2,19 +2,20 @@
 
 The order of a replacement, at the end of step k:
 
-1. The wish is found: rank 0 looks for it when the daemon hands on an operator's request (the signal that also asks for
-   a save), at the start, and after the first step. Looking never blocks: storage may be away.
-2. What is saved is the state before (trainer.loop).
-3. The new reward is loaded beside the old one and scores the last responses, twice. What fails here leaves the old one
-   in force.
-4. What is needed of the old one, and then the entry in RUN/rewards.json, become durable. From here on it is decided.
+1. Rank 0 finds the request. It looks when the daemon hands on an operator's request (the signal that also asks for a
+   save), at the start, and after the first step. Looking never blocks: storage may be away.
+2. The state before the replacement is saved (trainer.loop).
+3. The new reward is loaded beside the old one and scores the last responses, twice. On a failure the old one stays in
+   force.
+4. The necessary parts of the old one, and then the entry in RUN/rewards.json, become durable. This decides the
+   replacement.
 5. Its scores of the last responses give the map to the old scale (`warm_start`), and step k is scored with it.
 
-An interruption before 4 has changed nothing; one after 4 comes by step k again and does 5 with the same numbers, as
-the last responses and their scores are part of the state.
+An interruption before 4 has changed nothing. One after 4 reaches step k again and does 5 with the same numbers, as the
+last responses and their scores are part of the state.
 
-A run that was thrown back replays what it had sampled (the ledger). A wish that is found meanwhile waits until the run
-is past that: those responses come from weights that the old reward has trained.
+A run that was set back replays the samples in its ledger. A request that is found meanwhile waits until the run is past
+them: those responses come from weights that the old reward has trained.
 """
 
 import threading
@@ -48,7 +49,7 @@ from verl_slurm.wire.reward_plan import (
 __all__ = ["LiveReward", "RewardSwap"]
 
 _PATIENCE_S = 1.0
-"""That the end of a step waits for a look that began before: storage that is there has long answered."""
+"""How long the end of a step waits for an earlier look: storage that is there has long answered."""
 _NOT_KNOWN, _NO_WISH, _A_WISH = 0, 1, 2
 
 
@@ -68,7 +69,7 @@ class RewardSwap:
     Args:
         plan: the run's record, the same on all ranks.
         texts: (prompts, responses, answers) of a batch.
-        keep: makes a copy of a model; None: no copies.
+        keep: copies a model; None: no copies.
         counts: this rank tries a new reward for its replica, whose ranks all have the same responses.
         load: (reward, digest) → the reward.
     """
@@ -97,17 +98,17 @@ class RewardSwap:
         self._first_step: int | None = None
 
     def look(self) -> None:
-        """Somebody may have asked for another reward. All ranks say so at the same place."""
+        """Starts a look for a request of another reward. All ranks call it at the same point."""
         self._looking = True
         if self._ranks.rank == 0 and (self._thread is None or not self._thread.is_alive()):
             self._thread = threading.Thread(target=self._find, name="reward", daemon=True)
             self._thread.start()
 
     def due(self, state: TrainState, replays_until: int) -> RewardSwitch | RewardRequest | None:
-        """What is to be done before the step at which `state` stands; the same on all ranks. Collective.
+        """Returns the replacement to make before the step at which `state` stands; the same on all ranks. Collective.
 
         Args:
-            replays_until: the last step of which this rank has rollouts in the ledger.
+            replays_until: the last step of which this rank has journaled rollouts.
         """
         step = state.position.step
         if state.position.phase != "step_end":
@@ -127,12 +128,12 @@ class RewardSwap:
         return msgspec.msgpack.decode(wish, type=RewardRequest)
 
     def perform(self, due: RewardSwitch | RewardRequest, state: TrainState) -> None:
-        """Replace the reward, or say why not. Collective.
+        """Replaces the reward, or reports why not. Collective.
 
         Raises:
             Fenced: another attempt owns the run.
-            RanksFailed: what is recorded cannot be done, or it is not known whether it is recorded: a crash, after
-                which the record counts.
+            RanksFailed: the recorded replacement fails, or its recording is uncertain: a crash, after which the record
+                counts.
         """
         if isinstance(due, RewardSwitch):
             new, scores = self._ranks.together(
@@ -178,7 +179,9 @@ class RewardSwap:
     # ---- the wish
 
     def _look_unasked(self, step: int) -> None:
-        """At the start, and once more after the first step: a wish from before the daemon would hand it on."""
+        """Looks at the start, and once more after the first step, for a request from before the daemon could hand it
+        on.
+        """
         if self._first_step is None:
             self._first_step = step
             self.look()
@@ -205,8 +208,9 @@ class RewardSwap:
     # ---- the replacement
 
     def _try(self, reward: str, digest: str, state: RewardState) -> tuple[Reward, Tensor | None]:
-        """Load it, and have one rank of each replica score the last responses with it. Of a run that has done no step
-        there are none."""
+        """Loads it, and one rank of each replica scores the last responses with it. A run without a finished step has
+        none.
+        """
         new = self._load(reward, device=self._device, digest=digest)
         if not state.cached:
             return new, None

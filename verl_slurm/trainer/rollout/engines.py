@@ -1,8 +1,8 @@
-"""What samples from the policy: the one interface of the rollout engines, and which one a run has.
+"""Defines the common interface of the rollout engines, which sample from the policy, and selects a run's engine.
 
-An engine holds its own copy of the weights and gets them anew each step (`sync`). The noise of a sample depends on the
-run's seed, the step and the sample alone (`counter_rng`), for every engine alike: so a sample that has to be taken
-again, after an interruption or in another batch, is the same sample.
+An engine holds its own copy of the weights and receives them anew each step (`sync`). For every engine the noise of a
+sample depends on the run's seed, the step and the sample alone (`counter_rng`). So a sample that is taken again, after
+an interruption or in another batch, is the same sample.
 """
 
 from pathlib import Path
@@ -28,10 +28,12 @@ class RolloutEngine(Protocol):
 
     @property
     def collective(self) -> bool:
-        """Whether all ranks must call `generate` together; one that needs nothing gives prompts of no rows."""
+        """Returns whether all ranks must call `generate` together; a rank that needs nothing passes prompts of no
+        rows.
+        """
 
     def sync(self, actor: nn.Module) -> None:
-        """Take over the actor's weights. Collective where the actor is sharded; once a step."""
+        """Copies the actor's weights. Collective where the actor is sharded; once a step."""
 
     def generate(
         self,
@@ -41,13 +43,13 @@ class RolloutEngine(Protocol):
         temperature: float | None = None,
         purpose: Purpose = Purpose.SAMPLE_TOKEN,
     ) -> Batch:
-        """Sample one response for each prompt; arguments, columns and conventions as `HFRollout.generate`."""
+        """Samples one response for each prompt; arguments, columns and conventions as `HFRollout.generate`."""
 
 
 def build_engine(
     config: RunConfig, model: Path, *, eos_id: int, pad_id: int, device: torch.device, ranks: Collective
 ) -> RolloutEngine:
-    """The engine that `rollout.engine` names. Collective.
+    """Builds the engine that `rollout.engine` names. Collective.
 
     Args:
         model: the directory to read the model's shape from.
@@ -70,7 +72,7 @@ def build_engine(
     settled = msgspec.structs.replace(config.distributed, device=device.type)  # it may be auto
     described = read_model_config(model)
     check_engine(msgspec.structs.replace(config, distributed=settled), str(model), described)
-    # Here, for it imports vLLM (seconds, and an extra).
+    # Imported here because it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
 
     return VLLMRollout(model, config, eos_id=eos_id, pad_id=pad_id, device=device, ranks=ranks)

@@ -1,8 +1,8 @@
-"""Did the rollout engine sample from the policy that is trained? Pure.
+"""Checks that the rollout engine sampled from the policy that is trained. Pure.
 
-PPO takes the actor's own log probabilities as those of the behaviour policy. If the engine had other weights (a sync
-that was lost, or lost a tensor), training would go on, on the wrong gradient, and only look like bad luck. Two programs
-never agree to the last bit; what a lost sync changes is far more.
+PPO takes the actor's own log probabilities as those of the behaviour policy. An engine with other weights (a sync was
+lost, or lost a tensor) would give the wrong gradient, and that would look like bad luck. Two programs never agree to
+the last bit, but a lost sync changes far more.
 
 Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on a CPU, mean over a step's tokens:
 
@@ -11,7 +11,7 @@ Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on 
     vllm, bfloat16            0.0035 to 0.0058
     one sync left out         0.06 (hf, float32, step 23) to 0.17 (vllm, bfloat16, step 3)
 
-With much smaller steps one lost sync moves less than the rounding of bfloat16, and is noticed when it goes on.
+With much smaller steps one lost sync moves less than the rounding of bfloat16, and shows once more are lost.
 """
 
 import torch
@@ -23,7 +23,7 @@ __all__ = ["gap_and_tokens", "gap_limit", "require_small_gap"]
 
 
 def gap_limit(set_to: float | None, dtype: str) -> float:
-    """`rollout.max_logprob_gap`, or what it is where it is not set.
+    """Returns `rollout.max_logprob_gap`, or its default if unset.
 
     Args:
         dtype: what both compute in.
@@ -34,7 +34,7 @@ def gap_limit(set_to: float | None, dtype: str) -> float:
 
 
 def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, float]:
-    """The sum of |engine - actor| over the valid tokens, and their number.
+    """Returns the sum of |engine - actor| over the valid tokens, and their number.
 
     Args:
         engine, actor: log probabilities of the same tokens, float32 [N, T].
@@ -45,10 +45,10 @@ def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, 
 
 
 def require_small_gap(total: float, tokens: float, *, limit: float, step: int) -> None:
-    """Refuse a step's rollouts whose mean gap is above `limit`, or no number.
+    """Refuses a step's rollouts if their mean gap is above `limit` or NaN.
 
     Args:
-        total, tokens: `gap_and_tokens`, summed over all ranks: then all refuse alike.
+        total, tokens: `gap_and_tokens`, summed over all ranks, so that all refuse alike.
         limit: nats.
         step: counted from 0.
 
@@ -56,7 +56,7 @@ def require_small_gap(total: float, tokens: float, *, limit: float, step: int) -
         RolloutMismatch: with both numbers.
     """
     gap = total / max(tokens, 1.0)
-    if gap <= limit:  # not so for NaN
+    if gap <= limit:  # false for NaN
         return
     raise RolloutMismatch(
         "the rollout engine's log probabilities are not the policy's",

@@ -1,4 +1,4 @@
-"""Which responses of a step are kept as text (`rollout.keep_samples`), and their way to `RUN/samples.jsonl`."""
+"""Selects the responses of a step to keep as text (`rollout.keep_samples`), and writes them to `RUN/samples.jsonl`."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ class SampleLog:
         self._paths, self._epoch, self._count, self._keys = paths, epoch, count, keys
 
     def keep(self, step: int, rollouts: Batch, scored: Batch, texts: Texts) -> None:
-        """Write those of a step down. A disk that refuses is said once, and training goes on.
+        """Writes the step's selected responses. A failing disk is reported once, and training goes on.
 
         Args:
             step: whole steps done with it.

@@ -1,10 +1,10 @@
-"""Sampling from the policy with Hugging Face's models, and noise that depends on nothing but its name.
+"""Samples from the policy with Hugging Face's models, with noise that depends on its key alone.
 
-Each token is the one that inverse-CDF sampling picks with a counter-based uniform (`counter_rng`). So no generator is
-consumed, and a sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the
-matrix kernels). The forward passes, their masks and the cache are Hugging Face's; the loop around them is ours, for
-`generate` would have to be told to be greedy and be left one choice, and prepares itself anew for each micro-batch, at
-a cost that a safe point behind each small one makes felt.
+Inverse-CDF sampling picks each token with a counter-based uniform (`counter_rng`), so no generator is consumed. A
+sample is the same alone, in any batch, on any rank, and after any restart (to the rounding of the matrix kernels). The
+forward passes, their masks and the cache are Hugging Face's. The loop around them is ours: `generate` would have to run
+greedily with one choice left to it. It also repeats its preparation for each micro-batch, a noticeable cost with a safe
+point after each small one.
 """
 
 from pathlib import Path
@@ -25,10 +25,10 @@ __all__ = ["HFRollout", "pick_tokens"]
 
 
 def _running_sum(x: Tensor) -> Tensor:
-    """Inclusive sum along the last dimension, the same bits every time.
+    """Returns the inclusive sum along the last dimension, the same bits every time.
 
-    CUDA's floating-point `cumsum` is refused by `torch.use_deterministic_algorithms`, so there it is a
-    scan by doubling (Hillis and Steele 1986): log2(V) additions in a fixed order.
+    `torch.use_deterministic_algorithms` refuses CUDA's floating-point `cumsum`, so on CUDA it is a scan by doubling
+    (Hillis and Steele 1986): log2(V) additions in a fixed order.
     """
     if x.device.type == "cpu":
         return x.cumsum(dim=-1)
@@ -44,7 +44,7 @@ def _doubling_scan(x: Tensor) -> Tensor:
 
 
 def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Sample one token a row from softmax(logits / temperature) by inverting its CDF.
+    """Samples one token per row from softmax(logits / temperature) by inverting its CDF.
 
     Args:
         logits: float32 [N, V].
@@ -61,16 +61,16 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     logprobs = torch.log_softmax(logits.float() / temperature, dim=-1)
     # float64: in float32 the sum of 150,000 probabilities would round whole tail tokens away.
     cdf = _running_sum(logprobs.double().exp())
-    # Times the total, for it is 1 only up to rounding. `right`: a token of probability 0 is never picked.
+    # Scaled by the total, which is 1 only up to rounding. `right`: a token of probability 0 is never picked.
     point = (uniform.to(cdf.device) * cdf[:, -1]).unsqueeze(-1)
     tokens = torch.searchsorted(cdf, point, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
 
 def _plain_model(path: Path, dtype: str, attention: Attention, device: torch.device) -> Any:
-    """A Hugging Face model that only samples; Any, for what it returns has no types."""
+    """Loads a Hugging Face model that only samples; Any, because its results have no types."""
     model: Any = load_causal_lm(path, dtype=dtype, attention=attention)
-    # What `generate` itself asks before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
+    # `generate` itself checks this before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
     # State-space models (Mamba) say yes, too, but take their state under another name.
     if not (model._supports_default_dynamic_cache() and names(model, "past_key_values")):
         raise ConfigError(
@@ -82,7 +82,7 @@ def _plain_model(path: Path, dtype: str, attention: Attention, device: torch.dev
         )
     for (
         buffer
-    ) in model.buffers():  # else views of the file, which may be written to later; `sync` has the parameters
+    ) in model.buffers():  # else views of the file, which may change later; `sync` has the parameters
         buffer.data = buffer.data.clone()
     return model.requires_grad_(False).to(device)
 
@@ -121,7 +121,7 @@ class HFRollout:
         self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
 
     def sync(self, actor: nn.Module) -> None:
-        """Take over the actor's weights. Collective where the actor is sharded; once a step."""
+        """Copies the actor's weights. Collective where the actor is sharded; once a step."""
         copy_weights(actor, self._model)
 
     @torch.no_grad()
@@ -133,13 +133,13 @@ class HFRollout:
         temperature: float | None = None,
         purpose: Purpose = Purpose.SAMPLE_TOKEN,
     ) -> Batch:
-        """Sample one response for each prompt. Not collective: ranks may call it any number of times.
+        """Samples one response for each prompt. Not collective: ranks may call it any number of times.
 
         Args:
             prompts: sample_id [N], prompt_ids [N, P], prompt_mask [N, P], from `PromptData.batch`.
-            step: the training step; part of the noise's name.
+            step: the training step; part of the noise's key.
             temperature: 0: greedy. None: the configuration's.
-            purpose: what the noise is for.
+            purpose: purpose of the noise.
 
         Returns:
             The prompts' columns and response_ids int64 [N, T] (right-padded), response_mask bool [N, T]
@@ -160,7 +160,7 @@ class HFRollout:
         logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
         logprobs[:, : made.shape[1]] = chosen_at
         ended = (response == self._eos_id).long()
-        # Not yet ended before this position; the position of the end itself still counts.
+        # True where the response has not ended before this position; the end itself still counts.
         mask = (ended.cumsum(dim=1) - ended) == 0
         mask[:, made.shape[1] :] = False
         return {
@@ -171,9 +171,9 @@ class HFRollout:
         }
 
     def _decode(self, ids: Tensor, mask: Tensor, uniform: Tensor, heat: float) -> tuple[Tensor, Tensor]:
-        """Tokens [N, t] and their log probabilities, on the CPU, until the last row has ended.
+        """Returns tokens [N, t] and their log probabilities, on the CPU, until the last row has ended.
 
-        A row that has ended goes on with padding: fewer rows would be another shape, and so other roundings.
+        A finished row continues with padding: fewer rows would be another shape, and would round differently.
         """
         cache = DynamicCache(config=self._model.config)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)

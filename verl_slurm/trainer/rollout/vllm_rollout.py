@@ -1,16 +1,16 @@
-"""Sampling from the policy with vLLM, in the rank's own process.
+"""Samples from the policy with vLLM, in the rank's own process.
 
-In the process, and not in a child: the weights go from the sharded actor into vLLM's tensors one at a time, without a
-file, a copy in shared memory or an IPC handle in between; there is no process that could outlive the rank, hang beside
-it or die alone; and a failure is an exception here. The price is that vLLM changes its process: what it changes
-(generators, thread count, environment) is put back below, and torch and transformers must be versions that both want.
+It runs in the process, not in a child. The weights go from the sharded actor into vLLM's tensors one at a time. No
+file, copy in shared memory or IPC handle lies in between. No process can outlive the rank, hang beside it or die alone,
+and a failure is an exception here. The price is that vLLM changes its process: these changes (generators, thread count,
+environment) are undone below, and torch and transformers must be versions that both support.
 
 vLLM's "external launcher" makes one worker of each rank and shares our process group. With tensor parallelism,
-`tensor_parallel_size` neighbouring ranks run one model together: each is given the prompts of all; they come to the
-same schedule and the same tokens by themselves, and each keeps its own rows.
+`tensor_parallel_size` neighbouring ranks run one model together. Each gets the prompts of all; they reach the same
+schedule and the same tokens independently, and each keeps its own rows.
 
-What is switched off, and why: async scheduling (the sampler needs the tokens so far), prefix caching (its blocks belong
-to former weights), usage reports (they would go out to the internet).
+Switched off: async scheduling (the sampler needs the tokens so far), prefix caching (its blocks belong to former
+weights), usage reports (they would go out to the internet).
 """
 
 import os
@@ -41,19 +41,19 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one takes no logits processors (0.30)
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # threads are the trainer's affair
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer sets the threads
 }
 _GENTLE_ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "ERROR"}
-"""Unless the user has set them."""
+"""Set unless the user has set them."""
 _MIN_KV_BYTES = 64 << 20
 _MAX_REASON = 500
-"""Characters of vLLM's own words; a pydantic error's first line says nothing."""
+"""Characters of vLLM's message to keep; a pydantic error's first line says nothing."""
 _BLOCK = 128
 """Tokens in a block of vLLM's cache, at most."""
 
 
 class _Asked(msgspec.Struct, frozen=True):
-    """One response that a rank of the group wants."""
+    """One response that a rank of the group requests."""
 
     prompt: list[int]
     uniforms: list[float]
@@ -108,7 +108,7 @@ class VLLMRollout:
                 )
             except (ValueError, ImportError) as error:
                 if "memory" in str(error).lower():
-                    raise  # a crash: whoever holds it may be gone at the next start
+                    raise  # a crash: the process that holds it may be gone at the next start
                 raise ConfigError(
                     "vLLM cannot start",
                     where=model_path,
@@ -122,9 +122,9 @@ class VLLMRollout:
         return self._group_size > 1
 
     def sync(self, actor: nn.Module) -> None:
-        """Take over the actor's weights, tensor by tensor. Collective where the actor is sharded; once a step.
+        """Copies the actor's weights, tensor by tensor. Collective where the actor is sharded; once a step.
 
-        vLLM gathers a layer's tensors before it takes them over: a layer exists twice, not the model.
+        vLLM gathers a layer's tensors before it copies them: a layer exists twice, not the model.
         """
         weights = whole_parameters(actor)
         with torch.no_grad(), self._manner():
@@ -163,10 +163,10 @@ class VLLMRollout:
         return {**prompts, "response_ids": response, "response_mask": response_mask, "logprobs": logprobs}
 
     def _of_group(self, mine: list[_Asked], temperature: float) -> list[_Made]:
-        """Work on what each rank of our tensor-parallel group wants, one after the other; what is ours of it.
+        """Samples the requests of each rank of our tensor-parallel group in turn; returns our own.
 
-        One after the other, so that a micro-batch is always computed by itself: after an interruption the ledger has
-        some of the group's micro-batches and not others, and kernels may round by the size of a batch.
+        In turn, so that a micro-batch is always computed by itself. After an interruption the ledger has some of the
+        group's micro-batches and not others, and kernels may round by the size of a batch.
         """
         if self._group_size == 1:
             return self._sample(mine, temperature)
@@ -179,7 +179,7 @@ class VLLMRollout:
         return made[self._ranks.rank - start]
 
     def _sample(self, asked: list[_Asked], temperature: float) -> list[_Made]:
-        """Tokens and their log probabilities, in the order asked."""
+        """Returns tokens and their log probabilities, in the order of the requests."""
         from verl_slurm.trainer.rollout.vllm_sampler import request
 
         if not asked:
@@ -199,8 +199,9 @@ class VLLMRollout:
 
     @contextmanager
     def _manner(self) -> Iterator[None]:
-        """With vLLM's own kernels as they are, and without torch.compile where `enforce_eager` says so: vLLM compiles a
-        part of its sampler even then."""
+        """Keeps vLLM's own kernels, and disables torch.compile if `enforce_eager` says so: vLLM compiles a part of its
+        sampler even then.
+        """
         with warned_only(self._device):
             if not self._config.rollout.enforce_eager:
                 yield
@@ -210,11 +211,11 @@ class VLLMRollout:
 
 
 def _without_shared_memory() -> None:
-    """Let vLLM's ranks on a CPU speak over the process group, as it does where they do not share a machine.
+    """Makes vLLM's ranks on a CPU talk over the process group, as vLLM does for ranks on different machines.
 
-    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher: a
-    killed run leaves them behind, its next start fails on them ("create shm in SHMManager failed. errno: 17"), and two
-    runs on one node would meet in them. There is no setting for it.
+    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher. A
+    killed run leaves them, its next start fails on them ("create shm in SHMManager failed. errno: 17"), and two runs on
+    one node would share them. There is no setting for it.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -222,7 +223,7 @@ def _without_shared_memory() -> None:
 
 
 def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`."""
+    """Returns keyword arguments for `vllm.LLM`."""
     rollout = config.rollout
     size, longest = rollout.tensor_parallel_size, max_model_len(config)
     num_seqs = rollout.micro_batch_size_per_device
@@ -238,7 +239,7 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
         "load_format": "dummy",  # sync brings the weights
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
-        "generation_config": "vllm",  # the directory's own (top_p, ...) would bend the distribution
+        "generation_config": "vllm",  # the directory's own (top_p, ...) would change the distribution
         "logprobs_mode": "processed_logits",
         "async_scheduling": False,
         "enable_prefix_caching": False,
@@ -253,7 +254,7 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
 
 
 def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
-    """Cache for all sequences of a micro-batch at full length, whole blocks, on one rank."""
+    """Returns the bytes of cache for all sequences of a micro-batch at full length, whole blocks, on one rank."""
     shape = AutoConfig.from_pretrained(str(model_path), local_files_only=True).get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -269,7 +270,9 @@ def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
 
 @contextmanager
 def _process_as_before() -> Iterator[None]:
-    """vLLM's start seeds all generators, and on a CPU replaces `torch.set_num_threads` by a warning."""
+    """Undoes what vLLM's start changes: it seeds all generators, and on a CPU replaces `torch.set_num_threads` by a
+    warning.
+    """
     generators, threads, set_threads = rng.capture(), torch.get_num_threads(), torch.set_num_threads
     try:
         yield

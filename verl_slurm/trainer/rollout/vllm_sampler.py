@@ -1,14 +1,14 @@
-"""Our sampling inside vLLM: a logits processor that leaves vLLM's greedy choice no choice.
+"""Our sampling inside vLLM: a logits processor that leaves vLLM's greedy search one choice.
 
-The token is picked by inverting the CDF at a given uniform number, as in `trainer.rollout.sampling`. vLLM's own
-per-request seeds would give repeatable samples too, but other ones than the engine `hf`, and drawn from a generator
-whose position in the stream is state of the request.
+It picks the token by inverting the CDF at a given uniform number, as in `trainer.rollout.sampling`. vLLM's own
+per-request seeds would give repeatable samples too. But they would differ from those of the engine `hf`, and come from
+a generator whose position in the stream is state of the request.
 
 A processor may only return logits. So its rows hold the log probability of the picked token at that token and minus
-infinity elsewhere: argmax takes the token, and with `logprobs_mode="processed_logits"` vLLM hands that number out as
-the token's log probability.
+infinity elsewhere. argmax takes the token, and with `logprobs_mode="processed_logits"` vLLM returns that number as the
+token's log probability.
 
-Imports vLLM; imported by `trainer.rollout.vllm_rollout` alone.
+Imports vLLM; `trainer.rollout.vllm_rollout` imports it.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ _UNIFORMS, _TEMPERATURE = "verl_slurm_uniforms", "verl_slurm_temperature"
 
 
 def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingParams:
-    """What vLLM is asked for one response.
+    """Returns the parameters of vLLM's request for one response.
 
     Args:
         uniforms: one in [0, 1) for each token that the response may have.
@@ -38,14 +38,14 @@ def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingP
         temperature=0.0,
         logprobs=0,  # the chosen token's
         detokenize=False,
-        ignore_eos=True,  # the model directory's idea of the end; ours is the next line
+        ignore_eos=True,  # that is the model directory's end token; ours is the next line
         stop_token_ids=[eos_id],
         extra_args={_UNIFORMS: uniforms, _TEMPERATURE: temperature},
     )
 
 
 class _Row:
-    """One response in the making."""
+    """One response in progress."""
 
     def __init__(self, params: SamplingParams, output: list[int]) -> None:
         said = params.extra_args or {}
@@ -68,7 +68,7 @@ class CounterSampling(LogitsProcessor):  # type: ignore[misc]  # untyped where v
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Follow the requests as vLLM moves them about its batch: first removed, then added, then moved."""
+        """Follows the requests as vLLM moves them in its batch: first removed, then added, then moved."""
         if batch_update is None:
             return
         for index in batch_update.removed:
@@ -83,10 +83,11 @@ class CounterSampling(LogitsProcessor):  # type: ignore[misc]  # untyped where v
                 self._rows[source] = other
 
     def apply(self, logits: Tensor) -> Tensor:
-        """float32 [requests, vocabulary] to the same shape, with one finite number a row."""
+        """Maps float32 [requests, vocabulary] to the same shape, with one finite number per row."""
         rows = [self._rows[index] for index in range(logits.shape[0])]
         uniform = torch.tensor([row.uniform for row in rows], dtype=torch.float64, device=logits.device)
-        (temperature,) = {row.temperature for row in rows}  # requests of one call, which has one
+        # all requests of one call, which has one temperature
+        (temperature,) = {row.temperature for row in rows}
         tokens, logprobs = pick_tokens(logits, uniform, temperature)
         chosen = torch.full_like(logits, float("-inf"))
         return chosen.scatter_(-1, tokens.unsqueeze(-1), logprobs.unsqueeze(-1))

@@ -1,1 +1,1 @@
-"""What a rank saves and resumes: position, generators, buffers."""
+"""The state that a rank saves and resumes: position, generators, buffers."""

@@ -1,7 +1,7 @@
-"""Orchestration state: how a run is laid out, written once at its first start and read-only from then on.
+"""Orchestration state: a run's layout, written once at its first start and read-only from then on.
 
-`RUN/orchestration.json`, and a copy in every checkpoint. It holds no number of the training; it is there for
-people and tools to read; the layout of a later start may be another, and each checkpoint's manifest names its own.
+It is in `RUN/orchestration.json`, with a copy in every checkpoint. It holds no number of the training; it is for people
+and tools. A later start may have another layout, and each checkpoint's manifest names its own.
 """
 
 import os
@@ -36,15 +36,15 @@ class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Axis → the groups of ranks that communicate along it."""
     backend: str
     shard_map: dict[str, str]
-    """Rank → which prompts and which share of every tensor are its own, in words."""
+    """Rank → its prompts and its share of every tensor, in words."""
     log_paths: dict[str, str]
-    """What → path relative to the run's directory."""
+    """Kind of log → path relative to the run's directory."""
     metric_history: dict[str, str]
-    """Where the numbers of each step are kept, relative to the run's directory."""
+    """Paths of the numbers of each step, relative to the run's directory."""
 
 
 def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str) -> Orchestration:
-    """The layout of a run that starts now."""
+    """Describes the layout of a run that starts now."""
     shape, topology = config.distributed, topology_of(config)
     size = config.rollout.micro_batch_size_per_device
     return Orchestration(
@@ -67,14 +67,14 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
 
 
 def moved(first: Orchestration, backend: str) -> str:
-    """What people should know of a run that goes on on another kind of device; empty: it does not. Pure."""
+    """Returns a note for people if a run moves to another kind of device; empty if it does not. Pure."""
     if first.backend == backend:
         return ""
     return f"goes on with {backend}, and began with {first.backend}: other kernels, so exact to rounding only"
 
 
 def began_on_gpus(paths: RunPaths) -> bool:
-    """Whether the first start of this run was on GPUs; of a run that nobody can read, not.
+    """Returns whether the first start of this run was on GPUs; False for an unreadable run.
 
     Runs on every rank.
     """
@@ -86,7 +86,7 @@ def began_on_gpus(paths: RunPaths) -> bool:
 
 
 def topology_of(config: RunConfig) -> Topology:
-    """The shape that `config` asks for."""
+    """Returns the shape that `config` asks for."""
     shape = config.distributed
     return Topology(dp=shape.dp_size, tp=shape.tp_size, pp=shape.pp_size)
 
@@ -103,7 +103,7 @@ def _share(rank: int, shape: Topology, size: int) -> str:
 
 
 def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
-    """Write the layout at the first start; at every later one, read it. Another shape is no reason to refuse:
+    """Writes the layout at the first start, and reads it at every later one. Another shape is no reason to refuse:
     `trainer.state.resharding`.
 
     Runs on rank 0.

@@ -1,14 +1,14 @@
-"""A model directory that cannot change between its fingerprint and the loading of it.
+"""Loads a model directory safely against changes between its fingerprint and its loading.
 
-`from_pretrained` opens files by name, so another writer of the directory could put others there while it loads, and
-the true ones back afterwards. It is given a private directory instead:
+`from_pretrained` opens files by name, so another writer of the directory could swap files while it loads, and restore
+the true ones afterwards. It gets a private directory instead:
 
 * small files (configuration, tokenizer, templates) as copies, hashed as they were read;
 * each `*.safetensors` as a link to `/proc/self/fd/N`: the file that was opened first, whatever has its name by now. It
   is hashed through the same descriptor, in threads beside the loading. Device, inode, size, mtime and ctime must be the
   same before and after: the kernel sets the ctime at each write, and no program can set it back.
 
-Everything else (pickles, weights of other formats) is not there: nothing here reads it.
+Everything else (pickles, weights of other formats) is absent: nothing here reads it.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class PinnedModel:
         self._held: dict[str, tuple[int, _Stamp, Future[tuple[int, str]]]] = {}
 
     def fill(self) -> None:
-        """Copy and open what there is.
+        """Copies and opens the files of the directory.
 
         Raises:
             DatasetDrift: a small file is not what was recorded.
@@ -81,10 +81,10 @@ class PinnedModel:
         place.write_bytes(data)
 
     def verify(self) -> None:
-        """What was loaded is what was recorded. To be called once all of it is loaded; waits for the hashing.
+        """Checks that the loaded files are the recorded ones. Call once all are loaded; waits for the hashing.
 
         Raises:
-            DatasetDrift: it is not; the file is named.
+            DatasetDrift: they are not; the file is named.
             OSError: a file could not be read to its end.
         """
         for name, (fd, before, hashing) in self._held.items():
@@ -95,13 +95,13 @@ class PinnedModel:
                 raise self._drift(name, "a file that was written to, renamed or linked while it was loaded")
 
     def close(self) -> None:
-        """Give up the descriptors."""
+        """Closes the descriptors."""
         self._pool.shutdown(cancel_futures=True)
         for fd, _, _ in self._held.values():
             os.close(fd)
 
     def blamed(self, error: VerlSlurmError) -> VerlSlurmError:
-        """The same error with the user's directory in the place of the private one; or why it came to that."""
+        """Returns the error with the user's directory instead of the private one, or with its cause."""
         try:
             self.verify()
         except DatasetDrift as drift:
@@ -126,13 +126,13 @@ class PinnedModel:
 
 @contextmanager
 def pinned_model(directory: Path, recorded: Mapping[str, str]) -> Iterator[PinnedModel]:
-    """A `PinnedModel` of `directory`, empty before `fill`.
+    """Yields a `PinnedModel` of `directory`, empty before `fill`.
 
     Args:
         recorded: path below `directory` → SHA-256, of each file of its fingerprint.
     """
     control = os.environ.get(CONTROL_VARIABLE)
-    # The agent's own directory goes with it; after a SIGKILL, too.
+    # The agent's own directory is removed with the agent, even after a SIGKILL.
     base = Path(control).parent if control else None
     scratch = Scratch("verl-slurm-", base)
     pinned = PinnedModel(directory, recorded, scratch.path)

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Position:
-    """What comes next, on every rank alike."""
+    """The next piece of work, the same on every rank."""
 
     step: int = 0
     """Whole steps done; also the number of the running step, counted from 0."""
@@ -50,27 +50,27 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """How many pieces each phase of a step has on one data-parallel rank, and how many prompts a piece takes.
+    """The number of pieces in each phase of a step on one data-parallel rank, and the prompts in a piece.
 
-    A prompt counts here as often as it is answered: with one response to each it is the same.
+    A prompt counts here once for each of its responses.
     """
 
     generations: int
     scores: int
     updates: int
     dp_size: int
-    """Data-parallel ranks: those that have prompts of their own."""
+    """Data-parallel ranks, each with its own prompts."""
     prompts_per_generation: int
     """Prompts of one generation micro-batch on one of them."""
     eval_every: int = 0
-    """Steps from one evaluation to the next; 0: there is none."""
+    """Steps from one evaluation to the next; 0: no evaluations."""
     total_steps: int = 0
     """Steps of the run; the last one is evaluated, too."""
     samples_per_prompt: int = 1
 
     @classmethod
     def of(cls, config: RunConfig) -> "StepShape":
-        """The shape that `config` asks for; `config.load` has checked that everything divides."""
+        """Returns the shape that `config` asks for; `config.load` has checked that everything divides."""
         train, rollout = config.train, config.rollout
         return cls(
             generations=train.batch_size_per_device // rollout.micro_batch_size_per_device,
@@ -85,11 +85,11 @@ class StepShape:
 
     @property
     def prompts(self) -> int:
-        """Prompts of one step over all of them."""
+        """Returns the prompts of one step over all ranks."""
         return self.generations * self.prompts_per_generation * self.dp_size
 
     def pieces(self, phase: Phase) -> int:
-        """How many positions `phase` has."""
+        """Returns the number of positions in `phase`."""
         match phase:
             case "generate":
                 return self.generations
@@ -101,19 +101,19 @@ class StepShape:
                 return 1
 
     def evaluates(self, step: int) -> bool:
-        """Whether the running step, the `step`-th from 0, ends with an evaluation."""
+        """Returns whether the running step, the `step`-th from 0, ends with an evaluation."""
         if not self.eval_every:
             return False
         return (step + 1) % self.eval_every == 0 or step + 1 == self.total_steps
 
 
 def after(position: Position, shape: StepShape) -> Position:
-    """The position that follows once the work of `position` is done."""
+    """Returns the position that follows once the work of `position` is done."""
     if position.index + 1 < shape.pieces(position.phase):
         return replace(position, index=position.index + 1)
     match position.phase:
         case "step_end":
-            # Entering a step is no work: whoever is at step_end does the first generation.
+            # Entering a step is no work: a rank at step_end does the first generation.
             return after(Position(position.step, "generate"), shape)
         case "generate":
             return Position(position.step, "score")
@@ -128,7 +128,7 @@ def after(position: Position, shape: StepShape) -> Position:
 
 
 def safe_point(position: Position, shape: StepShape) -> int:
-    """Safe points passed since the last whole step; the number in a checkpoint's name."""
+    """Returns the safe points passed since the last whole step; the number in a checkpoint's name."""
     before = {
         "step_end": 0,
         "generate": 0,
@@ -141,7 +141,7 @@ def safe_point(position: Position, shape: StepShape) -> int:
 
 
 def rollout_offset(position: Position, shape: StepShape) -> int:
-    """Prompts consumed in all, over all ranks, when a run stands at `position`, each once for every response to it.
+    """Returns the prompts consumed over all ranks when a run stands at `position`, each once for every response to it.
 
     A group lies in one micro-batch, so the prompts of the data are always this divided by `samples_per_prompt`.
     """
@@ -150,7 +150,7 @@ def rollout_offset(position: Position, shape: StepShape) -> int:
 
 
 def first_generation(position: Position, shape: StepShape) -> int:
-    """A rank's first generation micro-batch of the running step that is still to be done (G: none is)."""
+    """Returns a rank's first unfinished generation micro-batch of the running step (G: all are finished)."""
     match position.phase:
         case "step_end" | "generate":
             return position.index
@@ -159,7 +159,7 @@ def first_generation(position: Position, shape: StepShape) -> int:
 
 
 def check_position(position: Position, shape: StepShape, *, where: object) -> None:
-    """Refuse a position that this run's configuration does not have.
+    """Refuses a position that this run's configuration does not have.
 
     Raises:
         CheckpointCorrupt: the index lies outside its phase.

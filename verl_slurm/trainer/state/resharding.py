@@ -1,16 +1,16 @@
-"""A run that goes on with another number of ranks: what each of them takes over. Pure.
+"""Redistributes the state of a run that continues with another number of ranks. Pure.
 
-Tensors need nothing: `save.ranks.loader` fills any rank's boxes from whatever pieces were saved. What is left is the
-running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on (`trainer.step`),
-so those of all former ranks, put back into their global order, are dealt out again:
+Tensors need nothing: `save.ranks.loader` fills any rank's boxes from whatever pieces were saved. The rest is the
+running step. Its rollouts come in global micro-batches, of which rank r of N has every N-th from r on (`trainer.step`).
+So those of all former ranks are put back into their global order and dealt out again:
 
-* generating: a number that all new ranks can have the same share of is kept, the rest is replayed from the ledger;
+* generating: a number that all new ranks can share equally is kept, the rest is replayed from the ledger;
 * scoring: begins again, with the very weights it began with;
-* advantage and update: every rank gets its share of the scored and whitened rows. Which rows an update trains on does
-  not depend on the number of ranks (`trainer.mini_batches`), so the updates still to be done are the same ones.
+* advantage and update: every rank gets its share of the scored and whitened rows. The rows of an update do not depend
+  on the number of ranks (`trainer.mini_batches`), so the remaining updates are the same ones.
 
-What a step consumes of the data must stay the same, or positions and prompts would no longer fit together: the
-global batch, the global mini-batch and the size of a generation micro-batch (`config.layout`).
+A step must consume the same data, or positions and prompts would no longer fit together: the global batch, the global
+mini-batch and the size of a generation micro-batch stay the same (`config.layout`).
 """
 
 from collections.abc import Sequence
@@ -28,15 +28,14 @@ _BEFORE_SCORES = frozenset({"step_end", "generate", "score"})
 
 
 def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank: int) -> RuntimeState:
-    """The state of `rank` in the new layout.
+    """Returns the state of `rank` in the new layout.
 
     Args:
         saved: of all former ranks, in their order, all at the same position.
         old, new: shapes of the same step (`config.layout`).
 
     Returns:
-        A state that `trainer.state.train_state.restore_state` takes. The generators of a rank that is new are not in
-        it.
+        A state that `trainer.state.train_state.restore_state` takes. It lacks the generators of a rank that is new.
     """
     first = saved[0]
     position = Position(first.step, first.phase, first.index)
@@ -79,7 +78,7 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
 
 
 def _kept_scores(saved: Sequence[Arrays], dp_size: int, rank: int) -> Arrays:
-    """Scores kept for a change of the reward: all ranks' rows, dealt out; what they are summed to stays the same."""
+    """Divides all ranks' scores kept for a change of the reward; their sum stays the same."""
     return {
         name: array
         if name == "switch"
@@ -89,7 +88,7 @@ def _kept_scores(saved: Sequence[Arrays], dp_size: int, rank: int) -> Arrays:
 
 
 def _deal(parts: Sequence[np.ndarray], old: StepShape, new: StepShape, blocks: int, rank: int) -> np.ndarray:
-    """Rows of one column of all former ranks → those of `rank`; a block is one global micro-batch."""
+    """Deals rows of one column of all former ranks to `rank`; a block is one global micro-batch."""
     size = old.prompts_per_generation
     by_rank = np.stack(parts).reshape(old.dp_size, -1, size, *parts[0].shape[1:])
     in_order = by_rank.swapaxes(0, 1).reshape(-1, *by_rank.shape[2:])

@@ -1,7 +1,7 @@
-"""What a checkpoint knows of the reward: how often it was replaced, what is left of a warm start, the last scores.
+"""The reward's part of a checkpoint: how often it was replaced, the rest of a warm start, the last scores.
 
-In the runtime state it is a few arrays among the reward buffers, and absent ones mean a run that was never asked for
-another reward.
+In the runtime state it is a few arrays among the reward buffers. Absent arrays mean a run whose reward was never
+replaced.
 """
 
 from dataclasses import dataclass, field, replace
@@ -53,22 +53,22 @@ class RewardState:
     cached: Batch = field(default_factory=dict)
 
     def map_at(self, step: int) -> Affine:
-        """What the present reward's scores are mapped by in `step`."""
+        """Returns the map of the present reward's scores in `step`."""
         return blended(self.full, step - self.since_step, self.warm_steps)
 
     @property
     def numbers(self) -> dict[str, float]:
-        """What a step's row says of it: by which of the run's rewards its numbers are."""
+        """Returns the columns of a step's row that identify the reward of its numbers."""
         return {REWARD_NUMBER: float(self.number)} if self.number else {}
 
     def remember(self, rollouts: Batch, scored: Batch) -> "RewardState":
-        """The state with a finished step's scores kept."""
+        """Returns the state with a finished step's scores kept."""
         whole = rollouts | scored
         return replace(self, cached={name: whole[name][:CACHED_ROWS].clone() for name in _COLUMNS})
 
 
 def reward_record(state: RewardState, step: int) -> dict[str, object]:
-    """What metadata.json says of the reward that scores `step` (from 0)."""
+    """Returns the record in metadata.json of the reward that scores `step` (from 0)."""
     now = state.map_at(step)
     return {
         "reward": state.spec,
@@ -81,7 +81,7 @@ def reward_record(state: RewardState, step: int) -> dict[str, object]:
 
 
 def pack(state: RewardState) -> Arrays:
-    """The arrays of the runtime state. Shares memory with `state`."""
+    """Packs the state into arrays of the runtime state. Shares memory with `state`."""
     arrays: Arrays = {_CACHED + name: column.numpy() for name, column in state.cached.items()}
     if state.number:
         numbers = (state.number, state.since_step, state.warm_steps, state.full.scale, state.full.offset)
@@ -90,13 +90,13 @@ def pack(state: RewardState) -> Arrays:
 
 
 def split(arrays: Arrays) -> tuple[Arrays, Arrays]:
-    """(what `pack` made, the rest)."""
+    """Splits arrays into (those that `pack` made, the rest)."""
     ours = {name: array for name, array in arrays.items() if name == _SWITCH or name.startswith(_CACHED)}
     return ours, {name: array for name, array in arrays.items() if name not in ours}
 
 
 def unpack(arrays: Arrays, *, where: object) -> RewardState:
-    """The state that was packed, without `spec` and `digest`.
+    """Returns the state that was packed, without `spec` and `digest`.
 
     Raises:
         CheckpointCorrupt: it is not what `pack` makes.

@@ -1,8 +1,8 @@
-"""Everything of a rank that later numbers depend on, besides weights and optimizers; to disk form and back.
+"""A rank's state that later numbers depend on, besides weights and optimizers; to disk form and back.
 
-What is not here on purpose: sampling noise, data order, mini-batch order and learning rates are functions of
-the seed and the position; the reference model never changes; seconds and tokens per second are not numbers
-of the training and are neither kept nor compared.
+Left out on purpose: sampling noise, data order, mini-batch order and learning rates are functions of the seed and the
+position. The reference model never changes. Seconds and tokens per second are not numbers of the training and are
+neither kept nor compared.
 """
 
 from dataclasses import dataclass, field, replace
@@ -43,20 +43,21 @@ UPDATE_METRICS = (
     "actor_grad_norm",
     "critic_grad_norm",
 )
-"""Columns of `Buffers.updates`, one row an optimizer update: this rank's share of each mean. All there are with PPO
-and the KL in the reward; see `update_metrics`."""
+"""Columns of `Buffers.updates`, one row per optimizer update: this rank's share of each mean. PPO with the KL in the
+reward has all of them; see `update_metrics`.
+"""
 _WITHOUT_CRITIC = tuple(name for name in UPDATE_METRICS if not name.startswith(("value_", "critic_")))
 
 
 def update_metrics(train: TrainConfig) -> tuple[str, ...]:
-    """The columns of `Buffers.updates` that this algorithm has."""
+    """Lists the columns of `Buffers.updates` that this algorithm has."""
     columns = UPDATE_METRICS if "critic" in trained_roles(train) else _WITHOUT_CRITIC
     return (*columns, "kl_loss") if train.kl_in == "loss" else columns
 
 
 @dataclass
 class Buffers:
-    """What the running step has made so far on this rank; empty between steps. Grows phase by phase."""
+    """The results of the running step so far on this rank; empty between steps. Grows phase by phase."""
 
     rollouts: list[Batch] = field(default_factory=list)
     """Finished generation micro-batches, in order (columns of `HFRollout.generate`)."""
@@ -70,24 +71,24 @@ class Buffers:
 
 @dataclass
 class TrainState:
-    """One rank's whole state between two positions. Mutable; changed by `trainer.step`, and `reward` between steps by
-    `trainer.reward.swap`.
+    """One rank's whole state between two positions. Mutable: `trainer.step` changes it, and `trainer.reward.swap`
+    changes `reward` between steps.
     """
 
     position: Position
     kl: AdaptiveKL
     history: list[dict[str, float]] = field(default_factory=list)
-    """One row of metrics a finished step, the newest HISTORY_ROWS."""
+    """One row of metrics per finished step, the newest HISTORY_ROWS."""
     buffers: Buffers = field(default_factory=Buffers)
     reward: RewardState = field(default_factory=RewardState)
 
     def remember(self, row: dict[str, float]) -> None:
-        """Add a finished step's metrics."""
+        """Adds a finished step's metrics."""
         self.history = [*self.history, row][-HISTORY_ROWS:]
 
 
 def fresh_state(config: RunConfig) -> TrainState:
-    """The state of a run that has done nothing."""
+    """Returns the state of a run that has done nothing."""
     train = config.train
     kl = AdaptiveKL(
         coef=train.kl_coef,
@@ -101,7 +102,7 @@ def fresh_state(config: RunConfig) -> TrainState:
 def capture_state(
     state: TrainState, shape: StepShape, *, rank: int, world_size: int | None = None
 ) -> RuntimeState:
-    """This rank's state as it goes to disk, generators included. Draws and changes nothing.
+    """Returns this rank's state as it goes to disk, generators included. Draws and changes nothing.
 
     Args:
         world_size: ranks in all; None: data parallel alone.
@@ -119,7 +120,7 @@ def capture_state(
         index=position.index,
         safe_point=safe_point(position, shape),
         rollout_offset=consumed,
-        # A response is an episode: finished with its micro-batch.
+        # A response is an episode, finished with its micro-batch.
         episode_id=consumed,
         kl_coef=state.kl.coef,
         kl_window=list(state.kl.window),
@@ -131,7 +132,7 @@ def capture_state(
 
 
 def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, where: object) -> TrainState:
-    """The state to train on from, and this process's generators put back.
+    """Returns the state to train on from, and restores this process's generators.
 
     Raises:
         CheckpointCorrupt: the parts do not fit the position, or the position does not fit the configuration.
@@ -164,7 +165,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
 def _check_rows(
     buffers: Buffers, position: Position, config: RunConfig, shape: StepShape, where: object
 ) -> None:
-    """Hold the number of rows of every buffer to what the position says must be there."""
+    """Checks the number of rows of every buffer against the position."""
     batch = shape.generations * shape.prompts_per_generation
     past = ("generate", "score", "advantage", "update", "evaluate").index
     at = -1 if position.phase == "step_end" else past(position.phase)
@@ -193,25 +194,25 @@ def _check_rows(
 
 
 def _num_rows(batch: Batch) -> int:
-    """Rows of a batch whose columns agree; -1 where they do not."""
+    """Returns the rows of a batch whose columns agree; -1 where they do not."""
     sizes = {len(column) for column in batch.values()}
     return 0 if not sizes else sizes.pop() if len(sizes) == 1 else -1
 
 
 def stacked(parts: list[Batch]) -> Batch:
-    """Micro-batches one below the other; no parts make an empty batch."""
+    """Concatenates micro-batches; no parts make an empty batch."""
     if len(parts) <= 1:
         return dict(parts[0]) if parts else {}
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def to_arrays(batch: Batch) -> Arrays:
-    """The same columns for numpy. Shares memory: not to be changed afterwards."""
+    """Returns the same columns for numpy. Shares memory: do not change them afterwards."""
     return {name: tensor.numpy(force=True) for name, tensor in batch.items()}
 
 
 def to_batch(arrays: Arrays) -> Batch:
-    """The same columns for torch, each in memory of its own."""
+    """Returns the same columns for torch, each in its own memory."""
     return {name: torch.from_numpy(np.array(array)) for name, array in arrays.items()}
 
 

@@ -1,0 +1,218 @@
+"""One save on one rank: what the main thread asks for, what the other threads add, and the manifest made of it.
+
+`save/THREADS.md` draws the threads and what crosses between them.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.components import Components
+from verl_slurm.checkpoint.format.specification import FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint, StagingDirectory
+from verl_slurm.checkpoint.store.local_copy import LocalPart
+from verl_slurm.config.roles import ROLES, Role
+from verl_slurm.runtime_state.format import RuntimeState
+from verl_slurm.save.writer.media import Medium
+from verl_slurm.save.writer.metadata_files import SealedFile
+from verl_slurm.save.writer.protocol import Sealing, Write, Written
+
+__all__ = ["LocalPlace", "PendingSave", "Provenance", "SaveContents", "SavePlan", "manifest_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveContents:
+    """Input of one save from one rank, beside its tensors.
+
+    Attributes:
+        runtime: this rank's state. Its arrays must not change any more.
+        texts: further files by name; rank 0's are written, the other ranks' may be empty.
+        metrics: for the manifest, of the step that it ends; rank 0's count.
+        frozen: by role, digests of parts that do not train and may differ in the next save.
+    """
+
+    runtime: RuntimeState
+    texts: Mapping[str, bytes]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    frozen: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Manifest fields that are the same for all saves of one epoch."""
+
+    epoch: int
+    parent: str | None
+    schema_id: str
+    dataset_fingerprint: str
+    frozen: Mapping[str, str]
+    topology: Topology
+    trained: tuple[Role, ...] = ROLES
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalPlace:
+    """The node's own disk, as one of its ranks sees it.
+
+    Attributes:
+        directory: `checkpoint.store.local_copy.local_directory`.
+        is_first: this rank commits and cleans up for its node; exactly one rank of a node does.
+        keep: parts that stay.
+    """
+
+    directory: Path
+    is_first: bool
+    keep: int
+
+
+class SavePlan(msgspec.Struct, frozen=True):
+    """Rank 0 broadcasts it at the start of a save."""
+
+    name: str
+    """Of the staging directory, on every medium."""
+    not_shared: str
+    """Why shared storage takes no part; empty: it does."""
+    sealing: Sealing | None
+    """How this save is encrypted, on all media alike; None: not at all."""
+
+
+@dataclass(kw_only=True, eq=False)
+class PendingSave:
+    """One save under way on one rank, shared by four threads.
+
+    Each field has one writer. The main thread sets the first group before another thread sees the object, and
+    it never changes. A field of another group is set once, or not at all where its thread failed before.
+
+    Attributes:
+        on_kept: called once, when every node's disk has the save, read back, and shared storage does not; or None.
+        on_part: called when this rank's own files are durable on a medium; or None.
+
+        directories: this rank's directory on each medium that takes part; empty until the plan is known.
+        staging: rank 0's, on shared storage; None: not made, or shared storage takes no part.
+        request: sent to the writer process by the staging thread, which waits for it; has the plan's failure
+            where there is no plan.
+        small: this rank's files that are not tensors, or why they could not be made.
+        on_shared: set when shared storage has the checkpoint.
+
+        written: the writer process's answer for each medium, as soon as there is one.
+
+        owned: set on rank 0 when it is known whether this epoch still owns the run; raises `Fenced`. The thread
+            "checkpoint" sets it, or one started for that question where storage may never answer.
+
+        part: this node's committed part, on the rank that committed it.
+        read_back: problems found in the parts on their disks; None: nobody waits for that.
+    """
+
+    # Set by the main thread.
+    paths: RunPaths
+    contents: SaveContents
+    components: Components
+    local: LocalPlace | None
+    started: float
+    seconds_left: float | None
+    on_kept: Callable[[SavedCheckpoint], None] | None = None
+    on_part: Callable[[], None] | None = None
+
+    # Set by the thread "checkpoint".
+    directories: dict[Medium, Path] = field(init=False, default_factory=dict)
+    staging: StagingDirectory | None = field(init=False, default=None)
+    request: "Future[Write]" = field(init=False, default_factory=Future)
+    small: "Future[list[SealedFile]]" = field(init=False, default_factory=Future)
+    on_shared: threading.Event = field(init=False, default_factory=threading.Event)
+
+    # Set by the thread "staging".
+    written: "Mapping[Medium, Future[Written]]" = field(
+        init=False, default_factory=lambda: {medium: Future() for medium in Medium}
+    )
+
+    # Set by the thread "checkpoint" or "owner", on rank 0.
+    owned: "Future[None]" = field(init=False, default_factory=Future)
+
+    # Set by the thread "second-copy".
+    part: LocalPart | None = field(init=False, default=None)
+    read_back: "Future[str] | None" = field(init=False, default=None)
+
+    # Set on rank 0 by "checkpoint" or "second-copy", whichever commits first; the lock makes it one manifest.
+    _manifest: Manifest | None = field(init=False, default=None)
+    _manifest_lock: threading.Lock = field(init=False, default_factory=threading.Lock)
+
+    @property
+    def name(self) -> str:
+        """Of the checkpoint."""
+        runtime = self.contents.runtime
+        return self.paths.checkpoint(runtime.step, runtime.safe_point).name
+
+    def takes(self, path: str) -> bool:
+        """Whether a file of a domain belongs to this save."""
+        return not self.components or path.split("/")[0] in self.components
+
+    def planned(self, plan: SavePlan) -> None:
+        """Derive the directories. Thread "checkpoint", before it sets `request`."""
+        if not plan.not_shared:
+            self.directories[Medium.SHARED] = self.paths.checkpoints / plan.name
+        if self.local is not None:
+            self.directories[Medium.LOCAL] = self.local.directory / plan.name
+
+    def answered(self, written: Written) -> None:
+        """Take the writer process's answer for one directory. Thread "staging", so `request` is set."""
+        for medium, directory in self.directories.items():
+            if str(directory) == written.directory:
+                self.written[medium].set_result(written)
+
+    def ended(self, staged: "Future[None]") -> None:
+        """Fail what the writer process has not answered and will not. Callback of the staging thread's future."""
+        error = staged.exception()
+        for answer in self.written.values():
+            if error is not None and not answer.done():
+                answer.set_exception(error)
+
+    def manifest(self, make: Callable[[], Manifest]) -> Manifest:
+        """One manifest for all media, made by the first that asks. Rank 0; any thread."""
+        with self._manifest_lock:
+            if self._manifest is None:
+                self._manifest = make()
+            return self._manifest
+
+    def saved(self, *, num_bytes: int, on_shared: bool, problem: str) -> SavedCheckpoint:
+        """The result, as of now."""
+        return SavedCheckpoint(
+            name=self.name,
+            seconds=time.monotonic() - self.started,
+            num_bytes=num_bytes,
+            on_shared=on_shared,
+            problem=problem,
+        )
+
+
+def manifest_of(
+    save: PendingSave, provenance: Provenance, entries: tuple[FileEntry, ...], sealing: Sealing | None
+) -> Manifest:
+    """Of the whole checkpoint, not yet sealed or signed. Runs on rank 0."""
+    runtime = save.contents.runtime
+    return Manifest(
+        name=save.name,
+        step=runtime.step,
+        safe_point=runtime.safe_point,
+        phase=runtime.phase,
+        epoch=provenance.epoch,
+        parent=provenance.parent,
+        schema_id=provenance.schema_id,
+        dataset_fingerprint=provenance.dataset_fingerprint,
+        world_size=runtime.world_size,
+        topology=provenance.topology,
+        files=entries,
+        components=save.components,
+        trained=msgspec.UNSET if provenance.trained == ROLES else provenance.trained,
+        frozen={**provenance.frozen, **save.contents.frozen},
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        save_seconds=round(time.monotonic() - save.started, 3),
+        metrics=dict(save.contents.metrics) or msgspec.UNSET,
+        encryption=msgspec.UNSET if sealing is None else sealing.encryption,
+    )
