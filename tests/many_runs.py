@@ -15,7 +15,7 @@ from verl_slurm.journal.folds.outages import Outages
 
 Kind = Literal["running", "done", "queued", "cancelled", "failed"]
 _BEGAN = datetime(2026, 11, 1, 8, tzinfo=UTC)
-_SAVES_A_LIFE = 50
+_SAVES_AN_ATTEMPT = 50
 
 
 class Teller:
@@ -24,20 +24,25 @@ class Teller:
     def __init__(self, job_id: str, cluster: str, host: str = "node1") -> None:
         self.events: list[dict[str, Any]] = []
         self.job_id, self.cluster, self.host = job_id, cluster, host
-        self.now, self.epoch, self.step, self.last = _BEGAN, 0, 0, ""
+        self.now, self.attempt, self.step, self.last = _BEGAN, 0, 0, ""
 
     def say(self, event: str, after_s: float = 1.0, **fields: Any) -> None:
         self.now += timedelta(seconds=after_s)
         time = self.now.isoformat(timespec="milliseconds")
-        mine = {"epoch": self.epoch, "job_id": self.job_id}
+        mine = {"attempt": self.attempt, "job_id": self.job_id}
         self.events.append({"time": time, "event": event, **mine, **fields})
 
     def start(self, queued_s: float = 40.0) -> None:
-        self.epoch += 1
-        where = {"cluster": self.cluster, "host": self.host, "restart": self.epoch - 1, "nodes": "node[1-2]"}
+        self.attempt += 1
+        where = {
+            "cluster": self.cluster,
+            "host": self.host,
+            "requeues": self.attempt - 1,
+            "nodes": "node[1-2]",
+        }
         self.say("started", queued_s, **where, pid=4242)
         self.say("resume", reason=f"{self.last or 'there'} is the newest checkpoint that verifies")
-        self.say("generation", number=1, resume=self.last or None, progress=f"{self.last}+140004")
+        self.say("restart", number=1, resume=self.last or None, progress=f"{self.last}+140004")
         self.say("training", 20.0, step=self.step, phase="update", index=8)
         self.say("first_rollout", 5.0, step=self.step, phase="generate", index=1)
 
@@ -66,7 +71,7 @@ def make_run(
     num_events: int = 60,
     num_checkpoints: int = 2,
 ) -> RunPaths:
-    """One run with a journal of about so many events: lives of fifty saves, with preemptions between them."""
+    """One run with a journal of about so many events: attempts of fifty saves, with preemptions between them."""
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True)
     paths.run_yaml.write_text(f"name: {root.name}\n")
@@ -74,7 +79,7 @@ def make_run(
     teller.say("submitted", cluster=cluster, host=host)
     teller.start()
     while len(teller.events) < num_events - 12:
-        for _ in range(min(_SAVES_A_LIFE, (num_events - len(teller.events)) // 2)):
+        for _ in range(min(_SAVES_AN_ATTEMPT, (num_events - len(teller.events)) // 2)):
             teller.save()
         teller.preempt()
         if kind == "queued" and len(teller.events) >= num_events - 12:
@@ -96,7 +101,7 @@ def _write_status(paths: RunPaths, teller: Teller, kind: Kind) -> None:
     status = {
         "state": "running" if kind == "running" else "ended",
         **{"job_id": teller.job_id, "cluster": teller.cluster, "host": teller.host},
-        **{"epoch": teller.epoch, "generation": 1, "restarts": teller.epoch - 1},
+        **{"attempt": teller.attempt, "restart": 1, "requeues": teller.attempt - 1},
         **{"step": teller.step, "steps": 5000, "phase": "generate", "index": 3},
         "metrics": dict.fromkeys(("reward", "kl", "loss", "tokens_per_second", "step_s", "entropy"), 0.5),
         **{"last_checkpoint": teller.last, "cause": "", "updated": teller.now.isoformat()},

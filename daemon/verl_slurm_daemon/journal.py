@@ -17,7 +17,7 @@ from verl_slurm_daemon.log_line import log_line
 
 __all__ = ["Journal"]
 
-_NOT_SAID = ("event", "time", "epoch", "job_id")
+_NOT_SAID = ("event", "time", "attempt", "job_id")
 
 
 class Journal:
@@ -39,7 +39,7 @@ class Journal:
         A full or broken log must not stop a save, so standard output is best effort. If the journal cannot be
         written, the lead prints the error on standard output and goes on.
         """
-        event = msgspec.structs.replace(event, time=now(), epoch=self._epoch, job_id=self._job_id)
+        event = msgspec.structs.replace(event, time=now(), attempt=self._epoch, job_id=self._job_id)
         try:
             append_event(self._paths, event)
         except OSError as error:

@@ -100,7 +100,7 @@ def test_of_two_that_saw_the_same_owner_end_the_second_is_refused_however_late(t
     paths = RunPaths(tmp_path)
     former = take_epoch(paths, job_id="1", restart=0)
     take_epoch(paths, job_id="2", restart=0, after=former)
-    with pytest.raises(Fenced, match="epoch 2 of job 2"):
+    with pytest.raises(Fenced, match="attempt 2 of job 2"):
         take_epoch(paths, job_id="3", restart=0, after=former)
 
 

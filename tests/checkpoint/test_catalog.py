@@ -36,7 +36,7 @@ def test_entries_are_classed_and_the_newest_comes_first(
         ("foreign", -1, -1),
     ]
     newest = list_checkpoints(paths)[0]
-    assert (newest.epoch, newest.world_size, newest.phase) == (1, 2, "step_end")
+    assert (newest.attempt, newest.world_size, newest.phase) == (1, 2, "step_end")
     assert newest.num_bytes > 0
 
 

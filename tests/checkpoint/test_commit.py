@@ -130,7 +130,7 @@ def test_an_error_of_any_operation_is_no_commit_or_a_whole_one(
 
 def test_an_incarnation_that_lost_the_run_cannot_commit(staged: Staged, paths: RunPaths) -> None:
     def fenced() -> None:
-        raise Fenced("another incarnation owns the run", found=2, expected=1)
+        raise Fenced("another attempt owns the run", found=2, expected=1)
 
     staging, manifest = staged(4)
     with pytest.raises(Fenced):
@@ -144,7 +144,7 @@ def test_losing_the_run_between_manifest_and_rename_is_noticed(staged: Staged, p
 
     def check() -> None:
         if (staging.directory / "manifest.json").exists():
-            raise Fenced("another incarnation owns the run")
+            raise Fenced("another attempt owns the run")
 
     with pytest.raises(Fenced):
         commit(staging, manifest, epoch_check=check)

@@ -96,7 +96,7 @@ def test_inspect_says_what_is_in_a_checkpoint_as_json(cli: Cli, run: RunPaths) -
     result = cli("inspect", path, "--json")
     assert result.code == ExitCode.OK
     facts = result.json
-    assert (facts["name"], facts["step"], facts["parent"], facts["epoch"]) == (
+    assert (facts["name"], facts["step"], facts["parent"], facts["attempt"]) == (
         "step_000001",
         1,
         "step_000000",
@@ -139,7 +139,7 @@ def test_inspect_shows_it_to_people_and_lists_tensors_when_asked(cli: Cli, run: 
     assert short.code == ExitCode.OK
     lines = {line.split()[0]: line for line in short.out.splitlines() if line.split()}
     assert lines["checkpoint"].endswith("step_000001")
-    assert "epoch 1" in lines["saved"]
+    assert "attempt 1" in lines["saved"]
     assert "2 (dp 2, tp 1, pp 1)" in lines["ranks"]
     assert "coefficient 0.125, window of 2, mean 0.375" in lines["KL"]
     assert lines["actor"].split() == ["actor", "float32", "2", "9", "0.0"]

@@ -129,7 +129,7 @@ def test_a_snapshot_that_outlived_its_lead_is_not_believed(cli: Cli, tmp_path: P
     paths = make_run(tmp_path / "run", cluster="local", job_id="999999999", host=socket.gethostname())
     out = cli("status", paths.root).out
     assert "gone; running when its daemon last said so" in out
-    append_event(paths, "ended", epoch=1, job_id="999999999", exit_code=0)
+    append_event(paths, "ended", attempt=1, job_id="999999999", exit_code=0)
     assert "gone; " not in cli("status", paths.root).out
 
 

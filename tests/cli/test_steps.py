@@ -74,7 +74,7 @@ def test_a_number_that_no_float_can_hold_is_no_row(run: RunPaths, cli: Cli) -> N
 def test_of_a_loop_that_is_not_ours_its_own_numbers_are_shown_the_most_telling_first() -> None:
     row = {
         "step": 3,
-        "epoch": 1,
+        "attempt": 1,
         "time": "x",
         "aux": 0.5,
         "critic/score/mean": 0.25,

@@ -53,7 +53,7 @@ NO_REQUEUE = Path(__file__).parents[1] / "slurm/golden/norequeue_preempted_in_gr
         ),
         ({"event": "requeue", "accepted": False, "detail": "no"}, "requeue REFUSED: no"),
         ({"event": "ended", "exit_code": 0, "reason": "all steps"}, "ended with 0, done: all steps"),
-        ({"event": "news", "epoch": 1, "colour": "red", "empty": None}, "news colour=red"),
+        ({"event": "news", "attempt": 1, "colour": "red", "empty": None}, "news colour=red"),
     ],
 )
 def test_an_event_is_told_as_a_sentence(event: dict[str, object], text: str) -> None:

@@ -43,7 +43,7 @@ def test_a_run_is_made_private_and_told_to_its_end(workplace: Path, cli: Cli) ->
     assert result.code == 0
     assert f"run directory  {run}" in result.out
     assert f"verl-slurm watch {run}" in result.out
-    assert "runs on here, epoch 1" in result.out
+    assert "runs on here, attempt 1" in result.out
     assert "ended with 0, done" in result.out
     for path in [run, *run.rglob("*")]:
         assert path.stat().st_mode & 0o077 == 0, path
@@ -161,7 +161,7 @@ def test_requeue_ends_one_life_and_watch_follows_into_the_next(workplace: Path, 
     result = cli("watch", run)
     assert result.code == 0
     told = result.out
-    assert told.index("ended with 25") < told.index("start 2") < told.index("ended with 0")
+    assert told.index("ended with 25") < told.index("attempt 2") < told.index("ended with 0")
 
 
 def test_a_run_with_a_living_job_is_not_submitted_again(workplace: Path, cli: Cli) -> None:

@@ -30,8 +30,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = Watches.wait
 
     def wait(watches: Watches, timeout_s: float) -> set[Path] | None:
-        append_event(living, "cause", epoch=1, job_id="7", cause="preemption", evidence="\x1b[31m")
-        append_event(living, "ended", epoch=1, job_id="7", exit_code=0)
+        append_event(living, "cause", attempt=1, job_id="7", cause="preemption", evidence="\x1b[31m")
+        append_event(living, "ended", attempt=1, job_id="7", exit_code=0)
         return real(watches, timeout_s)
 
     monkeypatch.setattr(Watches, "wait", wait)

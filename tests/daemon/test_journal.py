@@ -15,8 +15,8 @@ from verl_slurm.journal.folds.progress import stuck_restarts
 from verl_slurm.journal.status import Status
 
 
-def generation(progress: str) -> dict[str, object]:
-    return {"event": "generation", "progress": progress}
+def restart(progress: str) -> dict[str, object]:
+    return {"event": "restart", "progress": progress}
 
 
 CRASH = {"event": "crash"}
@@ -28,7 +28,7 @@ def test_events_are_read_back_in_order_with_epoch_and_job(tmp_path: Path) -> Non
     journal.write(make_event("cause", cause="preemption", evidence='says "it"\nand more'))
     journal.write(make_event("ended", exit_code=25))
     first, last = read_events(paths)
-    assert (first["epoch"], first["job_id"], first["evidence"]) == (2, "17", 'says "it"\nand more')
+    assert (first["attempt"], first["job_id"], first["evidence"]) == (2, "17", 'says "it"\nand more')
     assert last["exit_code"] == 25
 
 
@@ -56,19 +56,19 @@ def test_half_a_line_costs_that_line_alone(tmp_path: Path) -> None:
 
 
 def test_crashes_at_the_same_place_are_counted() -> None:
-    assert stuck_restarts(make_events([generation("a"), CRASH, generation("a"), CRASH])) == 2
+    assert stuck_restarts(make_events([restart("a"), CRASH, restart("a"), CRASH])) == 2
 
 
 def test_progress_forgives_earlier_crashes() -> None:
-    assert stuck_restarts(make_events([generation("a"), CRASH, generation("b"), CRASH])) == 1
+    assert stuck_restarts(make_events([restart("a"), CRASH, restart("b"), CRASH])) == 1
 
 
 def test_a_preemption_is_not_a_crash() -> None:
-    assert stuck_restarts(make_events([generation("a"), generation("a"), generation("a")])) == 0
+    assert stuck_restarts(make_events([restart("a"), restart("a"), restart("a")])) == 0
 
 
 def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
-    assert stuck_restarts(make_events([generation("a"), {"event": "orphaned"}] * 3)) == 3
+    assert stuck_restarts(make_events([restart("a"), {"event": "orphaned"}] * 3)) == 3
     assert (
         stuck_restarts(make_events([{"event": "start_failed"}] * 2)) == 0
     )  # counted, and made to wait, by themselves
@@ -76,14 +76,13 @@ def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
 
 def test_a_time_limit_before_the_ranks_train_is_counted_and_one_in_training_is_not() -> None:
     limit = {"event": "cause", "cause": "time_limit"}
-    assert stuck_restarts(make_events([generation("a"), limit, generation("a"), limit])) == 2
-    assert stuck_restarts(make_events([generation("a"), {"event": "training"}, limit])) == 0
+    assert stuck_restarts(make_events([restart("a"), limit, restart("a"), limit])) == 2
+    assert stuck_restarts(make_events([restart("a"), {"event": "training"}, limit])) == 0
 
 
 def test_what_was_mended_and_submitted_again_is_counted_afresh() -> None:
     assert (
-        stuck_restarts(make_events([generation("a"), CRASH, generation("a"), CRASH, {"event": "submitted"}]))
-        == 0
+        stuck_restarts(make_events([restart("a"), CRASH, restart("a"), CRASH, {"event": "submitted"}])) == 0
     )
 
 
@@ -92,7 +91,7 @@ def test_a_line_carries_the_time_of_day_and_the_time_that_nobody_sets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = time.monotonic()
-    Journal(RunPaths(tmp_path), epoch=3, job_id="7").write(make_event("generation", number=1))
+    Journal(RunPaths(tmp_path), epoch=3, job_id="7").write(make_event("restart", number=1))
     date, steady, who, *_ = capsys.readouterr().out.split()
     assert datetime.fromisoformat(date).tzinfo is not None
     assert before - 0.001 <= float(steady) <= time.monotonic() + 0.001

@@ -48,7 +48,7 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     assert finish(process) == 0
     events = read_events(paths)
     assert [e["cause"] for e in events if e["event"] == "cause"] == ["preemption"]
-    assert {e["epoch"] for e in events if e["event"] == "started"} == {1, 2}
+    assert {e["attempt"] for e in events if e["event"] == "started"} == {1, 2}
     same, said = same_weights(paths.root, straight.root)
     assert same, said
     assert ledger_stats(paths).duplicates == ()
@@ -76,7 +76,7 @@ def test_a_link_that_the_kernel_ends_costs_a_start_and_nothing_of_the_training(
     assert finish(process) == 0
     events = read_events(paths)
     assert [e["kind"] for e in events if e["event"] == "crash"] == ["node"]
-    assert [e["number"] for e in events if e["event"] == "generation"] == [1, 2]
+    assert [e["number"] for e in events if e["event"] == "restart"] == [1, 2]
     same, said = same_weights(paths.root, straight.root)
     assert same, said
     assert ledger_stats(paths).duplicates == ()
@@ -140,7 +140,7 @@ def test_a_lead_without_its_key_says_so_and_ends_before_any_rank_starts(tmp_path
     assert "run.key" in said
     events = read_events(paths)
     assert [e["exit"] for e in events if e["event"] == "ended"] == ["KEY"]
-    assert not any(e["event"] == "generation" for e in events)
+    assert not any(e["event"] == "restart" for e in events)
 
 
 @pytest.mark.long
@@ -250,7 +250,7 @@ def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike
     finally:
         joined.kill()
         joined.wait()
-    assert {e["epoch"] for e in read_events(paths) if e["event"] == "started"} == {1, 2}
+    assert {e["attempt"] for e in read_events(paths) if e["event"] == "started"} == {1, 2}
     assert same_weights(paths.root, straight.root)[0]
     wait_until_gone(str(paths.root))
 
@@ -292,7 +292,7 @@ def test_two_hosts_that_lose_each_other_for_long_find_together_again_by_themselv
             until(first, "first_rollout")
             lab.cut()
             assert "kind=node" in until(first, " crash ")
-            until(first, " generation ")
+            until(first, "] restart ")
             lab.heal()
             assert finish(first) == 0
             assert joined.wait(timeout=300) == 0

@@ -19,7 +19,7 @@ CONFIG = parse_config(b"name: run\nmodel: {path: m}\ndata: {root: d}\n", "run.ya
 def takes_over(paths: RunPaths) -> tuple[Lead, Journal]:
     lead = Lead(paths, CONFIG, LocalAllocation(CONFIG, paths))
     journal = Journal(paths, epoch=9, job_id="7", heard=lead._journaled)
-    lead._status.epoch = 9
+    lead._status.attempt = 9
     lead._take_over()
     return lead, journal
 
@@ -30,9 +30,9 @@ def test_the_step_survives_a_requeue_and_follows_the_checkpoint_that_it_goes_bac
     journal.status(lead._status)
     former = read_status(paths)["step"]
     assert former > 100
-    journal.write(make_event("generation", number=1, resume="step_000042_sp0007"))
+    journal.write(make_event("restart", number=1, resume="step_000042_sp0007"))
     assert (lead._status.step, lead._status.last_checkpoint) == (42, "step_000042_sp0007")
-    journal.write(make_event("generation", number=2, resume=None))
+    journal.write(make_event("restart", number=2, resume=None))
     assert (lead._status.step, lead._status.last_checkpoint) == (0, "")
 
 
@@ -43,7 +43,7 @@ def test_the_sum_of_the_interruptions_goes_on_where_the_former_lead_left_it(tmp_
     journal.write(make_event("started", cluster="local"))
     waiting = (lead._status.interruptions, lead._status.last_interruption["seconds"])
     assert waiting == (former["interruptions"], None)
-    for event in ("generation", "training", "first_rollout"):
+    for event in ("restart", "training", "first_rollout"):
         journal.write(make_event(event))
     assert lead._status.interruptions == former["interruptions"]
     assert lead._status.last_interruption["seconds"] > 0

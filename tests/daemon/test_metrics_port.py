@@ -122,7 +122,7 @@ def page_of(metrics: LeadMetrics | AgentMetrics) -> bytes:
 
 def test_the_four_of_the_requirements_have_their_names_and_numbers(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, _ = lead_of(paths, clock)
-    journal.write(make_event("started", restart=0))
+    journal.write(make_event("started", requeues=0))
     clock.now += 100
     metrics.heard(progress(gpu_memory_percent=80.0))
     metrics.heard(progress(rank=1, gpu_memory_percent=96.5))
@@ -159,10 +159,10 @@ def test_without_a_gpu_there_is_no_number_of_its_memory(paths: RunPaths, clock: 
 
 def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, clock: Clock) -> None:
     first, journal, _ = lead_of(paths, clock)
-    journal.write(make_event("started", restart=0))
-    journal.write(make_event("generation", number=1, resume=None))
+    journal.write(make_event("started", requeues=0))
+    journal.write(make_event("restart", number=1, resume=None))
     journal.write(make_event("crash", detail="x", crashes=1, budget=8))
-    journal.write(make_event("generation", number=2, resume=None))
+    journal.write(make_event("restart", number=2, resume=None))
     append_step(paths, 1, {"step": 1.0, "step_s": 30.0})
     before = samples(page_of(first))
     second, _, _ = lead_of(paths, clock)
@@ -188,7 +188,7 @@ def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
 def test_no_name_path_or_text_of_an_event_is_on_the_page(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, status = lead_of(paths, clock)
     evil = f'{CANARY}"}} 1\nverl_run_step 99\r\x1b[31m\u2028'
-    journal.write(make_event("started", restart=0, host=evil, nodes=evil))
+    journal.write(make_event("started", requeues=0, host=evil, nodes=evil))
     journal.write(make_event("cause", cause=evil, evidence=evil))
     journal.write(make_event("crash", detail=evil, crashes=1, budget=1))
     journal.write(make_event("saved", name=evil, reason=evil, seconds=1.0, num_bytes=1, on_shared=True))
@@ -243,7 +243,7 @@ def test_an_agent_shows_its_ranks_one_by_one(paths: RunPaths, clock: Clock) -> N
 def test_what_is_exported_is_what_is_documented(paths: RunPaths, clock: Clock) -> None:
     documented = set(re.findall(r"`(verl_\w+)", (ROOT / "docs/observability.md").read_text()))
     lead, journal, status = lead_of(paths, clock, learning_numbers=True)
-    journal.write(make_event("started", restart=0))
+    journal.write(make_event("started", requeues=0))
     journal.write(make_event("saved", name="a", seconds=1.0, num_bytes=1, on_shared=True))
     clock.now += 1
     status.metrics = {"reward": 0.5, "tokens_per_second": 1.0, "step_s": 1.0}

@@ -371,7 +371,7 @@ def test_starts_that_storage_stops_wait_longer_each_time_and_end_at_last() -> No
     assert delays == [None, 30, 60, 3600, 3600]
     end = Story().then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))[-1]
     assert isinstance(end, act.Exit)
-    assert (end.code, "25 starts" in end.reason) == (ExitCode.NO_ROOM, True)
+    assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_ROOM, True)
 
 
 def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:
@@ -468,7 +468,7 @@ def test_what_the_trainer_refuses_is_not_tried_again() -> None:
 
 
 @pytest.mark.parametrize(
-    "then", [inputs.GenerationEnded(0), inputs.GenerationEnded(1), inputs.RunLost("epoch 2 of job 8")]
+    "then", [inputs.GenerationEnded(0), inputs.GenerationEnded(1), inputs.RunLost("attempt 2 of job 8")]
 )
 @pytest.mark.parametrize("saves", [False, True])
 def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
@@ -478,11 +478,11 @@ def test_an_incarnation_that_lost_the_run_takes_its_ranks_down_and_says_so(
     story = training()
     if saves:
         story.then(cause("preemption"))
-    assert kinds(story.then(inputs.RunLost("epoch 2 of job 8"))) == [act.TakeDown]
+    assert kinds(story.then(inputs.RunLost("attempt 2 of job 8"))) == [act.TakeDown]
     (end,) = story.then(then)
     assert isinstance(end, act.Exit)
     assert end.code is ExitCode.FENCED
-    assert "epoch 2 of job 8" in end.reason
+    assert "attempt 2 of job 8" in end.reason
 
 
 def test_a_refusal_with_an_unknown_code_is_a_bug_of_ours_not_a_dead_lead() -> None:
@@ -614,7 +614,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
         inputs.RankSaid(Finished(rank=0, step=1)),
         inputs.RankSaid(Finished(rank=1, step=1)),
         inputs.NodeFailed("n", "x"),
-        inputs.RunLost("epoch 2"),
+        inputs.RunLost("attempt 2"),
         inputs.GenerationEnded(1),
         inputs.Verified("s", True, ""),
         inputs.SaveDeadline(),

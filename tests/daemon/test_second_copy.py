@@ -108,6 +108,6 @@ def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_
     assert on_nodes_alone([started, alone], ["step_000020"]) == {}
     newer = make_event("saved", name="step_000030", on_shared=True)
     assert on_nodes_alone([started, alone, newer], ["step_000030"]) == {}
-    older = make_event("saved", name="step_000020", on_shared=False, epoch=3)
+    older = make_event("saved", name="step_000020", on_shared=False, attempt=3)
     assert on_nodes_alone([started, older], [], since=4) == {}  # its user went back to an older checkpoint
     assert on_nodes_alone([], []) == {}

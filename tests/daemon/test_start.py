@@ -37,7 +37,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def guest_run(root: Path) -> RunPaths:
-    """A prepared run on two hosts, of which the second one never joins: a start gets as far as `generation`."""
+    """A prepared run on two hosts, of which the second one never joins: a start gets as far as `restart`."""
     program = root.parent / "train.py"
     program.write_text("")
     (root.parent / "hosts").write_text("127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
@@ -58,7 +58,7 @@ def outcome(process: "subprocess.Popen[str]") -> tuple[int | str, str]:
     said = []
     for line in process.stdout:
         said.append(line)
-        if " generation " in line:
+        if "] restart " in line:
             process.terminate()
             process.communicate(timeout=300)
             return "ranks", "".join(said)
@@ -153,7 +153,7 @@ def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
     committed(paths, 2)
     if known_by.startswith("the ranks"):
         assert outcome(begin(paths))[0] == "ranks"
-    starts = len(told(paths, "generation"))
+    starts = len(told(paths, "restart"))
     config = load_resolved(paths.run_yaml)
     edited = msgspec.structs.replace(
         config,
@@ -165,7 +165,7 @@ def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
     assert code == ExitCode.CONFIG, out
     assert f"seed: {config.seed} -> {config.seed + 7}" in out
     assert "backoff_s" not in out
-    assert len(told(paths, "generation")) == starts
+    assert len(told(paths, "restart")) == starts
     again = [sys.executable, "-m", "verl_slurm.cli", "submit", str(paths.root), "--cluster", "local"]
     done = subprocess.run([*again, "--dry-run"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == ExitCode.CONFIG, done.stdout + done.stderr
@@ -178,8 +178,8 @@ def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
 def test_a_loop_that_is_done_is_started_again_by_its_job_without_ranks(tmp_path: Path) -> None:
     paths = guest_run(tmp_path / "run")
     name = committed(paths, 4)
-    append_event(paths, "started", epoch=1, job_id="77", restart=0)
-    append_event(paths, "ended", epoch=1, job_id="77", exit_code=0, exit="OK", checkpoint=name)
+    append_event(paths, "started", attempt=1, job_id="77", requeues=0)
+    append_event(paths, "ended", attempt=1, job_id="77", exit_code=0, exit="OK", checkpoint=name)
     for _ in range(2):
         assert outcome(begin(paths, SUBMITIT_LOCAL_JOB_ID="77"))[0] == 0
         assert told(paths, "ended")[-1]["checkpoint"] == name
@@ -193,10 +193,10 @@ def test_a_done_loop_whose_last_checkpoint_is_damaged_is_trained_again(tmp_path:
     paths = guest_run(tmp_path / "run")
     committed(paths, 2)
     name = committed(paths, 4)
-    append_event(paths, "ended", epoch=1, job_id="77", exit_code=0, exit="OK", checkpoint=name)
+    append_event(paths, "ended", attempt=1, job_id="77", exit_code=0, exit="OK", checkpoint=name)
     (paths.checkpoints / name / "guest" / "state").write_bytes(b"stat!")
     assert outcome(begin(paths, SUBMITIT_LOCAL_JOB_ID="77"))[0] == "ranks"
-    assert told(paths, "generation")[0]["resume"] == "step_000002"
+    assert told(paths, "restart")[0]["resume"] == "step_000002"
 
 
 @pytest.mark.scenario("FLT-O2")
@@ -204,7 +204,7 @@ def test_a_fenced_lead_that_waits_leaves_within_seconds(tmp_path: Path) -> None:
     """Its second host never joins: nothing happens that it could learn by."""
     paths = guest_run(tmp_path / "run")
     process = begin(paths)
-    until(process, " generation ")
+    until(process, "] restart ")
     while not any(" joined " in log.read_text() for log in paths.logs.glob("*.agent.log")):
         assert process.poll() is None
         time.sleep(0.05)  # its own agent's word that it is there: after it nothing comes
@@ -212,7 +212,7 @@ def test_a_fenced_lead_that_waits_leaves_within_seconds(tmp_path: Path) -> None:
     since = time.monotonic()
     code, out = outcome(process)
     assert code == ExitCode.FENCED, out
-    assert "a newer incarnation owns the run" in out
+    assert "a newer attempt owns the run" in out
     assert (
         time.monotonic() - since < 45
     )  # after 60 s the missing host is an event, by which it learned before
@@ -232,7 +232,7 @@ def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) 
     """24.11's srun ends the agents that run, where a node cannot be reached."""
     paths = guest_run(tmp_path / "run")
     process = begin(paths)
-    until(process, " generation ")
+    until(process, "] restart ")
     log = paths.agent_log(1, 0)
     deadline = time.monotonic() + 120
     while not log.exists() or " joined " not in log.read_text():  # the lead says nothing of it

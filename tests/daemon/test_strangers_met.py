@@ -37,12 +37,12 @@ def test_a_start_that_met_a_stranger_is_not_counted_as_a_crash_of_the_program(tm
     with living(paths) as process:
         said, _ = process.communicate(timeout=300)
     events = read_events(paths)
-    told = [(e["event"], e.get("kind")) for e in events if e["event"] in ("generation", "stranger", "crash")]
+    told = [(e["event"], e.get("kind")) for e in events if e["event"] in ("restart", "stranger", "crash")]
     assert told == [
-        ("generation", None),
+        ("restart", None),
         ("stranger", None),
         ("crash", "stranger"),
-        ("generation", None),
+        ("restart", None),
         ("crash", "crash"),
     ], said
     assert process.returncode == ExitCode.NO_PROGRESS  # of the program, which is broken
@@ -98,7 +98,7 @@ def test_each_job_that_strangers_stop_waits_longer_and_one_day_it_is_the_last() 
     assert set(waits[8:]) == {3600}
     assert isinstance(each[24], act.Exit)
     assert each[24].code is ExitCode.NO_PROGRESS
-    assert "125 starts in a row met strangers" in each[24].reason
+    assert "125 restarts in a row met strangers" in each[24].reason
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_a_verified_checkpoint_forgets_the_strangers() -> None:
 
 
 def test_the_journal_counts_strangers_apart_from_crashes_until_there_is_progress() -> None:
-    begun, crash = make_event("generation", progress="a"), make_event("crash", kind="crash")
+    begun, crash = make_event("restart", progress="a"), make_event("crash", kind="crash")
     stranger = make_event("crash", kind="stranger")
     lived = [begun, stranger, begun, crash, begun, stranger]
     assert (stuck_restarts(lived), stranger_restarts(lived)) == (1, 2)
-    for news in (make_event("submitted"), make_event("generation", progress="b")):
+    for news in (make_event("submitted"), make_event("restart", progress="b")):
         assert (stuck_restarts([*lived, news]), stranger_restarts([*lived, news])) == (0, 0)

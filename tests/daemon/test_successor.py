@@ -273,7 +273,7 @@ def test_no_later_task_of_a_cancelled_chain_goes_on_either(
     assert cancelled_before("41")
     another = {"SLURM_ARRAY_JOB_ID": "50", "SLURM_ARRAY_TASK_ID": "1"}
     assert not asyncio.run(mine(run, "51", **another).cancelled_before()), "queued by hand, later"
-    append_event(run, "generation", job_id="42")  # the run went on
+    append_event(run, "restart", job_id="42")  # the run went on
     assert not cancelled_before("43")
 
 

@@ -31,7 +31,7 @@ def test_a_reward_that_raises_ends_the_run_in_its_own_words(tmp_path: Path, body
     out, _ = process.communicate(timeout=600)
     assert process.returncode == ExitCode.DATA, out
     events = read_events(paths)
-    assert len([event for event in events if event["event"] == "generation"]) == starts
+    assert len([event for event in events if event["event"] == "restart"]) == starts
     reason = events[-1]["reason"]
     assert "KeyError: 'boom' at " in reason
     assert f"{reward}:" in reason

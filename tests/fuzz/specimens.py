@@ -369,7 +369,7 @@ def lead_addresses() -> Sequence[bytes]:
 
 def statuses() -> Sequence[bytes]:
     made = Status(
-        state="running", job_id="12", epoch=EPOCH, step=7, steps=50, phase="update", metrics={"reward": 0.5}
+        state="running", job_id="12", attempt=EPOCH, step=7, steps=50, phase="update", metrics={"reward": 0.5}
     )
     return [msgspec.json.encode(made), b"{}"]
 
@@ -381,11 +381,17 @@ def events() -> Sequence[bytes]:
             "event": "started",
             "job_id": "12",
             "cluster": "slurm",
-            "restart": 1,
+            "requeues": 1,
             "nodes": "node[1-2]",
-            "epoch": 3,
+            "attempt": 3,
         },
-        {"event": "generation", "number": 1, "resume": "step_000010", "progress": ["step_000010", 64]},
+        {"event": "restart", "number": 1, "resume": "step_000010", "progress": ["step_000010", 64]},
+        {
+            "event": "generation",
+            "epoch": 3,
+            "number": 1,
+            "resume": "step_000010",
+        },  # as former versions wrote it
         {"event": "training", "step": 10, "phase": "generate", "index": 2},
         {"event": "cause", "cause": "preempted", "seconds_left": 29.5, "evidence": "PreemptTime"},
         {"event": "save", "stop": True},

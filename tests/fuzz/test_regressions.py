@@ -32,7 +32,7 @@ _JSON = ("epoch", "lead.json", "events.jsonl", "status.json", "orchestration.jso
         ("lead.json", specimens.lead_addresses()[0].replace(b"c0c0", b"/../")),
         ("lead.json", specimens.lead_addresses()[0].replace(b"40123", b"70000")),
         ("status.json", b'{"step": [], "steps": {}, "metrics": {"reward": "x", "kl": true}, "index": "a"}'),
-        ("one event", b'{"event": "started", "job_id": "1", "restart": "x"}'),
+        ("one event", b'{"event": "started", "job_id": "1", "requeues": "x"}'),
         (
             "one event",
             b'{"event": "saved", "job_id": "1", "num_bytes": "x", "time": "0001-01-01T00:00:00+23:59"}',

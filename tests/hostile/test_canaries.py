@@ -162,12 +162,12 @@ def python(base: Path, *words: object) -> bytes:
     return done.stdout
 
 
-def wait_for(paths: RunPaths, event: str, epoch: int) -> None:
+def wait_for(paths: RunPaths, event: str, attempt: int) -> None:
     for line in follow_lines(paths.events, silence_s=lambda: 300.0):
         assert line is not None, f"no {event} for five minutes: {read_events(paths)}"
         found = json.loads(line)
         assert found["event"] != "ended" or found["exit_code"] in (0, 25), read_events(paths)
-        if found["event"] == event and found.get("epoch") == epoch:
+        if found["event"] == event and found.get("attempt") == attempt:
             return
 
 

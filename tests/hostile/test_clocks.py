@@ -136,7 +136,7 @@ def test_a_machine_that_sleeps_for_hours_is_not_taken_for_hung_and_a_deadline_th
         process.send_signal(signal.SIGCONT)
     assert finish(process) == 0
     assert told(paths, "hang", "crash") == []
-    assert len(told(paths, "generation")) == 2
+    assert len(told(paths, "restart")) == 2
     assert [event["accepted"] for event in told(paths, "requeue")] == [True]
     assert told(paths, "ended")[-1]["exit_code"] == ExitCode.OK
     same, said = same_weights(paths.root, straight.root)

@@ -174,7 +174,7 @@ def test_a_name_in_the_configuration_that_breaks_a_line_is_refused(key: str, cha
 
 def _evil(kind: str) -> Event:
     """An event of that kind, with evil text wherever text may stand."""
-    event = make_event(kind, job_id="7", epoch=1)
+    event = make_event(kind, job_id="7", attempt=1)
     for field in msgspec.structs.fields(event):
         if field.name not in ("job_id", "cluster") and isinstance(getattr(event, field.name), str | None):
             setattr(event, field.name, EVIL)
@@ -188,7 +188,7 @@ def handed_over(paths: RunPaths) -> RunPaths:
     logs = private_dir(paths.logs)
     raw = EVIL.encode("utf-8", "surrogateescape")
     lines = [to_json(_evil(kind)) for kind in KINDS if kind not in ("submitted", "ended")]
-    lines += [{"event": name, "epoch": EVIL, "time": EVIL, "reason": EVIL} for name in ("crash", EVIL)]
+    lines += [{"event": name, "attempt": EVIL, "time": EVIL, "reason": EVIL} for name in ("crash", EVIL)]
     lines += [{"event": "submitted", "job_id": "7", "cluster": "local", "host": EVIL, "time": EVIL}]
     lines += [{"event": "ended", "job_id": "7", "exit_code": 22, "exit": EVIL, "reason": EVIL}]
     # As an enemy would, without our escapes.

@@ -41,7 +41,7 @@ def daemon(paths: RunPaths, config: RunConfig, epoch: int, others: Any, told: An
         raise AssertionError("nobody has the token")
 
     async def live() -> None:
-        lead = LeadMetrics(paths, config, Status(epoch=epoch), time.time)
+        lead = LeadMetrics(paths, config, Status(attempt=epoch), time.time)
         agent = AgentMetrics(paths, config, 0, lambda: True)
         token = secrets.token_bytes(32)
         server, port = await serve("127.0.0.1", token, epoch, 4, no_link)

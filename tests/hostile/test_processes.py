@@ -226,7 +226,7 @@ def test_a_save_that_starves_and_is_killed_in_its_middle_leaves_the_one_before(s
     stage.lead(saves=2)
     assert stage.end() == 0, stage.story()
     assert whole(stage) == ["step_000001", "step_000002"]
-    assert stage.events("generation")[-1]["resume"] == "step_000001"
+    assert stage.events("restart")[-1]["resume"] == "step_000001"
     assert not list(stage.paths.checkpoints.glob(".*.tmp"))
 
 

@@ -56,7 +56,7 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
         assert winner.stdout is not None
         winner.stdout.close()  # its agents keep the other end open
         successor = lead(paths)
-        until(successor, "generation")
+        until(successor, "] restart ")
         tell(below, signal.SIGCONT)  # their agents stay as they are, and kill nobody
         assert finish(successor) == 0
         for rank in ranks:
@@ -68,12 +68,12 @@ def test_of_two_leads_at_once_one_trains_and_ranks_that_outlive_their_lead_harm_
     assert owner is not None
     assert owner.epoch == 2
     found = list_checkpoints(paths)
-    assert {(info.kind, info.epoch) for info in found} == {("committed", 2)}
+    assert {(info.kind, info.attempt) for info in found} == {("committed", 2)}
     assert all(verify(info.path).ok for info in found)
     assert ledger_stats(paths).problems == ()
     status = read_status(paths)
-    assert (status["epoch"], status["state"]) == (2, "ended")
-    assert {event["epoch"] for event in read_events(paths) if event["event"] == "ended"} == {2}
+    assert (status["attempt"], status["state"]) == (2, "ended")
+    assert {event["attempt"] for event in read_events(paths) if event["event"] == "ended"} == {2}
     assert "no longer owns the run" in paths.rank_log(1, 1, 0).read_text()
     same, said = same_weights(paths.root, straight.root)
     assert same, said

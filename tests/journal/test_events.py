@@ -52,7 +52,7 @@ def test_every_kind_is_documented_and_written_somewhere(kind: str) -> None:
 @pytest.mark.scenario("USE17")
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_is_told_as_a_sentence(kind: str) -> None:
-    event = make_event(kind, epoch=1, job_id="7")
+    event = make_event(kind, attempt=1, job_id="7")
     if "name" in event.__struct_fields__:
         event.name = "step_000004"  # type: ignore[attr-defined]
     told = tell(event).partition("  ")[2]
@@ -64,7 +64,7 @@ def test_every_kind_is_told_as_a_sentence(kind: str) -> None:
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_every_kind_is_read_back_as_it_was_written(kind: str, tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    written = append_event(paths, make_event(kind, epoch=3, job_id="7"))
+    written = append_event(paths, make_event(kind, attempt=3, job_id="7"))
     assert read_events(paths) == [written]
     (line,) = paths.events.read_text().splitlines()
     assert json.loads(line)["event"] == kind
@@ -91,13 +91,13 @@ def test_a_field_is_never_of_a_type_that_a_fold_cannot_compare() -> None:
     ],
 )
 def test_a_line_that_does_not_fit_is_read_as_it_is_and_counted_by_no_fold(fields: dict[str, Any]) -> None:
-    event = parse(**fields, epoch=1, job_id="7")
+    event = parse(**fields, attempt=1, job_id="7")
     assert isinstance(event, Other)
-    assert (event.kind, event.time, event.epoch, event.job_id) == (fields["event"], NOW, 1, "7")
+    assert (event.kind, event.time, event.attempt, event.job_id) == (fields["event"], NOW, 1, "7")
     assert parse_event(json_line(to_json(event))) == event
-    run = RunNumbers([make_event("started", time=NOW, epoch=1), event])
+    run = RunNumbers([make_event("started", time=NOW, attempt=1), event])
     assert (run.last_durable, run.counts["crash"], sum(run.restarts.values())) == (None, 0, 0)
-    assert Outages([make_event("started", time=NOW, epoch=1), event]).each == []
+    assert Outages([make_event("started", time=NOW, attempt=1), event]).each == []
     assert fields["event"] in tell(event)
 
 
@@ -107,7 +107,7 @@ def test_what_is_no_event_is_passed_over(line: bytes) -> None:
 
 
 def test_what_stands_around_an_unknown_kind_is_taken_only_where_it_fits() -> None:
-    event = parse(event="news", time=7, epoch="x", job_id=["7"])
+    event = parse(event="news", time=7, attempt="x", job_id=["7"])
     assert event == Other("news")
 
 

@@ -50,9 +50,9 @@ def test_what_a_start_goes_back_to_is_the_last_save() -> None:
     older, newer = save(10, "step_000002"), save(20, "step_000004")
     run = RunNumbers([*life(0), *older, *newer])
     assert run.last_save == START + 20
-    run.feed(at(30, "generation", number=2, resume="step_000002"))
+    run.feed(at(30, "restart", number=2, resume="step_000002"))
     assert run.last_save == START + 10
-    run.feed(at(40, "generation", number=3, resume=None))
+    run.feed(at(40, "restart", number=3, resume=None))
     assert run.last_save is None
 
 
@@ -64,7 +64,7 @@ def test_saves_are_counted_by_kind_with_their_cost() -> None:
     assert run.counts["verified"] == 2
 
 
-GENERATION = at(1, "generation", number=1)
+RESTART = at(1, "restart", number=1)
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ GENERATION = at(1, "generation", number=1)
     ],
 )
 def test_a_restart_has_the_cause_that_was_written_down(between: list[Event], cause: str) -> None:
-    run = RunNumbers([*life(0), GENERATION, *between])
+    run = RunNumbers([*life(0), RESTART, *between])
     assert restarts(run) == {}
-    run.feed(at(10, "generation", number=2))
+    run.feed(at(10, "restart", number=2))
     assert restarts(run) == {cause: 1}
     assert set(run.restarts) == set(RESTART_CAUSES)
 
@@ -123,7 +123,7 @@ def test_goodput_is_of_the_steps_that_count() -> None:
 
 
 def test_told_event_by_event_or_read_back_it_is_the_same() -> None:
-    events = [*life(0, GENERATION, *save(10), at(20, "cause", cause="preemption"), ended=30), *life(40)]
+    events = [*life(0, RESTART, *save(10), at(20, "cause", cause="preemption"), ended=30), *life(40)]
     told = RunNumbers()
     for event in events:
         told.feed(event)

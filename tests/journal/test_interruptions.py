@@ -19,9 +19,9 @@ from verl_slurm.journal.folds.saves import measured_saves
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 
-def event(kind: str, at: float, epoch: int = 1, **fields: Any) -> Event:
+def event(kind: str, at: float, attempt: int = 1, **fields: Any) -> Event:
     time = (NOON + timedelta(seconds=at)).isoformat(timespec="milliseconds")
-    return make_event(kind, time=time, epoch=epoch, **fields)
+    return make_event(kind, time=time, attempt=attempt, **fields)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def event(kind: str, at: float, epoch: int = 1, **fields: Any) -> Event:
             "lines that make no sense are passed over",
             [
                 make_event("crash"),
-                make_event("started", epoch=1, time="?"),
+                make_event("started", attempt=1, time="?"),
                 event("crash", 0, 9),
             ],
             0,

@@ -29,7 +29,7 @@ def test_a_preemption_costs_what_lies_between_the_warning_and_the_first_new_roll
     assert (lasting.cause, lasting.seconds, lasting.tokens_lost) == ("preemption", None, None)
     teller.start(queued_s=40.0)
     (one,) = told(teller).each
-    # 0.1 asked, 3 saved, 2 verified, 0.5 requeued, 1 ended, 40 queued, 2 resume and generation, 20 ranks, 5 rollout
+    # 0.1 asked, 3 saved, 2 verified, 0.5 requeued, 1 ended, 40 queued, 2 resume and restart, 20 ranks, 5 rollout
     assert (one.save_s, one.queue_s, one.start_s, one.again_s) == (3.1, 40.0, 22.0, 5.0)
     assert (one.seconds, one.back) == (73.6, True)
     assert one.saved == one.resumed == "step_000001_sp0088"
@@ -49,7 +49,7 @@ def test_event_by_event_is_as_read_back(teller: Teller) -> None:
 def test_a_crash_is_mended_in_place_without_a_queue(teller: Teller) -> None:
     teller.say("hang", detail="rank 3")
     teller.say("crash", 60.0, kind="hang", detail="rank 3")
-    teller.say("generation", 4.0, number=2, resume=None)
+    teller.say("restart", 4.0, number=2, resume=None)
     teller.say("training", 10.0, step=0, phase="generate", index=0)
     teller.say("first_rollout", 1.0, step=0, phase="generate", index=1)
     (one,) = told(teller).each
@@ -96,15 +96,15 @@ def test_the_run_may_end_before_anything_new_was_sampled(teller: Teller) -> None
     assert one.seconds is not None
 
 
-def test_the_last_words_of_a_fenced_incarnation_change_nothing(teller: Teller) -> None:
+def test_the_last_words_of_a_fenced_attempt_change_nothing(teller: Teller) -> None:
     teller.preempt()
     teller.start()
     before = told(teller).each
-    late = make_event("crash", time=datetime(2026, 12, 1, tzinfo=UTC).isoformat(), epoch=1)
+    late = make_event("crash", time=datetime(2026, 12, 1, tzinfo=UTC).isoformat(), attempt=1)
     assert Outages([*make_events(teller.events), late]).each == before
 
 
-@pytest.mark.parametrize("fields", [{}, {"time": "x", "epoch": 1}, {"time": "2026-12-01T08:00:00+00:00"}])
+@pytest.mark.parametrize("fields", [{}, {"time": "x", "attempt": 1}, {"time": "2026-12-01T08:00:00+00:00"}])
 def test_an_event_without_a_time_or_an_attempt_is_passed_over(fields: dict[str, Any]) -> None:
     assert Outages([make_event("cause", cause="preemption", **fields)]).each == []
 

@@ -16,7 +16,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 
 def _steps(paths: RunPaths, count: int = 10) -> list[tuple[int, float]]:
-    return [(row["epoch"], row["step"]) for row in last_steps(paths, count)]
+    return [(row["attempt"], row["step"]) for row in last_steps(paths, count)]
 
 
 def test_the_last_steps_come_in_order_with_all_their_numbers(paths: RunPaths) -> None:
@@ -25,8 +25,8 @@ def test_the_last_steps_come_in_order_with_all_their_numbers(paths: RunPaths) ->
         append_step(paths, 1, {"step": float(step), "reward": step / 8})
     assert _steps(paths, 3) == [(1, 5.0), (1, 6.0), (1, 7.0)]
     (row,) = last_steps(paths, 1)
-    assert {key: row[key] for key in ("epoch", "step", "reward")} == {
-        "epoch": 1,
+    assert {key: row[key] for key in ("attempt", "step", "reward")} == {
+        "attempt": 1,
         "step": 7.0,
         "reward": 0.875,
     }
@@ -51,7 +51,7 @@ def test_lines_that_are_no_rows_are_passed_over(paths: RunPaths) -> None:
 
 
 def test_of_a_long_file_only_the_end_is_read(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = [json.dumps({"step": step, "epoch": 1}) for step in range(1, 2001)]
+    lines = [json.dumps({"step": step, "attempt": 1}) for step in range(1, 2001)]
     paths.steps.write_text("\n".join(lines) + "\n")
     monkeypatch.setattr(step_log, "_MOST", len(lines[-1]) * 3 + 10)
     # Three whole lines and part of one, which is no line.

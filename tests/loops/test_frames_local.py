@@ -65,8 +65,8 @@ def test_a_preemption_is_saved_at_the_end_of_the_step_and_the_next_life_ends_bit
     assert [e["cause"] for e in events if e["event"] == "cause"] == ["preemption"]
     asked = [e for e in events if e["event"] == "saved" and e["emergency"]]
     assert len(asked) == 1
-    assert {e["epoch"] for e in events if e["event"] == "started"} == {1, 2}
-    [resumed] = [e["resume"] for e in events if e["event"] == "generation" and e["epoch"] == 2]
+    assert {e["attempt"] for e in events if e["event"] == "started"} == {1, 2}
+    [resumed] = [e["resume"] for e in events if e["event"] == "restart" and e["attempt"] == 2]
     assert resumed == asked[0]["name"]
     assert all(verify(path).ok for path in struck.checkpoints.glob("step_*"))
     assert [e["reason"] for e in events if e["event"] == "ended"][-1] == "all steps are done"

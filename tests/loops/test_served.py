@@ -33,9 +33,9 @@ def test_a_loop_is_saved_when_asked_preempted_and_ends_like_one_that_ran_by_hand
     assert [e["cause"] for e in events if e["event"] == "cause"] == ["operator", "preemption"]
     asked, at_the_end = (e["name"] for e in events if e["event"] == "saved" and e["emergency"])
     assert asked < at_the_end < f"step_{STEPS:06d}"
-    resumed = [e["resume"] for e in events if e["event"] == "generation"]
+    resumed = [e["resume"] for e in events if e["event"] == "restart"]
     assert resumed[-1] == at_the_end
-    assert {e["epoch"] for e in events if e["event"] == "started"} == {1, 2}
+    assert {e["attempt"] for e in events if e["event"] == "started"} == {1, 2}
     same, said = same_weights(straight, root)
     assert same, said
     assert [row["step"] for row in last_steps(paths, STEPS)] == list(range(1, STEPS + 1))

@@ -85,7 +85,7 @@ def test_a_life_is_told_in_the_ranks_own_words(paths: RunPaths) -> None:
         Finished,
     ]
     rows = [json.loads(line) for line in paths.steps.read_text().splitlines()]
-    assert [(row["epoch"], row["step"], row["loss"]) for row in rows] == [(3, 1, 0.5), (3, 2, 0.25)]
+    assert [(row["attempt"], row["step"], row["loss"]) for row in rows] == [(3, 1, 0.5), (3, 2, 0.25)]
     assert all(row["step_s"] >= 0 and "odd" not in row and "name" not in row for row in rows)
 
 

@@ -54,7 +54,7 @@ QUIET = object()
 
 
 def end(paths: RunPaths, code: int = 0) -> Act:
-    return lambda: append_event(paths, "ended", epoch=1, job_id="1", exit_code=code)
+    return lambda: append_event(paths, "ended", attempt=1, job_id="1", exit_code=code)
 
 
 def follow(place: Path) -> tuple[int, list[tuple[str, str]], FleetWatch]:
@@ -115,7 +115,7 @@ def test_a_run_that_comes_later_is_followed_too(
         new.root.mkdir,
         lambda: new.run_yaml.write_text("name: new\n"),
         submit,
-        lambda: append_event(new, "started", epoch=1, job_id="2", cluster="slurm"),
+        lambda: append_event(new, "started", attempt=1, job_id="2", cluster="slurm"),
         end(a),
         end(new),
     )

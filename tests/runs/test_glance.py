@@ -87,7 +87,7 @@ def test_a_run_that_ends_between_the_two_looks_is_not_gone(
 ) -> None:
     paths = make_run(tmp_path / "run")
     run = glance(paths.root)
-    append_event(paths, "ended", epoch=1, job_id="7", exit_code=0)
+    append_event(paths, "ended", attempt=1, job_id="7", exit_code=0)
     seen, _ = ask_for([run])
     assert state_of(run, seen.get(paths.root)) == "done"
     run = glance(make_run(tmp_path / "other").root)

@@ -132,7 +132,7 @@ def test_a_run_that_is_another_s_commits_nothing_on_the_nodes_either(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fenced() -> None:
-        raise Fenced("epoch 2 owns the run")
+        raise Fenced("attempt 2 owns the run")
 
     monkeypatch.setattr(world.saver, "_epoch_check", fenced)
     for left in (None, 0.0):  # with shared storage, and without

@@ -183,7 +183,7 @@ def test_a_save_that_fails_leaves_nothing_behind(
 
 def test_a_fenced_incarnation_commits_nothing_and_says_why(tmp_path: Path) -> None:
     def fence() -> None:
-        raise Fenced("epoch 2 owns the run")
+        raise Fenced("attempt 2 owns the run")
 
     with pytest.raises(RanksFailed) as caught:
         _save(tmp_path, Parts(), fence=fence)

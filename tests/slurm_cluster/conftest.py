@@ -14,7 +14,7 @@ def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveR
     """The same run, undisturbed."""
     run = LiveRun(cluster, tmp_path_factory.mktemp("twin") / "run", *SMALL).submit()
     run.wait_end()
-    assert len(run.events("generation")) == 1, run.story()
+    assert len(run.events("restart")) == 1, run.story()
     return run
 
 

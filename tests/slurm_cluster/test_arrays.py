@@ -38,7 +38,7 @@ def test_a_task_of_an_array_is_requeued_and_no_other(
         saved = struck.wait_event("saved", emergency=True)
         struck.wait_event("requeue", accepted=True)
         struck.wait_event("ended", exit_code=25)
-        struck.wait_event("generation", resume=saved["name"])
+        struck.wait_event("restart", resume=saved["name"])
         for run in (spared, struck):
             ends_like(run, twin)
         assert [len(run.events("started")) for run in (spared, struck)] == [1, 2], spared.story()

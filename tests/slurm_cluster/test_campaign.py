@@ -117,7 +117,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
             interruptions=dict(sorted(done.items())),
             aside=dict(sorted(aside.items())),
             steps=steps,
-            starts=len(run.events("generation")),
+            starts=len(run.events("restart")),
             restarts=len(run.events("started")) - 1,
             rollouts=stats.rollouts,
             tokens=stats.tokens,

@@ -47,7 +47,7 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
         run.wait_event("requeue", accepted=True)
         run.wait_event("ended", exit_code=25)
         seen = len(run.events())
-        run.wait_event("generation", resume=saved["name"])
+        run.wait_event("restart", resume=saved["name"])
 
         run.wait_event("training", after=seen)
         with held(run.ranks()[:1]):
@@ -59,7 +59,7 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
             trains_on(run)
             restore_daemon(cluster, which)
         ends_like(run, twin)
-        assert len(run.events("generation")) == 2, run.story()
+        assert len(run.events("restart")) == 2, run.story()
         assert run.facts().restarts == 1
     finally:
         run.cancel()

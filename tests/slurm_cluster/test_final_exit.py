@@ -30,16 +30,16 @@ def _seconds(earlier: object, later: object) -> float:
 def test_a_requeued_run_starts_after_its_delay_and_a_done_one_starts_no_ranks(run: LiveRun) -> None:
     """A hand's `scontrol requeue` while the ranks load; then the done job is made to start once more."""
     run.submit()
-    run.wait_event("generation")
+    run.wait_event("restart")
     run.slurm("scontrol", "requeue", run.job_id)
     ended = run.wait_event("ended", exit_code=25, timeout_s=300)
-    again = run.wait_event("started", restart=1, timeout_s=300)
+    again = run.wait_event("started", requeues=1, timeout_s=300)
     waited = _seconds(ended["time"], again["time"])
     assert waited < 60, f"{waited} s: Slurm's own delay is 120"
     run.wait_end(timeout_s=600)
     facts = run.wait_slurm(lambda job: job.state == "COMPLETED")
     assert not facts.requeue
-    starts = len(run.events("generation"))
+    starts = len(run.events("restart"))
     before = run.facts().restarts
     run.slurm("scontrol", "requeue", run.job_id, check=False)  # as Slurm itself would
     assert run.facts().restarts == before
@@ -48,5 +48,5 @@ def test_a_requeued_run_starts_after_its_delay_and_a_done_one_starts_no_ranks(ru
     done = run.wait_event("done", timeout_s=300)
     assert done["name"] == "step_000002"
     run.wait_slurm(lambda job: job.state == "COMPLETED" and not job.requeue)
-    assert len(run.events("generation")) == starts
+    assert len(run.events("restart")) == starts
     assert run.events("ended")[-1]["exit_code"] == 0

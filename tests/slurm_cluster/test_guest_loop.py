@@ -32,7 +32,7 @@ def test_a_preempted_loop_is_saved_at_its_steps_end_requeued_and_resumed(
     saved = loop.wait_event("saved", emergency=True)
     loop.wait_event("verified", name=saved["name"])
     loop.wait_event("ended", exit_code=25)
-    loop.wait_event("generation", resume=saved["name"])
+    loop.wait_event("restart", resume=saved["name"])
     assert loop.facts().restarts == 1
     manifest = read_manifest(loop.paths.checkpoints / saved["name"])
     assert (manifest.guest, manifest.phase, manifest.world_size) == ("loop", "step_end", 2)

@@ -54,6 +54,6 @@ def test_a_hang_is_noticed_the_stacks_tell_who_and_the_run_goes_on(
     assert sum("all_reduce" in log for log in logs) >= 1  # the other one waits for it
     (crash,) = run.events("crash")
     assert (crash["kind"], crash["crashes"], crash["budget"]) == ("hang", 1, 2)
-    assert len(run.events("generation")) == 2
+    assert len(run.events("restart")) == 2
     same, said = same_weights(run.paths.root, twin.paths.root)
     assert same, said

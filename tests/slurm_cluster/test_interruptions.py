@@ -30,7 +30,7 @@ def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
         saved = run.wait_event("saved", after=seen, emergency=True)
         run.wait_event("verified", after=seen, name=saved["name"])
         run.wait_event("ended", after=seen, exit_code=25)
-        run.wait_event("generation", after=seen, resume=saved["name"])
+        run.wait_event("restart", after=seen, resume=saved["name"])
         assert run.facts().restarts == restarts
         if read_manifest(run.paths.checkpoints / saved["name"]).phase == phase:
             break
@@ -55,7 +55,7 @@ def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) ->
     run.wait_event("ended", exit_code=25)
     assert run.facts().restarts == 1, run.story()
     run.slurm("scontrol", "update", f"jobid={run.job_id}", "TimeLimit=20")
-    run.wait_event("generation", resume=saved["name"])
+    run.wait_event("restart", resume=saved["name"])
     run.wait_end()
     assert ledger_stats(run.paths).duplicates == ()
 
@@ -101,7 +101,7 @@ def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it
     saved = run.wait_event("saved", emergency=True)
     run.wait_event("verified", name=saved["name"])
     assert run.wait_event("requeue")["accepted"]
-    run.wait_event("generation", resume=saved["name"])
+    run.wait_event("restart", resume=saved["name"])
     assert run.status()["step"] >= 1
     ends_like(run, twin)
     status = run.status()
@@ -118,7 +118,7 @@ def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRu
     saved = run.wait_event("saved", emergency=True)
     run.wait_event("verified", name=saved["name"])
     ends_like(run, twin)
-    assert len(run.events("generation")) == 1
+    assert len(run.events("restart")) == 1
     assert run.facts().restarts == 0
 
 
@@ -129,7 +129,7 @@ def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveR
     run.wait_phase("update", step=2)
     run.kill(run.ranks()[:1])
     run.wait_event("crash")
-    run.wait_event("generation", number=2)
+    run.wait_event("restart", number=2)
     ends_like(run, twin)
     assert run.facts().restarts == 0, "restarted in place, not through the queue"
 
@@ -219,7 +219,7 @@ def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
     assert lost is not None
     fail_node(cluster, lost)
     try:
-        run.wait_event("started", restart=1)
+        run.wait_event("started", requeues=1)
         assert lost not in run.events("started")[-1]["nodes"].split(",")
         ends_like(run, twin)
     finally:
@@ -251,7 +251,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
         )
         victim.write_bytes(data)
     run.submit()
-    resumed = run.wait_event("generation", after=len(run.events()) - 1)
+    resumed = run.wait_event("restart", after=len(run.events()) - 1)
     assert resumed["resume"] == before, run.story()
     said = " ".join(event["reason"] for event in run.events("resume"))
     assert f"actor/{victim.name}" in said

@@ -35,8 +35,8 @@ def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_the
     assert f"scontrol release {run.job_id}" in refused.stderr
 
     run.slurm("scontrol", "release", run.job_id)
-    run.wait_event("generation", resume=saved["name"])
-    assert len(run.events("generation")) == 2, "suspended and resumed: the same ranks went on"
+    run.wait_event("restart", resume=saved["name"])
+    assert len(run.events("restart")) == 2, "suspended and resumed: the same ranks went on"
     ends_like(run, twin)
 
 
@@ -60,7 +60,7 @@ def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays
     former, seen = run.job_id, len(run.events())
     run.submit()
     assert run.job_id != former
-    run.wait_event("generation", after=seen, resume=saved["name"])
+    run.wait_event("restart", after=seen, resume=saved["name"])
 
 
 @pytest.mark.soak
@@ -75,14 +75,14 @@ def test_a_node_that_is_set_down_and_steps_that_are_killed_get_no_warning_and_lo
     try:
         # It comes back by itself, with its slurmd's next word (ReturnToService=2): then it is no lost node any more.
         assert run.wait_event("cause")["cause"] in ("node_lost", "requeued"), run.story()
-        run.wait_event("started", restart=1)
+        run.wait_event("started", requeues=1)
         assert not any(event["emergency"] for event in run.events("saved")), "there was no time for one"
         seen = len(run.events())
         run.wait_event("training", after=seen)
         # The step alone: of the whole job Slurm makes a cancel of it, whatever the signal (22.05.8).
         run.slurm("scancel", "-s", "KILL", f"{run.job_id}.0")
         run.wait_event("crash", after=seen)
-        run.wait_event("generation", after=seen, number=2)
+        run.wait_event("restart", after=seen, number=2)
         ends_like(run, twin)
         assert run.facts().restarts == 1, "restarted in place"
     finally:
@@ -107,7 +107,7 @@ def test_a_warning_of_the_time_limit_that_all_steps_get_kills_nobody_and_is_one_
     run.wait_event("verified", name=saved["name"])
     run.wait_event("ended", exit_code=25)
     run.slurm("scontrol", "update", f"jobid={run.job_id}", "TimeLimit=20")
-    run.wait_event("generation", resume=saved["name"])
+    run.wait_event("restart", resume=saved["name"])
     ends_like(run, twin)
     assert not run.events("crash"), run.story()
     assert run.facts().restarts == 1

@@ -25,7 +25,7 @@ def preempted(run: LiveRun, cluster: DevCluster) -> str:
     asked = run.wait_event("requeue", after=seen, accepted=True)
     assert asked["detail"].startswith("requeued: "), run.story()
     run.wait_event("ended", after=seen, exit_code=25)
-    run.wait_event("generation", after=seen, resume=saved["name"])
+    run.wait_event("restart", after=seen, resume=saved["name"])
     run.wait_event("training", after=len(run.events()) - 1)
     return str(cause["evidence"])
 
@@ -96,7 +96,7 @@ def test_a_preemption_that_suspends_the_job_costs_it_nothing_but_time(
         ends_like(run, twin)
         for event in ("cause", "crash", "hang", "link"):
             assert not run.events(event), run.story()
-        assert len(run.events("generation")) == 1
+        assert len(run.events("restart")) == 1
         assert run.facts().restarts == 0
     finally:
         run.cancel()

@@ -30,9 +30,9 @@ def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevClu
         (tmp_path / "away").rename(run.paths.checkpoints)
         run.wait_event("ended", exit_code=25)
 
-        said = run.wait_event("second_copy", epoch=2)["reason"]
+        said = run.wait_event("second_copy", attempt=2)["reason"]
         assert said.startswith(f"{saved['name']}: brought home"), run.story()
-        run.wait_event("generation", resume=saved["name"])
+        run.wait_event("restart", resume=saved["name"])
         run.wait_end()
         same, compared = same_weights(run.paths.root, twin.paths.root)
         assert same, compared
@@ -65,9 +65,9 @@ def test_a_copy_on_nodes_that_do_not_come_back_is_not_waited_for(
 
         run.wait_slurm(lambda facts: facts.state == "PENDING")
         run.slurm("scontrol", "update", f"jobid={run.job_id}", "ReqNodeList=node3,node4", "StartTime=now")
-        again = run.wait_event("started", restart=1)
+        again = run.wait_event("started", requeues=1)
         assert again["nodes"] == "node[3-4]", run.story()
-        resumed = run.wait_event("generation", after=seen)
+        resumed = run.wait_event("restart", after=seen)
         assert resumed["resume"] == shared["name"], run.story()
         told = " ".join(event["reason"] for event in run.events("resume"))
         assert f"{saved['name']} is on the disks of node[1-2] alone" in told

@@ -103,7 +103,7 @@ def test_hundreds_of_preemptions_in_a_row_lose_nothing_and_leave_nothing_behind(
         run.wait_event("ended", after=seen, exit_code=25, timeout_s=_PATIENCE_S)
         # Slurm lets a requeued job wait until its credentials have expired: a person would wait, a soak need not.
         run.slurm("scontrol", "update", f"jobid={run.job_id}", "StartTime=now", check=False)
-        run.wait_event("generation", after=seen, resume=saved["name"], timeout_s=_PATIENCE_S)
+        run.wait_event("restart", after=seen, resume=saved["name"], timeout_s=_PATIENCE_S)
         run.wait_event("training", after=seen, timeout_s=_PATIENCE_S)
         print(f"  {number:3} {saved['name']} {time.monotonic() - began:6.0f} s", flush=True)
     assert run.facts().restarts == _N, "each preemption is one restart"

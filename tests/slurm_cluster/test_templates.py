@@ -69,7 +69,7 @@ def test_a_heterogeneous_job_has_ranks_in_each_component_and_survives_a_requeue(
     run.wait_event("training")
     assert len({process.environ()["SLURMD_NODENAME"] for process in run.ranks()}) == 2
     run.slurm("scontrol", "requeue", run.job_id)
-    run.wait_event("started", restart=1)
+    run.wait_event("started", requeues=1)
     run.wait_end()
     assert len(run.events("started")) == 2
 
@@ -111,7 +111,7 @@ def test_a_job_that_may_not_be_requeued_is_followed_by_another(cluster: DevClust
     finally:
         run.cancel()
     assert [event["job_id"] for event in run.events("started")] == [followed["after"], followed["job_id"]]
-    assert any(event["resume"] for event in run.events("generation"))
+    assert any(event["resume"] for event in run.events("restart"))
 
 
 def test_the_agents_of_an_apptainer_run_are_started_by_apptainer(cluster: DevCluster, tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_an_unkillable_rank_is_said_holds_nobody_up_and_the_next_life_resumes(
         assert rank.is_running()
 
         freezer.thaw()
-        run.wait_event("started", restart=1)
+        run.wait_event("started", requeues=1)
         ends_like(run, twin)
     finally:
         freezer.thaw()

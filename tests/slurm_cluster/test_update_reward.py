@@ -78,7 +78,7 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     assert "reward" not in before.frozen, "saved as it was before"
     manifest = read_manifest(run.paths.checkpoints / saved["name"])
     assert manifest.frozen["reward"] == hashlib.sha256(SOURCE.encode()).hexdigest()
-    run.wait_event("generation", after=seen, resume=saved["name"])
+    run.wait_event("restart", after=seen, resume=saved["name"])
     assert in_force(run) == {
         "reward": new,
         "since_step": switch.step + 1,
@@ -117,7 +117,7 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     shutil.copy2(run.paths.reward_plan, twin.paths.reward_plan)
     twin.submit()
     twin.wait_end()
-    assert len(twin.events("generation")) == 1, twin.story()
+    assert len(twin.events("restart")) == 1, twin.story()
     assert [event["text"] for event in twin.events("notice") if event.get("topic") == "reward"] == [
         told,
         back,

@@ -91,7 +91,7 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finis
     manifest = read_manifest(grpo.paths.checkpoints / saved["name"])
     assert manifest.guest == "verl"
     assert (grpo.paths.checkpoints / saved["name"] / f"global_step_{manifest.step}" / "actor").is_dir()
-    grpo.wait_event("generation", after=seen, timeout_s=PATIENCE_S, resume=saved["name"])
+    grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S, resume=saved["name"])
     grpo.wait_end(timeout_s=PATIENCE_S)
     assert grpo.status()["step"] == 4
     assert _steps(grpo) == [1, 2, 3, 4], "each step once: none was trained twice, and none left out"
@@ -113,7 +113,7 @@ def test_a_step_that_is_too_long_is_not_waited_for_and_the_last_verified_one_cou
     assert ended["time"] < _plus(grpo.events("cause")[-1]["time"], 15), (
         "nobody waited for the grace time's end"
     )
-    grpo.wait_event("generation", after=seen, timeout_s=PATIENCE_S, resume="step_000002")
+    grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S, resume="step_000002")
 
 
 def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo: LiveRun) -> None:
@@ -124,14 +124,14 @@ def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo
     _one(grpo, "WorkerDict").kill()  # a training rank
     crash = grpo.wait_event("crash", after=seen, timeout_s=PATIENCE_S, kind="crash")
     assert "ActorDiedError" in crash["detail"]
-    resumed = grpo.wait_event("generation", after=seen, number=2)
+    resumed = grpo.wait_event("restart", after=seen, number=2)
     assert resumed["resume"] >= verified["name"]
     (other,) = {"node1", "node2"} - {grpo.facts().batch_host}
     seen = len(grpo.events())
     _one(grpo, "raylet", other).kill()
     crash = grpo.wait_event("crash", after=seen, timeout_s=PATIENCE_S, kind="crash")
     assert "Ray has ended on this node" in crash["detail"]
-    grpo.wait_event("generation", after=seen, number=3)
+    grpo.wait_event("restart", after=seen, number=3)
     assert grpo.facts().restarts == 0
 
 
@@ -143,7 +143,7 @@ def test_a_driver_that_hangs_is_seen_by_its_pace(grpo: LiveRun) -> None:
     _one(grpo, "TaskRunner").suspend()
     hung = grpo.wait_event("hang", timeout_s=PATIENCE_S)
     assert "rank 0 has passed no safe point" in hung["detail"]
-    grpo.wait_event("generation", timeout_s=PATIENCE_S, number=2)
+    grpo.wait_event("restart", timeout_s=PATIENCE_S, number=2)
 
 
 def _plus(time: str, seconds: float) -> str:

@@ -57,7 +57,7 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_and_the_run_ends_bit_for_b
     config = write_config(tmp_path / "twin.yaml", tmp_path / "twin", section, LAST, nodes=2)
     twin = LiveRun(cluster, tmp_path / "twin", config=str(config)).submit()
     twin.wait_end()
-    assert len(twin.events("generation")) == 1, twin.story()
+    assert len(twin.events("restart")) == 1, twin.story()
 
     run.submit()
     run.wait(lambda: run.status().get("step", 0) >= 1)
@@ -68,7 +68,7 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_and_the_run_ends_bit_for_b
     assert saved["name"] != f"step_{LAST:06d}", "verl alone would not have saved it"
     run.wait_event("verified", after=seen, name=saved["name"])
     run.wait_event("ended", after=seen, exit_code=25)
-    run.wait_event("generation", after=seen, resume=saved["name"])
+    run.wait_event("restart", after=seen, resume=saved["name"])
     run.wait_end()
 
     assert run.facts().restarts == 1

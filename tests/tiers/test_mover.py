@@ -277,7 +277,7 @@ def test_a_checkpoint_that_was_saved_again_replaces_the_old_one(
     save(10, files=FILES | {"actor/__0_0.distcp": b"better"}, epoch=2)
     done = run_pass(paths, tiers)
     assert done.ok
-    assert done.done[0].action.reason == "saved again since: epoch 2, here epoch 1"
+    assert done.done[0].action.reason == "saved again since: attempt 2, here attempt 1"
     stored = next(Path(str(nvme.path)).rglob("step_000010/actor/__0_0.distcp"))
     assert stored.read_bytes() == b"better"
     # A successor that does not verify replaces nothing.

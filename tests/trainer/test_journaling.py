@@ -29,7 +29,7 @@ def test_a_rollout_that_may_not_outlast_its_node_is_said_and_training_goes_on(
         settle(ledger, 0)
         assert "may not outlast its node: [Errno 5] Input/output error" in "".join(capsys.readouterr())
         record(ledger, 0, 0, 2, rollouts)
-        assert "not journaled" in "".join(capsys.readouterr())
+        assert "not written to the ledger" in "".join(capsys.readouterr())
     assert load(paths, from_step=0).keys() == {(0, 0)}
 
 

@@ -198,7 +198,7 @@ def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
 
 def _replayed(ended: Ended) -> int:
     """Micro-batches of rank 0 that the start found in the ledger."""
-    return int(ended.out.partition(" journaled micro-batches")[0].rsplit(maxsplit=1)[1])
+    return int(ended.out.partition(" micro-batches of rank 0 in the ledger")[0].rsplit(maxsplit=1)[1])
 
 
 @pytest.mark.long

@@ -56,7 +56,7 @@ def test_what_no_start_can_change_is_refused_with_its_own_code(
 def test_a_rank_that_was_fenced_off_in_a_save_says_so(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    fenced = _chained(Fenced("another incarnation owns the run"), RanksFailed("committing failed"))
+    fenced = _chained(Fenced("another attempt owns the run"), RanksFailed("committing failed"))
     assert _end(fenced, monkeypatch, tmp_path) == (ExitCode.FENCED, [ExitCode.FENCED])
 
 

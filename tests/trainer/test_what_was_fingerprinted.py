@@ -32,14 +32,14 @@ def _wait_for(paths: RunPaths, name: str) -> None:
 
 
 def test_data_swapped_after_the_fingerprint_and_put_back_ends_the_run_with_16(tmp_path: Path) -> None:
-    """At `generation` the daemon has held the data to its fingerprint, and the ranks have not read it yet."""
+    """At `restart` the daemon has held the data to its fingerprint, and the ranks have not read it yet."""
     root = tmp_path / "data"
     root.mkdir()
     (root / "a.jsonl").write_text(_TRUE)
     paths = prepared(tmp_path / "run", f"data.root={root}")
     process = lead(paths)
     try:
-        _wait_for(paths, "generation")
+        _wait_for(paths, "restart")
         (root / "a.jsonl").write_text(_FALSE)
         _wait_for(paths, "training")
         (root / "a.jsonl").write_text(_TRUE)

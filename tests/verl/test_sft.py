@@ -86,7 +86,7 @@ def test_asked_in_mid_step_and_killed_behind_an_epochs_end_it_ends_bit_for_bit_a
     assert asked["name"] not in ("step_000004", "step_000008", "step_000011"), (
         "verl alone would not have saved it"
     )
-    resumed = [event["resume"] for event in events(paths, "generation")]
+    resumed = [event["resume"] for event in events(paths, "restart")]
     assert resumed == [None, asked["name"], f"step_{EPOCH:06d}"], story(paths)
     assert differences(last_of(paths), last_of(straight)) == []
     assert all(verify(info.path).ok for info in list_checkpoints(paths))

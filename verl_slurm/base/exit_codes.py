@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
     NOT_FOUND = 18, "no such run, checkpoint or job"
     DIFFERENT = 19, "the two things compared are not the same"
     FENCED = 20, "another attempt of this run owns it"
-    NO_PROGRESS = 21, "several starts without a newer verified checkpoint: stopped, not requeued"
+    NO_PROGRESS = 21, "several restarts without a newer verified checkpoint: stopped, not requeued"
     CRASHED = 22, "the job ended without the last word of its daemon"
     CANCELLED = 23, "the job was cancelled by its user: not requeued"
     REQUEUE_FAILED = 24, "the checkpoint is safe but the job could not be requeued"

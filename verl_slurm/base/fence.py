@@ -58,7 +58,7 @@ def read_epoch(paths: RunPaths) -> Epoch | None:
     owner = _read_copy(paths)
     number = 1 if owner is None else owner.epoch + 1
     with suppress(FileNotFoundError):
-        while True:  # nearly always one pass: the copy is written right after the claim
+        while True:  # once, nearly always: the copy is written right after the claim
             owner = _read_claim(paths, number) or owner
             number += 1
     return owner
@@ -73,10 +73,10 @@ def require_epoch(paths: RunPaths, epoch: int) -> None:
     owner = read_epoch(paths)
     if owner is None or owner.epoch != epoch:
         raise Fenced(
-            "this incarnation no longer owns the run; nothing was written",
+            "this attempt no longer owns the run; nothing was written",
             where=paths.root,
-            found="no epoch" if owner is None else f"epoch {owner.epoch} of job {owner.job_id}",
-            expected=f"epoch {epoch}",
+            found="no attempt yet" if owner is None else f"attempt {owner.epoch} of job {owner.job_id}",
+            expected=f"attempt {epoch}",
         )
 
 
@@ -128,7 +128,7 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
             raise Fenced(
                 "another job took this run at the same moment",
                 where=paths.root,
-                found=f"epoch {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
+                found=f"attempt {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
                 remedy=f"verl-slurm status {paths.root}",
             )
         mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
@@ -149,7 +149,7 @@ def _read_copy(paths: RunPaths) -> Epoch | None:
         return None
     except UNREADABLE as error:
         raise CheckpointCorrupt(
-            "the epoch of the run cannot be read",
+            "the number of the run's attempt cannot be read",
             where=paths.epoch,
             found=error,
             remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-_FIRST_TO_GO = ("files", "ranks", "epoch", "phase", "created", "MB", "detail")
+_FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
 """Columns that are dropped if the terminal is narrow, in this order."""
 
 
@@ -61,7 +61,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     found = list_checkpoints(run)
     try:
         best = Best.of(load_resolved(run.run_yaml).checkpoint)
-    except VerlSlurmError:  # of another version: its checkpoints can be listed all the same
+    except VerlSlurmError:  # of another version: what there is can be listed all the same
         best = Best(keep=0)
     places = rank_best(found, best)
     if as_json:
@@ -75,7 +75,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
         return ExitCode.OK
     metric = best.metric if best.keep else None
     headings, lines = checkpoints_table(found, places, metric, render.width())
-    render.plain_table(headings, lines, right=("epoch", "ranks", "files", "MB"))
+    render.plain_table(headings, lines, right=("attempt", "ranks", "files", "MB"))
     return ExitCode.OK
 
 
@@ -97,7 +97,7 @@ def checkpoints_table(
     if metric is not None:
         columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
     columns |= {
-        "epoch": ["-" if info.epoch is None else str(info.epoch) for info in found],
+        "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
         "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
         "files": [str(info.num_files) for info in found],
         "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],
@@ -175,7 +175,7 @@ def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_js
     try:
         found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
     except CheckpointCorrupt as error:
-        # The comparing process printed a whole sentence already, with its remedy.
+        # What the comparing process said is a whole sentence already, with its remedy.
         raise CheckpointCorrupt(str(error.found or error.what)) from None
     except KeyRefused as error:
         raise KeyRefused(str(error.found or error.what)) from None
@@ -278,7 +278,7 @@ def _checkpoints_of(place: Path) -> list[Path]:
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
 
     if (place / "run.yaml").is_file():
-        # A torn one in staging is no loss; one with a final name that lost its manifest is.
+        # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
         found = [info.path for info in infos if not info.name.startswith(".")]
         if not found:
@@ -288,7 +288,7 @@ def _checkpoints_of(place: Path) -> list[Path]:
         raise NotFound(
             "no such run or checkpoint", where=place, remedy="`verl-slurm list DIR` shows the runs below DIR"
         )
-    # A torn checkpoint has the name of one and no manifest: `verify` reports that.
+    # A torn checkpoint has the name of one and no manifest: that is for `verify` to say.
     if (
         not CHECKPOINT_NAME.match(place.resolve().name.lstrip("."))
         and not (place / "manifest.json").is_file()

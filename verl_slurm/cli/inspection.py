@@ -106,7 +106,7 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("path", facts["path"]),
         ("run", facts["run"] or "-"),
         ("position", place if facts["index"] is None else f"{place} {facts['index']}"),
-        ("saved", f"{facts['created_utc']}, in {facts['save_seconds']} s, by epoch {facts['epoch']}"),
+        ("saved", f"{facts['created_utc']}, in {facts['save_seconds']} s, by attempt {facts['attempt']}"),
         ("parent", facts["parent"] or "none: the run's first start"),
         ("ranks", f"{facts['world_size']} ({axes})"),
         ("size", f"{facts['num_files']} files, {_mb(facts['num_bytes'])} MB"),

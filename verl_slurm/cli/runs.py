@@ -77,8 +77,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     if snapshot:
         rows.append(("state", _state_words(facts)))
         rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
-        counts = (snapshot.get("epoch"), snapshot.get("restarts"), snapshot.get("generation"))
-        rows.append(("starts", "epoch {}, {} requeues, generation {}".format(*counts)))
+        counts = (snapshot.get("attempt"), snapshot.get("requeues"), snapshot.get("restart"))
+        rows.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
     if facts["reward"] is not None:
         rows.append(("reward", _reward_words(facts["reward"])))
     rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"], snapshot.get("last_checkpoint"))))

@@ -99,7 +99,7 @@ def _chosen(samples: "list[Sample]", which: str | None, limit: int) -> "list[Sam
 def _facts(found: "StepSamples", sample: "Sample") -> dict[str, Any]:
     import msgspec
 
-    return {"step": found.step, "epoch": found.epoch, **msgspec.to_builtins(sample)}
+    return {"step": found.step, "attempt": found.epoch, **msgspec.to_builtins(sample)}
 
 
 def _text(name: str, text: str) -> None:

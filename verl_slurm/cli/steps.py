@@ -71,7 +71,7 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
 
 
 def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, _Form], ...]:
-    ours = {name for name, _, _ in _COLUMNS} | {"epoch"}  # the attempt
+    ours = {name for name, _, _ in _COLUMNS} | {"attempt"}
     said = {name: name for row in rows for name in row if name not in ours and _is_number(row[name])}
     known = {name: heading for name, heading in _OF_GUESTS if name in said}
     chosen = list((known | {name: known.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]

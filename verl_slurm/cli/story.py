@@ -126,22 +126,21 @@ def _words(event: ev.Event) -> str:
             return f"job {job_id} submitted ({cluster})"
         case ev.Successor(job_id=job_id, after=after):
             return f"job {job_id} is queued to follow job {after}"
-        case ev.Started(job_id=job_id, nodes=nodes, epoch=epoch, restart=restart):
-            again = f", start {restart + 1}" if restart else ""
-            return f"job {job_id} runs on {nodes}, epoch {epoch}{again}"
+        case ev.Started(job_id=job_id, nodes=nodes, attempt=attempt):
+            return f"job {job_id} runs on {nodes}, attempt {attempt}"
         case ev.StartFailed(detail=detail, before=before):
             again = f", after {before} that could not either" if before else ""
-            return f"this start could not begin{again}{_colon(detail)}"
+            return f"this attempt could not begin{again}{_colon(detail)}"
         case ev.Ended(reason=reason, exit_code=number):
             name = event.code.description if event.code == number else event.exit
             return f"ended with {number}, {name}{_colon(reason)}"
         case ev.Fenced(exit_code=number, reason=reason):
-            return f"another start of this run has taken over, this one leaves with {number}{_colon(reason)}"
+            return f"another attempt has taken over, this one leaves with {number}{_colon(reason)}"
         case ev.Orphaned(node_id=node_id, accepted=accepted, detail=detail):
             then = "the job is requeued" if accepted else "the job could NOT be requeued"
             return f"the daemon is dead; node {node_id} noticed, {then}{_colon(detail)}"
         case ev.Held(stuck=stuck, reason=reason):
-            return f"HELD after {stuck} starts without anything new{_colon(reason)}"
+            return f"HELD after {stuck} restarts without anything new{_colon(reason)}"
         case ev.Requeue(accepted=accepted, detail=detail):
             return f"requeue {'accepted' if accepted else 'REFUSED'}{_colon(detail)}"
         case ev.Avoid(detail=detail):
@@ -152,7 +151,7 @@ def _words(event: ev.Event) -> str:
         case ev.Resume(reason=reason):
             return f"resume: {reason}"
         case ev.Restart(number=number, resume=resume):
-            return f"ranks start, generation {number}, from {resume or 'the beginning'}"
+            return f"ranks start, restart {number}, from {resume or 'the beginning'}"
         case ev.Training(step=step, phase=phase, index=index):
             within = "" if phase == "step_end" else f", {phase} {index}"  # a guest's loop reports whole steps
             return f"training at step {step}{within}"
@@ -245,7 +244,7 @@ def _colon(text: str) -> str:
 
 
 def _as_it_is(event: ev.Event) -> str:
-    hidden = {"event", "time", "epoch", "job_id"}
+    hidden = {"event", "time", "attempt", "job_id"}
     facts = to_json(event)
     words = [f"{key}={value}" for key, value in facts.items() if key not in hidden and value is not None]
     return " ".join([str(facts["event"]), *words])

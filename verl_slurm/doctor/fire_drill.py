@@ -85,7 +85,7 @@ async def fire_drill(
             jobs.append(await _queue(client, _rival_argv(config, directory, preempt_by, where)))
         else:
             await client.requeue(job, config.daemon.requeue_delay_s, own_restarts=0)
-        show("waiting for its second life")
+        show("waiting for Slurm to start it again")
         again = directory / "again"
         await _until(again.exists, wait_s + kill_wait_s)
         record = _record(directory, nodes, how, kill_wait_s, warned, ended)

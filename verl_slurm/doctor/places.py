@@ -140,7 +140,7 @@ def judge_place(topic: str, report: PlaceReport, *, must_outlive_node: bool) -> 
             warn(
                 topic,
                 f"{report.path} has no flock",
-                "the epoch alone keeps two incarnations apart (Lustre: -o flock)",
+                "the attempt's number alone keeps two attempts apart (Lustre: -o flock)",
             )
         )
     if report.sync_s > _SLOW_SYNC_S:

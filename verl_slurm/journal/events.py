@@ -1,24 +1,24 @@
 """Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal.
 
 A line of the file is one JSON object. `event` names the kind: the class in snake_case (`OneCopy` is `one_copy`), unless
-the class says otherwise. Each kind may have `time`, `epoch` and `job_id` beside its own fields; a field at its default
-is left out. Durations are in seconds, sizes in bytes, steps count from 0.
+the class says otherwise. Each kind may have `time`, `attempt` and `job_id` beside its own fields; a field at its
+default is left out. Durations are in seconds, sizes in bytes, steps count from 0.
 
 The journal informs people and decides what to do at a start: whether a run is stuck, which nodes it avoids, which job
 it follows. It never decides what a run has computed; that is in its checkpoints and its ledger, which carry digests.
 
 Compatibility: a kind is never removed, and a field only gets added, with a default. A line of an unknown kind, or with
-a field of another type, is read as `Other`: it is told as it is, and no fold counts it.
+a field of another type, is read as `Other`: it is told as it is, and no fold counts it. Former names: `FORMER_KINDS`.
 """
 
 from datetime import datetime
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 
-__all__ = ["KINDS", "Event", "Other", "kind_of"]  # and each kind: see `KINDS`
+__all__ = ["FORMER_FIELDS", "FORMER_KINDS", "KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
 
 Cluster = Literal["slurm", "local"]
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
@@ -37,7 +37,7 @@ class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event",
 
     time: str = ""
     """When it was written: UTC, ISO 8601, milliseconds. The host's clock."""
-    epoch: Int | None = None
+    attempt: Int | None = None
     """The attempt (one start of the Slurm job) that wrote it; None: a person's command did."""
     job_id: str | None = None
     """The job that it is about."""
@@ -74,7 +74,7 @@ class Started(Event):
 
     cluster: Cluster = "slurm"
     host: str = ""
-    restart: Int = 0
+    requeues: Int = 0
     """How often Slurm has requeued the job."""
     nodes: str = ""
     pid: Int = 0
@@ -169,15 +169,14 @@ class Resume(Event):
     reason: str
 
 
-class Restart(Event, tag="generation"):
+class Restart(Event):
     """The ranks of an attempt are about to start, for the `number`-th time."""
 
     number: Int
     resume: str | None = None
     """The checkpoint; None: from the beginning."""
     progress: str = ""
-    """What the ranks start from: the checkpoint and the rollouts in the ledger. Two restarts with the same one: the
-    first came to nothing."""
+    """The checkpoint and the rollouts in the ledger. Two restarts with the same one: the first came to nothing."""
 
 
 class Training(Event):
@@ -482,7 +481,7 @@ class Other(Event):
 
     kind: str
     fields: dict[str, Any] = {}
-    """All of the line but `event`, `time`, `epoch` and `job_id`."""
+    """All of the line but `event`, `time`, `attempt` and `job_id`."""
 
 
 KINDS: dict[str, type[Event]] = {
@@ -491,8 +490,9 @@ KINDS: dict[str, type[Event]] = {
     if kind is not Other
 }
 """Every kind by its name in the file."""
-
-DECODER: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
+FORMER_KINDS = {"generation": "restart"}
+FORMER_FIELDS = {"": {"epoch": "attempt"}, "started": {"epoch": "attempt", "restart": "requeues"}}
+"""What former versions called otherwise -> its present name. Fields by their present kind; empty: of all others."""
 
 
 def kind_of(event: Event) -> str:

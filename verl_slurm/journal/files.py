@@ -7,7 +7,7 @@ mix on a local disk.
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 import msgspec
 
@@ -16,7 +16,7 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import DECODER, Event, Other, kind_of
+from verl_slurm.journal.events import FORMER_FIELDS, FORMER_KINDS, KINDS, Event, Other, kind_of
 
 __all__ = ["append_event", "now", "parse_event", "read_events", "read_last_events", "to_json"]
 
@@ -25,7 +25,12 @@ E = TypeVar("E", bound=Event)
 _MOST_LINES = 300_000
 """Of a journal, from its end: twice the events that 32 MiB hold. A line of two bytes takes as long to refuse as an
 event to read, so 32 MiB of those would take two minutes."""
-_OF_ANY = frozenset({"event", "time", "epoch", "job_id"})
+_OF_ANY = frozenset({"event", "time", "attempt", "job_id"})
+_FORMER = tuple(
+    f'"{name}"'.encode()
+    for name in {*FORMER_KINDS, *(old for names in FORMER_FIELDS.values() for old in names)}
+)
+"""Where none of these is in a line, it has no former name."""
 
 
 def now() -> str:
@@ -56,7 +61,7 @@ def to_json(event: Event) -> dict[str, Any]:
 
 
 def _of_any(event: Event) -> dict[str, Any]:
-    found = {"time": event.time, "epoch": event.epoch, "job_id": event.job_id}
+    found = {"time": event.time, "attempt": event.attempt, "job_id": event.job_id}
     return {key: value for key, value in found.items() if value not in ("", None)}
 
 
@@ -66,10 +71,12 @@ def parse_event(line: bytes) -> Event | None:
         check_json(line, RECORD)
     except TooMuch:
         return None
-    try:
-        return DECODER.decode(line)
-    except UNREADABLE:
-        pass
+    former = _has_former_names(line)
+    if not former:
+        try:
+            return _KNOWN.decode(line)
+        except UNREADABLE:
+            pass
     try:
         fields = _ANY.decode(line)
     except UNREADABLE:
@@ -77,16 +84,34 @@ def parse_event(line: bytes) -> Event | None:
     kind = fields.get("event")
     if not isinstance(kind, str):
         return None
-    time, epoch, job_id = fields.get("time"), fields.get("epoch"), fields.get("job_id")
+    if former:
+        kind = FORMER_KINDS.get(kind, kind)
+        names = FORMER_FIELDS.get(kind, FORMER_FIELDS[""])
+        fields = {names.get(key, key): value for key, value in fields.items()} | {"event": kind}
+        if kind in KINDS:
+            try:
+                return msgspec.convert(fields, KINDS[kind])
+            except UNREADABLE:
+                pass
+    time, attempt, job_id = fields.get("time"), fields.get("attempt"), fields.get("job_id")
     return Other(
         kind,
         {key: value for key, value in fields.items() if key not in _OF_ANY},
         time=time if isinstance(time, str) else "",
-        epoch=epoch if type(epoch) is int else None,
+        attempt=attempt if type(attempt) is int else None,
         job_id=job_id if isinstance(job_id, str) else None,
     )
 
 
+def _has_former_names(line: bytes) -> bool:
+    # A loop, because `any` of a generator takes as long as all of the reading.
+    for name in _FORMER:  # noqa: SIM110
+        if name in line:
+            return True
+    return False
+
+
+_KNOWN: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007
 _ANY = msgspec.json.Decoder(dict[str, Any])
 
 

@@ -18,9 +18,11 @@ class Status(msgspec.Struct, kw_only=True):
     state: str = "starting"
     """`verl_slurm_daemon.decide.states.State`."""
     job_id: str = ""
-    epoch: int = 0
-    generation: int = 0
-    restarts: int = 0
+    attempt: int = 0
+    restart: int = 0
+    """Of the attempt."""
+    requeues: int = 0
+    """By Slurm."""
     step: int = 0
     steps: int = 0
     phase: str = ""
@@ -46,6 +48,10 @@ _TYPES: dict[str, type | UnionType] = {
 }
 
 
+_FORMER = {"epoch": "attempt", "generation": "restart", "restarts": "requeues"}
+"""What former versions wrote under another name."""
+
+
 def read_status(paths: RunPaths) -> dict[str, Any]:
     """The snapshot's fields, or none where no daemon ever ran. It is replaced atomically, so it is always whole.
 
@@ -56,4 +62,5 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
         status = decode_json(read_regular(paths.status, SMALL), dict[str, Any], SMALL, doubles=False)
     except (FileNotFoundError, *UNREADABLE):
         return {}
+    status = {_FORMER.get(key, key): value for key, value in status.items()}
     return {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}

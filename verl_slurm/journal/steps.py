@@ -1,11 +1,12 @@
 """`RUN/steps.jsonl`: the numbers of every step, append-only, one JSON object a line. The events of whole steps.
 
 They are apart from `events.jsonl`, so that the journal of what happened to a run stays short, and reading it cheap.
-Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `epoch` (the incarnation) and the row: the
-metrics of the training (the same in every life of a run), those of an evaluation (`eval/...`), and times and memory,
-which are not numbers of the training (`..._s`, `..._per_second`, `communication_share`, `memory_bytes`).
+Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `attempt` (former versions: `epoch`) and
+the row: the metrics of the training (the same however often a run is interrupted), those of an evaluation
+(`eval/...`), and times and memory, which are not numbers of the training (`..._s`, `..._per_second`,
+`communication_share`, `memory_bytes`).
 
-A step that is done again after an interruption has a line of each life; the newest counts. It informs, and nothing
+A step that is done again after an interruption has a line of each attempt; the newest counts. It informs, and nothing
 depends on it: it is not forced to disk, and a line that cannot be written is lost. Metrics of a checkpoint's steps are
 in its own history.
 """
@@ -43,20 +44,20 @@ class _Duration(msgspec.Struct):
 _DURATION = msgspec.json.Decoder(_Duration)
 
 
-def append_step(paths: RunPaths, epoch: int, row: dict[str, float]) -> None:
+def append_step(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
     """Write one step down.
 
     Raises:
         OSError: it was not written whole.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    append_line(paths.steps, msgspec.json.encode({"time": now, "epoch": epoch, **row}), durable=False)
+    append_line(paths.steps, msgspec.json.encode({"time": now, "attempt": attempt, **row}), durable=False)
 
 
 def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
     """The newest row of each of the last `count` steps, oldest first. No file, no rows.
 
-    What an earlier life had done beyond the newest line's step is no part of the run any more.
+    What an earlier attempt had done beyond the newest line's step is no part of the run any more.
     """
     rows: list[StepRow] = []
     for line in _from_the_end(paths):
@@ -103,5 +104,7 @@ def _parse(line: bytes) -> StepRow | None:
         return None
     if any(isinstance(value, int) and abs(value) > _LARGEST for value in row.values()):
         return None
+    if "epoch" in row and "attempt" not in row:
+        row["attempt"] = row.pop("epoch")
     step = row.get("step")
     return row if isinstance(step, int | float) and not isinstance(step, bool) else None

@@ -135,7 +135,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._tell(state, {})  # where another callback withdrew the logging of this step
+        self._tell(state, {})  # where another callback took back that there is something to log
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -150,7 +150,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         request, is_last = saver.asked(), state.global_step >= state.max_steps
         if request is not None or is_last or state.global_step % saver.every_steps == 0:
             control.should_save = True
-        saver.saving = False  # another callback may have called off the earlier save
+        saver.saving = False  # another callback may have called off the save before
         if control.should_save:
             saver.begins(state.global_step)
         if request is None:
@@ -165,7 +165,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
                     topic="evaluation",
                     loud=True,
                 )
-        if args.save_strategy == SaveStrategy.BEST:  # its evaluation would decide whether to save
+        if args.save_strategy == SaveStrategy.BEST:  # its evaluation would say whether to save
             self._strategy, args.save_strategy = args.save_strategy, SaveStrategy.STEPS
 
     def _fits(self, saver: StepEndSaver, request: SaveRequest) -> bool:
@@ -224,7 +224,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
     ) -> None:
         if self._saver is None:
             return
-        if self.stopped:  # no more than the requested save
+        if self.stopped:  # nothing more than what was asked for
             control.should_evaluate = control.should_log = control.should_save = False
         elif self._saver.saved_step == state.global_step:
             control.should_save = False
@@ -270,7 +270,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
             args.output_dir, self._output_dir = self._output_dir, ""
 
 
-@functools.cache  # torch sorts the registered entries, and cannot sort two of one priority
+@functools.cache  # torch sorts what is registered, and two of one priority it cannot
 def _know_cpus_by_number() -> None:
     """Works around device names on CPUs: accelerate 1.15 calls its device `cpu:0`, and the Trainer has optimizers
     loaded to it, but torch 2.13 knows `cpu` only. No training of several ranks on CPUs could be resumed.
@@ -298,7 +298,7 @@ def _check(args: TrainingArguments) -> None:
         problem, remedy = "enable_jit_checkpoint=True", "the daemon does that; leave it out"
     elif args.load_best_model_at_end:
         problem = "load_best_model_at_end=True"
-        remedy = "by then the best one may be pruned, or of a former life; evaluate the run's checkpoints behind it"
+        remedy = "by then the best one may be pruned, or of a former attempt; evaluate the run's checkpoints behind it"
     elif args.push_to_hub and args.hub_strategy != "end":
         problem, remedy = f"hub_strategy={args.hub_strategy}", "only hub_strategy='end' goes together with it"
     elif args.save_on_each_node:

@@ -302,7 +302,7 @@ class StepEndSaver:
                 keeper.failed(error.one_line())
                 shutil.rmtree(written, ignore_errors=True)
             if Fenced.__name__ in error.kinds:
-                raise Fenced("a newer incarnation owns the run", where=written, found=error.found) from error
+                raise Fenced("a newer attempt owns the run", where=written, found=error.found) from error
             return error
         done = msgspec.msgpack.decode(raw, type=SavedCheckpoint)
         self.saved_step = save.step

@@ -198,7 +198,7 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
     """
     lead = read_lead_address(paths)
     if lead.epoch != args.epoch:
-        raise Fenced("a newer incarnation owns the run", found=lead.epoch, expected=args.epoch)
+        raise Fenced("a newer attempt owns the run", found=lead.epoch, expected=args.epoch)
     generation = int(os.environ.get(GENERATION_VARIABLE, "0"))
     file: Path = args.scratch / "ray.token"
     write_file(file, ray_token(lead.token, args.epoch, generation).encode())

@@ -17,7 +17,7 @@ __all__ = ["FrameReader", "FrameWriter", "Read", "compress", "decompress"]
 Read = Callable[[int, int], memoryview]
 """Offset and size → these bytes, or fewer at the end."""
 
-# The journal is written between two micro-batches; higher levels cost more than they save.
+# The ledger is written between two micro-batches; higher levels cost more than they save.
 _LEVEL = 1
 # Gives up on incompressible content at once and copies it: 10 GB/s in either direction.
 _STORE_LEVEL = -50

@@ -66,7 +66,7 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
     key_id, salt = data[:_KEY_ID_BYTES].hex(), data[_KEY_ID_BYTES : _KEY_ID_BYTES + _SALT_BYTES]
     if keys is None:
         raise KeyRefused(
-            "the rollout journal is encrypted, and no key is configured",
+            "the ledger is encrypted, and no key is configured",
             where=where,
             found=f"key id {key_id}",
             remedy="set checkpoint.encryption={key_file: FILE}",

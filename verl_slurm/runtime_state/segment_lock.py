@@ -39,11 +39,11 @@ def lock_segment(fd: int, path: Path) -> None:
             raise SegmentHeld(
                 "the ledger segment is held by a living process",
                 where=path,
-                expected=f"one writer a rank and epoch; waited {_PATIENCE_S:.0f} s for the other to end",
-                remedy="wait for the older process to end, or start with a new epoch",
+                expected=f"one writer a rank and attempt; waited {_PATIENCE_S:.0f} s for the other to end",
+                remedy="wait for the older process to end, or begin a new attempt",
             ) from None
         except OSError:
-            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps two attempts
-            # apart.
+            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
+            # two attempts apart.
             pass
         return

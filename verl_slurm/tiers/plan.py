@@ -137,7 +137,7 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
     planned: dict[tuple[str, str], Action] = {}
     staying: dict[str, dict[str, str]] = {}  # by tier: what is good there and stays, to its digest
     waiting: dict[str, dict[str, str]] = {}  # by checkpoint: the tiers that are to get it
-    # Last tier first: the witnesses of a removal must already be planned to stay.
+    # The last tier first: what a removal relies upon must have been planned to stay before.
     for index in reversed(range(len(states))):
         state = states[index]
         staying[state.name] = {}
@@ -181,7 +181,7 @@ def _copying(
     if state.local:
         return None
     elsewhere = [(s, found[s.name].get(name)) for s in states if s.name != state.name and s.reachable]
-    # A verified source before an unchecked one, then the nearest.
+    # A verified source before one that nobody checked, then the nearest.
     sources = sorted(
         ((s, c) for s, c in elsewhere if c is not None and c.usable), key=lambda pair: not pair[1].good
     )
@@ -209,19 +209,19 @@ def _copying(
         old = copy.saved is not None and _age(copy, now) > _limit(state)
         return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
     if copy is None or not copy.committed:
-        # The newest attempt would replace an older one at the next pass, and the older may be too old by then to stay.
+        # An older attempt would be replaced by the newest at the next pass, and may be too old by then to stay.
         newest = max(c.epoch for _, c in sources)
         sources = [(s, c) for s, c in sources if c.epoch == newest]
     source, best_copy = sources[0]
     if copy is None or not copy.committed:
         if name not in needed and state.keep_days is not None and _age(best_copy, now) > _limit(state):
             if copy is not None:
-                return None  # remains of an upload that is no longer needed
+                return None  # the remains of an upload that nobody needs any more
             reason = f"older than {state.keep_days} days"
             return Action(kind="skip", name=name, tier=state.name, reason=reason)
         reason = "not here yet" if copy is None else f"an upload broke off ({copy.detail or 'no manifest'})"
     elif replace:
-        reason = f"saved again since: epoch {best_copy.epoch}, here epoch {copy.epoch}"
+        reason = f"saved again since: attempt {best_copy.epoch}, here attempt {copy.epoch}"
     else:
         reason = f"damaged here ({copy.detail or 'does not verify'})"
     return Action(kind="copy", name=name, tier=state.name, source=source.name, reason=reason, replace=replace)

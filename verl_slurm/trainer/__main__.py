@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one rank to its end. The exit code is 0 if the rank finished or stopped as asked."""
     parser = argparse.ArgumentParser(prog="verl_slurm.trainer", description=__doc__.splitlines()[0])
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="the run's directory")
-    parser.add_argument("--epoch", type=int, required=True, help="the incarnation that may write")
+    parser.add_argument("--epoch", type=int, required=True, help="the attempt that may write")
     parser.add_argument("--resume", default="", metavar="NAME", help="a verified checkpoint; empty: none")
     options = parser.parse_args(argv)
     os.umask(0o077)

@@ -208,12 +208,12 @@ class Loop:
             return
         self._pace.save_starts(position.step)
         stop, left = request is not None and request.stop, request.seconds_left if request else None
-        # When stopping, the next attempt cleans up: every second counts now.
+        # The next attempt cleans up where we are to stop; now every second counts.
         outcome = self._checkpointer.begin(
             state,
             tidy=not stop,
             seconds_left=None if left is None else max(0.0, left - waited),
-            # Training has stopped, so reading the nodes' parts back at once costs nothing.
+            # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
             on_kept=partial(self._reporter.saved_on_nodes, request_id) if stop else None,
             on_part=partial(self._session.part_saved, request_id) if stop else None,
         )
@@ -221,7 +221,7 @@ class Loop:
 
     def _save_partial(self) -> None:
         """Begins a partial save of the present position. No run resumes from it, so the daemon is not involved."""
-        if self._saving is not None:  # tells the daemon that the following wait may be one for storage
+        if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
             position = self._state.position
             self._session.save_started(0, position.step, safe_point(position, self._shape))
         self._settle_first()
@@ -261,9 +261,9 @@ class Loop:
                 self._reporter.save_failed(saving.request_id, self._save_problem)
                 self._pace.save_failed(self._save_problem)
             if Fenced.__name__ in error.kinds:
-                raise Fenced("another incarnation owns the run", found=error.found) from error
+                raise Fenced("another attempt owns the run", found=error.found) from error
             if SaverDied.__name__ in error.kinds:
-                # No later save could succeed either. A restart in place makes a new saver and replays the ledger.
+                # No later save could succeed either: a restart in place makes a new one, and replays the ledger.
                 raise SaverLost("a saver process is gone", found=error.found) from error
             return
         if saving.partial:
@@ -318,7 +318,7 @@ class _PhaseClock:
         spent = timings["generate_s"]
         if "evaluate" in seconds:
             timings["eval_s"] = seconds["evaluate"]
-        # Replayed rollouts cost no sampling, so their tokens do not count.
+        # Replayed rollouts cost no sampling and count for no tokens.
         timings["tokens_per_second"] = new_tokens / spent if new_tokens and spent else 0.0
         return timings
 

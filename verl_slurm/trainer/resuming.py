@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.layout import require_same_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.runtime_state import ledger as journal
+from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
@@ -208,13 +208,13 @@ def load_replay(
     ranks: Collective,
     keys: Keyring | None = None,
 ) -> dict[tuple[int, int], Arrays]:
-    """A data-parallel rank's journaled rollouts that lie before it, by (step, global micro-batch). Collective.
+    """A data-parallel rank's rollouts in the ledger that lie before it, by (step, global micro-batch). Collective.
 
-    Damage in the journal costs only time: what was in it is sampled again, the same.
+    Damage in the ledger costs only time: what was in it is sampled again, the same.
 
     Where rollouts of the running step were once refused (`trainer.rollout.sampler_gap`), those that `state` holds may
     be the same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been
-    sampled since is in the journal.
+    sampled since is in the ledger.
 
     Args:
         dp_rank: None: another rank of the replica looks for this one.
@@ -233,7 +233,7 @@ def load_replay(
 
     found: dict[tuple[int, int], Arrays] = {}
     if dp_rank is not None:
-        found = journal.load(
+        found = ledger.load(
             paths,
             from_step=position.step,
             wanted=mine,
@@ -262,7 +262,7 @@ def where_it_starts(
         foreign: where the checkpoint lies, if not among this run's own.
         dataset: the data set's fingerprint now.
     """
-    replay = f"{num_replay} journaled micro-batches of rank 0 to replay"
+    replay = f"{num_replay} micro-batches of rank 0 in the ledger to replay"
     if manifest is None:
         return f"starting from the beginning; {replay}"
     consumed = rollout_offset(state.position, shape) // shape.samples_per_prompt

@@ -21,9 +21,9 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.runtime_state import ledger as journal
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.runtime_state.ledger import Ledger
+from verl_slurm.runtime_state.ledger import prune as prune_ledger
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents, SavedCheckpoint
 from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
@@ -51,7 +51,7 @@ class Checkpointer:
     """Saves this run's state in the background and keeps the number of checkpoints in bounds.
 
     Args:
-        epoch: the incarnation that this is.
+        epoch: the attempt that this is.
         resumed_from: name of the checkpoint of this run that was verified and loaded; empty: none.
         keys: what keeps older ones from being removed must be signed with one of them.
 
@@ -93,7 +93,7 @@ class Checkpointer:
 
         Args:
             seconds_left: until the ranks must be gone; None: no hurry.
-            tidy: afterwards, remove checkpoints beyond `keep_last` and journal records that no kept one needs.
+            tidy: afterwards, remove checkpoints beyond `keep_last` and ledger records that no kept one needs.
             on_kept: told when the nodes' disks have it and shared storage has not (`CheckpointSaver.begin`).
             on_part: told when this rank's own files are durable.
         """
@@ -172,7 +172,7 @@ class Checkpointer:
         require_epoch(self._paths, self._epoch)
         kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
-        journal.prune(self._paths, oldest, current_epoch=self._epoch)
+        prune_ledger(self._paths, oldest, current_epoch=self._epoch)
         return msgspec.json.encode(oldest)
 
     def _contents(self, state: TrainState) -> SaveContents:

@@ -254,7 +254,7 @@ def _require_same(paths: RunPaths, owner: Epoch | None) -> None:
         raise Fenced(
             "the run was started while its checkpoints were adopted",
             where=paths.root,
-            found="no epoch" if now is None else f"epoch {now.epoch} of job {now.job_id}",
+            found="no attempt yet" if now is None else f"attempt {now.epoch} of job {now.job_id}",
             remedy="what was adopted before is whole; adopt the rest when that job has ended",
         )
 

@@ -112,7 +112,7 @@ class Agent:
         heard = RELAYED if job is None else WARNINGS
         for number in heard:
             listen(loop, number, partial(self._relay, signal.Signals(number).name))
-        # `__main__` blocked them, so that none was lost or fatal before a handler was set.
+        # `__main__` blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, WARNINGS)
         self._log.say("agent", pid=os.getpid(), node_id=self._node_id)
         broken: ExitCode | None = None
@@ -122,10 +122,10 @@ class Agent:
             except Exception as error:  # noqa: BLE001 - nothing may keep it from seeing its node and its job off
                 broken = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
                 told = self._report(error)
-                if self._link is not None:  # else the lead waits a minute for an agent that never comes
+                if self._link is not None:  # else the lead would wait a minute for an agent that never comes
                     self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
             released = await self._leave(job)
-        finally:  # also after Ctrl-C
+        finally:  # by Ctrl-C, too
             self._clean_up()
         code = broken or (ExitCode.OK if released else ExitCode.WIRE)
         self._log.say("leaves", exit=code.name)
@@ -135,7 +135,7 @@ class Agent:
     async def _work(self, failed: Exception | None) -> None:
         """Works until nothing is left to do here; `leaving` finds out why."""
         self._address = read_lead_address(self._paths)
-        # First of all: from here on, any error is reported to the lead.
+        # First of all: whatever breaks from here on, the lead is told.
         self._link = link = await self._connect(self._address, failed)
         self._tasks = [asyncio.create_task(self._listen(link))]
         if failed is not None:
@@ -166,7 +166,7 @@ class Agent:
     async def _open_metrics(self, own_host: str, refused: Mapping[str, int]) -> None:
         if self._config.observability.metrics_port is None:
             return
-        from verl_slurm_daemon.agent import metrics_page as agent_metrics  # 2 MB, needed here alone
+        from verl_slurm_daemon.agent import metrics_page as agent_metrics  # 2 MB, and only here
 
         self._metrics = agent_metrics.AgentMetrics(
             self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()
@@ -194,7 +194,7 @@ class Agent:
                         found=f"{type(error).__name__} {error}",
                         remedy="are TCP connections between the job's nodes allowed?",
                     ) from error
-                # Slurm's TERM means that the lead, or this agent, may be gone soon.
+                # Slurm's TERM means that there may soon be nobody to reach, nor anybody who tries.
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._warned.wait(), pause)
         raise AssertionError("unreachable")
@@ -219,7 +219,7 @@ class Agent:
                 start_new_session=True,
                 preexec_fn=child_setup,
             )
-        self._log.say("launched", generation=launch.generation, launcher=launcher.pid)
+        self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
         exit_code = await self._first(launcher.wait())
         if exit_code is None:
             return
@@ -227,8 +227,7 @@ class Agent:
         await ranks.drain()
         detail = "" if exit_code == 0 else _first_cause(tail(log, _TOLD_BYTES))
         link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
-        # Sent is not received: a lead that dies late, or with its node, would lose the news. It confirms with
-        # Shutdown.
+        # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
@@ -258,7 +257,7 @@ class Agent:
     async def _leave(self, job: SlurmJob | None) -> bool:
         """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
         self._kill_all()
-        for _ in range(4):  # turns of the loop, so that an end of the link that has already come is seen
+        for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
             await asyncio.sleep(0)
         known = Known(
             in_slurm=job is not None,
@@ -267,7 +266,7 @@ class Agent:
             joined=self._link is not None,
         )
         if self._link is not None:
-            await self._link.close()  # a living lead sees the end of the link
+            await self._link.close()  # a lead that lives sees it, and knows
         self._log.detach()
         senses = None
         if job is not None:
@@ -389,7 +388,7 @@ def _first_cause(text: str) -> str:
 def run_agent(root: Path, epoch: int) -> ExitCode:
     """Runs the agent of this node from start to end."""
     become_subreaper()
-    # `kill_tree` reaps children that asyncio also waits for; asyncio's warning about that helps no reader.
+    # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     paths = RunPaths(root)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()

@@ -51,10 +51,8 @@ class LocalAllocation:
         return Outlook(answered=True)
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
-        await asyncio.sleep(delay_s or 0)  # the delay itself: this process starts the next attempt
-        return RequeueAnswered(
-            ExitCode.REQUEUED, "no Slurm: the next incarnation starts in place of this one"
-        )
+        await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
+        return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 
     async def hasten(self, clean: bool) -> None:
         """Does nothing: the next attempt starts at once."""
@@ -66,7 +64,7 @@ class LocalAllocation:
         return ""
 
     async def avoid(self, nodes: Sequence[str]) -> str:
-        return ""  # there are no other nodes
+        return ""  # there are no others
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.host != socket.gethostname() or owner.pid == os.getpid():

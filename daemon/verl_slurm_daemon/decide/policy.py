@@ -143,7 +143,7 @@ def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
     """
     note = act.Note(ev.StartFailed(event.detail, event.before))
     if event.before >= _MOST_FAILED_STARTS:
-        reason = f"{event.before + 1} starts in a row could not begin: {event.detail}"
+        reason = f"{event.before + 1} attempts in a row could not begin: {event.detail}"
         ended = _exit(model, event.exit_code, reason)
         return Decision(ended.model, (note, *ended.actions))
     delay_s = min(_FIRST_DELAY_S << (event.before - 1), _LONGEST_DELAY_S) if event.before else None
@@ -165,7 +165,7 @@ def _on_run_lost(model: Model, owner: str) -> Decision:
     event is repeated (srun may wait for a lost node), this lead leaves without them.
     """
     lost = model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED
-    reason = f"a newer incarnation owns the run: {owner}"
+    reason = f"a newer attempt owns the run: {owner}"
     if model.state is State.ENDED:
         return Decision(model)
     if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):
@@ -403,7 +403,9 @@ def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
         return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
     jobs = max(starts // (budget + 1), 1)
     if jobs > _MOST_FAILED_STARTS:
-        ended = _exit(model, ExitCode.NO_PROGRESS, f"{starts} starts in a row met strangers: {model.failure}")
+        ended = _exit(
+            model, ExitCode.NO_PROGRESS, f"{starts} restarts in a row met strangers: {model.failure}"
+        )
         return Decision(ended.model, (note, *ended.actions))
     delay_s = min(_FIRST_DELAY_S << (jobs - 1), _LONGEST_DELAY_S)
     return _leave(
@@ -415,7 +417,7 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
     if model.state is not State.PAUSED:
         return Decision(model)
     if stuck >= model.limits.no_progress_limit:
-        return _exit(model, ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new")
+        return _exit(model, ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new")
     return _launch(model)
 
 

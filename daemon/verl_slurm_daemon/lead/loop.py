@@ -85,13 +85,13 @@ class Lead:
             node_budget=config.daemon.node_budget,
         )
         self._model = Model(limits)
-        steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop reports it itself
-        self._status = Status(job_id=allocation.job_id, steps=steps, restarts=allocation.restart)
+        steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
+        self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
-            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, needed here alone
+            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, and only here
 
             self._metrics = lead_metrics.LeadMetrics(paths, config, self._status, lead_metrics.steady_clock())
 
@@ -102,7 +102,7 @@ class Lead:
         for number in SIGNALS:
             name = signal.Signals(number).name
             listen(loop, number, partial(self._events.put_nowait, inputs.SignalArrived(name, "lead")))
-        # The caller blocked them, so that none was lost or fatal before a handler was set.
+        # Who started us blocked them, so that none was lost, or deadly, before there was somebody to hear it.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
             mine = await self._take_run()
@@ -140,7 +140,7 @@ class Lead:
                 former = await self._refuse_if_owned()
                 return take_epoch(
                     self._paths,
-                    after=former,  # of two leads that both found it over, one gets it
+                    after=former,  # two leads that both found it over: one of them gets it
                     job_id=self._allocation.job_id,
                     restart=self._allocation.restart,
                     cluster=self._allocation.cluster,
@@ -160,7 +160,7 @@ class Lead:
             await self._metrics.read_back()
             self._metrics.refused = effects.refusals.counts
         status = self._status
-        status.epoch, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
+        status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
         status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
         self._take_over()
         journal.write(
@@ -187,19 +187,19 @@ class Lead:
             journal.write(ev.Notice("Slurm", said))
         try:
             ours = mine is None or read_epoch(self._paths) == mine
-        except OSError:  # no means to report it; the epoch is in the line
+        except OSError:  # it cannot be told; the epoch is in the line
             ours = True
         if ours:
             self._status.state = State.ENDED
             last = self._status.last_checkpoint or None
             journal.write(ev.Ended(int(code), code.name, reason, last))
             journal.status(self._status)
-        else:  # the run continues elsewhere; its end is not ours to announce
+        else:  # the run goes on without us; its end is not ours to announce
             journal.write(ev.Fenced(int(code), reason))
 
     def _take_over(self) -> None:
         """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions."""
-        with suppress(OSError):  # informative; nothing depends on it
+        with suppress(OSError):  # it informs, nothing depends on it
             former = read_status(self._paths)
             self._status.step = max(former.get("step", 0), 0)
             self._outages = Outages(read_events(self._paths))
@@ -258,9 +258,9 @@ class Lead:
                 return inputs.Over(ExitCode.CANCELLED, cancelled)
             stuck = stuck_restarts(read_events(self._paths))
             if stuck >= self._config.daemon.no_progress_limit:
-                journal.write(ev.Held(stuck, "every start crashed at the same place"))
+                journal.write(ev.Held(stuck, "every restart crashed at the same place"))
                 return inputs.Over(
-                    ExitCode.NO_PROGRESS, f"{stuck} starts in a row crashed without anything new"
+                    ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new"
                 )
             return await self._begin(journal, effects)
         except OSError as error:
@@ -285,15 +285,15 @@ class Lead:
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""
-        while self._status.epoch:
+        while self._status.attempt:
             await asyncio.sleep(_FENCE_EVERY_S)
             try:
                 owner = await asyncio.to_thread(read_epoch, self._paths)
             except (OSError, VerlSlurmError):
                 continue
-            if owner is not None and owner.epoch > self._status.epoch:
+            if owner is not None and owner.epoch > self._status.attempt:
                 self._events.put_nowait(
-                    inputs.RunLost(f"epoch {owner.epoch} of job {owner.job_id} on {owner.host}")
+                    inputs.RunLost(f"attempt {owner.epoch} of job {owner.job_id} on {owner.host}")
                 )
 
     async def _watch_the_clock(self) -> None:
@@ -307,7 +307,7 @@ class Lead:
             listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
             if near and listens:
                 self._events.put_nowait(inputs.SignalArrived("TIMER", "lead"))
-            # Late on purpose: if the warning works, it comes first. Asked again, because limits are extended.
+            # Late on purpose: where the warning works, it comes first. Asked again, because limits are extended.
             if not outlook.answered or near:
                 await asyncio.sleep(_LOOK_SOON_S)
             else:
@@ -318,8 +318,8 @@ class Lead:
         status, model = self._status, self._model
         if self._metrics is not None and isinstance(event, inputs.RankSaid):
             self._metrics.heard(event.message)
-        changed = status.state != model.state or status.generation != model.generation
-        status.state, status.generation, status.cause = model.state, model.generation, model.cause
+        changed = status.state != model.state or status.restart != model.generation
+        status.state, status.restart, status.cause = model.state, model.generation, model.cause
         match event:
             case inputs.RankSaid(Progress() as message) if message.rank == 0:
                 changed = changed or message.phase != status.phase
@@ -347,7 +347,7 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
     """
     paths = RunPaths(root)
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ["PYTHONSAFEPATH"] = "1"  # for all children: nothing is imported from the submitter's directory
+    os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
     try:
         ground = prepare(paths, hostfile)
     except VerlSlurmError:

@@ -115,10 +115,12 @@ class LeadMetrics:
         yield labelled(GaugeMetricFamily, "verl_run_state", "1 for the state it is in.", "state", states)
         yield gauge("verl_run_step", "Whole steps done.", status.step)
         yield gauge("verl_run_steps", "Steps that the run is to do.", status.steps)
-        yield gauge("verl_run_epoch", "Incarnation: how often a daemon took the run.", status.epoch)
-        yield gauge("verl_run_generation", "Starts of the ranks in this job.", status.generation)
+        yield gauge("verl_run_epoch", "Attempt: how often the job of the run was started.", status.attempt)
+        yield gauge(
+            "verl_run_generation", "Restart: how often this attempt started the ranks.", status.restart
+        )
         yield gauge("verl_ranks_expected", "Ranks of the run that speak.", self._config.speakers)
-        yield gauge("verl_ranks_heard", "Ranks of this generation that have said something.", len(live.heard))
+        yield gauge("verl_ranks_heard", "Ranks of this restart that have said something.", len(live.heard))
         yield gauge(
             "verl_safe_point_age_seconds",
             "Since the last safe point of the rank that is furthest behind.",
@@ -173,8 +175,8 @@ class LeadMetrics:
         yield labelled(
             CounterMetricFamily, "verl_requeues", "Requeues that were asked for.", "outcome", run.requeues
         )
-        yield counter("verl_crashes", "Generations that crashed.", run.counts["crash"])
-        yield counter("verl_hangs", "Generations that hung; they are among the crashes.", run.counts["hang"])
+        yield counter("verl_crashes", "Restarts that crashed.", run.counts["crash"])
+        yield counter("verl_hangs", "Restarts that hung; they are among the crashes.", run.counts["hang"])
         yield gauge("verl_useful_seconds", "Of the steps that count.", run.useful_seconds)
         yield counter("verl_allocated_seconds", "From each start to its end.", run.allocated_seconds(now))
         yield gauge("verl_goodput_ratio", "Useful of allocated seconds.", run.goodput(now))

@@ -72,7 +72,10 @@ class RankStore:
         waiters = {id(w): w for many in (*self._waiting.values(), *self._popping.values()) for w in many}
         for waiter in waiters.values():
             self._end(
-                waiter, StoreAnswer(call=waiter.call.call, outcome="refused", reason="the generation is over")
+                waiter,
+                StoreAnswer(
+                    call=waiter.call.call, outcome="refused", reason="this restart of the ranks is over"
+                ),
             )
         self._values, self._queues, self._bytes = {}, {}, 0
 

@@ -91,7 +91,7 @@ class CheckpointInfo:
     path: Path
     step: int = -1
     safe_point: int = -1
-    epoch: int | None = None
+    attempt: int | None = None
     phase: str | None = None
     world_size: int | None = None
     parent: str | None = None

@@ -64,7 +64,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "index": metadata.get("index"),
         "created_utc": manifest.created_utc,
         "save_seconds": manifest.save_seconds,
-        "epoch": manifest.epoch,
+        "attempt": manifest.epoch,
         "parent": manifest.parent,
         "run": config.get("name"),
         "model": config.get("model.path"),

@@ -108,7 +108,7 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
         path=path,
         step=step,
         safe_point=safe_point,
-        epoch=manifest.epoch,
+        attempt=manifest.epoch,
         phase=manifest.phase,
         world_size=manifest.world_size,
         parent=manifest.parent,

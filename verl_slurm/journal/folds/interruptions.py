@@ -3,9 +3,9 @@
 Only what loses work counts against the interval between saves. A preemption or a time limit that was answered
 with a verified emergency checkpoint loses nothing, and no periodic save would have helped: it is counted as
 graceful. What loses work: a crash of the ranks (`crash`), an end without a verified save (`degraded`), and a
-start that ended without a word (`started` again, and the earlier epoch has neither `ended` nor `fenced`).
+start that ended without a word (`started` again, and the earlier attempt has neither `ended` nor `fenced`).
 
-The time a run has lived is the sum over its starts, from `started` to the last word of that epoch: waiting in the
+The time a run has lived is the sum over its starts, from `started` to the last word of that attempt: waiting in the
 queue is no running time. A start that died without a word lived longer than its last word, so the rate is rather
 over- than underestimated. Times are the hosts' clocks; one that went backwards counts as no time.
 """
@@ -34,8 +34,8 @@ class Interruptions:
 
 
 @dataclass
-class _Life:
-    """One epoch, while its events are read."""
+class _Attempt:
+    """One attempt, while its events are read."""
 
     began: float
     last: float
@@ -51,28 +51,28 @@ def count_interruptions(events: Iterable[Event]) -> Interruptions:
     Args:
         events: oldest first.
     """
-    lives: dict[int, _Life] = {}
+    attempts: dict[int, _Attempt] = {}
     for event in events:
-        epoch, time = event.epoch, event.at
-        if epoch is None or time is None:
+        number, time = event.attempt, event.at
+        if number is None or time is None:
             continue
         if isinstance(event, Started):
-            lives[epoch] = _Life(began=time, last=time)
-        life = lives.get(epoch)
-        if life is None:
+            attempts[number] = _Attempt(began=time, last=time)
+        attempt = attempts.get(number)
+        if attempt is None:
             continue
-        life.last = max(life.last, time)
-        life.crashes += isinstance(event, Crash)
-        life.degraded |= isinstance(event, Degraded)
-        life.ended |= isinstance(event, Ended | Fenced)
-        life.cause |= isinstance(event, Cause)
-    newest = max(lives, default=0)
+        attempt.last = max(attempt.last, time)
+        attempt.crashes += isinstance(event, Crash)
+        attempt.degraded |= isinstance(event, Degraded)
+        attempt.ended |= isinstance(event, Ended | Fenced)
+        attempt.cause |= isinstance(event, Cause)
+    newest = max(attempts, default=0)
     lossy = graceful = 0
-    for epoch, life in lives.items():
-        mute = not life.ended and epoch != newest
-        lossy += life.crashes + (life.degraded or mute)
-        graceful += life.cause and life.ended and not life.degraded
-    run_s = sum(life.last - life.began for life in lives.values())
+    for number, attempt in attempts.items():
+        mute = not attempt.ended and number != newest
+        lossy += attempt.crashes + (attempt.degraded or mute)
+        graceful += attempt.cause and attempt.ended and not attempt.degraded
+    run_s = sum(attempt.last - attempt.began for attempt in attempts.values())
     return Interruptions(lossy=lossy, graceful=graceful, run_s=run_s)
 
 

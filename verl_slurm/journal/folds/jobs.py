@@ -71,9 +71,9 @@ def has_ended(events: Iterable[Event], job_id: str) -> bool:
     return isinstance(last, Ended) and last.is_final
 
 
-def lead_ended(events: Iterable[Event], epoch: int) -> bool:
+def lead_ended(events: Iterable[Event], attempt: int) -> bool:
     """Whether the lead of this attempt said that it left."""
-    return any(isinstance(event, Ended | Fenced) and event.epoch == epoch for event in events)
+    return any(isinstance(event, Ended | Fenced) and event.attempt == attempt for event in events)
 
 
 def began_again(events: Iterable[Event], ended: Event) -> bool:

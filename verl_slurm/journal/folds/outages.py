@@ -32,7 +32,7 @@ from verl_slurm.journal.events import (
 __all__ = ["Outage", "Outages"]
 
 _ENDING = frozenset({"preemption", "time_limit", "requeued", "node_lost", "failed", "operator_requeue"})
-"""Causes (`slurm.cause.CauseKind`) that end an incarnation which is to go on. A cancel is not to go on."""
+"""Causes (`slurm.cause.CauseKind`) that end an attempt which is to go on. A cancel is not to go on."""
 
 
 class Outage(msgspec.Struct, kw_only=True):
@@ -49,9 +49,9 @@ class Outage(msgspec.Struct, kw_only=True):
     save_s: float | None = None
     """From the first sign to the committed emergency checkpoint."""
     queue_s: float | None = None
-    """From the last word of one incarnation to the start of the next; 0 for a restart in place."""
+    """From the last word of one attempt to the start of the next; 0 for a restart in place."""
     start_s: float | None = None
-    """From the start of the incarnation (in place: from the end of the ranks) to the first safe point."""
+    """From the start of the attempt (in place: from the end of the ranks) to the first safe point."""
     again_s: float | None = None
     """From there to the first new rollout."""
     saved: str = ""
@@ -72,7 +72,7 @@ class Outages:
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.each: list[Outage] = []
         self._open: Outage | None = None
-        self._epoch, self._living = 0, False
+        self._attempt, self._living = 0, False
         self._began = self._last = self._mark = 0.0
         self._relaunched = False
         for event in events:
@@ -85,12 +85,12 @@ class Outages:
 
     def feed(self, event: Event) -> None:
         """Add one event. What a person's command wrote is passed over: the daemon says what came of it."""
-        now, epoch = event.at, event.epoch
-        if now is None or epoch is None:
+        now, attempt = event.at, event.attempt
+        if now is None or attempt is None:
             return
-        if isinstance(event, Started) and epoch >= self._epoch:
-            self._started(now, epoch)
-        elif epoch != self._epoch:
+        if isinstance(event, Started) and attempt >= self._attempt:
+            self._started(now, attempt)
+        elif attempt != self._attempt:
             return  # the last words of an attempt that was fenced out
         elif isinstance(event, Ended):
             self._ended(now, event)
@@ -100,12 +100,12 @@ class Outages:
             self._went_on(now, event, self._open)
         self._last = max(self._last, now)
 
-    def _started(self, now: float, epoch: int) -> None:
+    def _started(self, now: float, attempt: int) -> None:
         if self._living and self._open is None:
             self._begin("lead_lost", self._last)  # the one before ended without a word
         if self._open is not None:
             self._open.queue_s = _between(self._last, now)
-        self._epoch, self._living, self._mark = epoch, True, now
+        self._attempt, self._living, self._mark = attempt, True, now
 
     def _ended(self, now: float, event: Ended) -> None:
         self._living = False

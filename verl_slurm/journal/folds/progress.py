@@ -56,13 +56,13 @@ def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
     return stuck, strangers
 
 
-def failed_starts(events: Iterable[Event], job_id: str, restart: int) -> int:
+def failed_starts(events: Iterable[Event], job_id: str, requeues: int) -> int:
     """How many attempts before this one could not begin, in a row.
 
     One that could write to the journal says so. One that could not is missed there, but Slurm has counted it.
 
     Args:
-        restart: how often Slurm has requeued the job.
+        requeues: how often Slurm has requeued the job.
     """
     failed, last = 0, -1
     for event in events:
@@ -72,5 +72,5 @@ def failed_starts(events: Iterable[Event], job_id: str, restart: int) -> int:
             case StartFailed():
                 failed += 1
             case Started() if event.job_id == job_id:
-                last = event.restart
-    return failed + max(restart - last - 1, 0)
+                last = event.requeues
+    return failed + max(requeues - last - 1, 0)

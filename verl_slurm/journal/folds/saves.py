@@ -51,7 +51,7 @@ def on_nodes_alone(events: Iterable[Event], present: Collection[str], since: int
             case Started(nodes=nodes):
                 where = nodes
             case Saved(name=name, on_shared=False):
-                if (event.epoch or 0) >= since:
+                if (event.attempt or 0) >= since:
                     alone[name] = where
             case Saved():
                 alone.clear()  # what is older is not missed

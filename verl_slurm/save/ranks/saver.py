@@ -65,7 +65,7 @@ class CheckpointSaver:
     Args:
         domains: `actor`, `critic`, `optimizer` → the live tensors of this rank (`save.ranks.tensors`),
             which stay where they are for as long as this lives.
-        epoch_check: raises `Fenced` when this incarnation no longer owns the run; asked by rank 0.
+        epoch_check: raises `Fenced` when this attempt of the run no longer owns it; asked by rank 0.
         local: where this node keeps its second copy; None: nowhere.
         usual_seconds: that a save to shared storage took before; None: not known.
         encryption: source of the key to encrypt and sign with; None: neither is done.

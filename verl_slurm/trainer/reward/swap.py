@@ -154,7 +154,7 @@ class RewardSwap:
             try:
                 self._refuse(due, error)
             except RanksFailed as second:
-                # Nothing was decided, so the next start tries again.
+                # Asked again at the next start, then; nothing was decided.
                 self._reporter.complain(second.one_line())
             return
         switch = RewardSwitch(
@@ -170,8 +170,8 @@ class RewardSwap:
             self._record(switch, state.reward)
         except RanksFailed as error:
             if Fenced.__name__ in error.kinds:
-                raise Fenced("another incarnation owns the run", found=error.found) from error
-            self._refuse(due, error)  # it may be on disk all the same: a failure here is a crash
+                raise Fenced("another attempt owns the run", found=error.found) from error
+            self._refuse(due, error)  # it may be on disk all the same: what fails here is a crash
             self._say_refused(due, error, state)
             return
         self._take(switch, new, scores, state)

@@ -16,7 +16,7 @@ def record(ledger: Ledger, dp_rank: int, step: int, micro_batch: int, batch: Bat
     try:
         ledger.append(step, micro_batch, to_arrays(batch))
     except OSError as error:
-        console.complain(f"dp rank {dp_rank}: rollout not journaled: {error}")
+        console.complain(f"dp rank {dp_rank}: rollout not written to the ledger: {error}")
 
 
 def settle(ledger: Ledger, dp_rank: int) -> None:

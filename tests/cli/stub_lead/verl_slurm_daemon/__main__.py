@@ -22,7 +22,7 @@ def main(run: Path) -> int:
 
     def note(event: str, **fields: object) -> None:
         now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-        record = {"time": now, "event": event, "epoch": restart + 1, "job_id": job_id, **fields}
+        record = {"time": now, "event": event, "attempt": restart + 1, "job_id": job_id, **fields}
         with (run / "events.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -35,7 +35,7 @@ def main(run: Path) -> int:
         signal.signal(number, lambda *_: None)
     (run / "pid").write_text(f"{os.getpid()} {os.getppid()} {' '.join(sys.argv)}\n")
     (run / "environment.json").write_text(json.dumps(dict(os.environ)))
-    note("started", restart=restart, nodes="here", pid=os.getpid())
+    note("started", requeues=restart, nodes="here", pid=os.getpid())
     print("the stub lead prints \x1b[31mred\x1b[0m", flush=True)
     if run.name.endswith("-quick") or restart:
         return end(0)
