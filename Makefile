@@ -112,9 +112,9 @@ test-verl: setup
 	  bash -o pipefail -c '$(VERL)/bin/python $(PYTEST) -m verl | sed -u "s/^/verl  | /"'; \
 	else echo "verl  | NOT RUN: verl could not be installed here: $$(grep -m1 -iE 'error|needs' $(VERL).log) (see $(VERL).log)"; fi
 
-check: $(READY) ## the quick part: linters, types, import contracts, tests without torch and Slurm
+check: $(READY) ## the quick part: linters, types, import contracts, quick tests without torch and Slurm (2 minutes)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
-	$(BIN)/python $(PYTEST) -q -n 2 --dist worksteal -m 'not slurm and not torch and not vllm and not verl'
+	$(BIN)/python $(PYTEST) -q -n 2 --dist worksteal -m 'not slow and not long and not slurm and not torch and not vllm and not verl'
 
 # The environment with vLLM sees ours, and so runs every case. With GPUs vLLM is in ours, or its cases say NOT RUN.
 WITH_VLLM := $(and $(filter cpu,$(FLAVOUR)),$(or $(filter all,$(CASES)),$(findstring vllm,$(CASES))))

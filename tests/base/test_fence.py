@@ -38,7 +38,7 @@ def _take(root: str, queue: "multiprocessing.Queue[int]") -> None:
         queue.put(0)
 
 
-def test_of_many_who_start_at_once_no_two_get_the_same_epoch(tmp_path: Path) -> None:
+def test_of_many_who_start_at_once_no_two_get_the_same_attempt(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     for round_number in range(20):
         root = tmp_path / str(round_number)

@@ -11,7 +11,7 @@ from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS
 
-pytestmark = pytest.mark.scenario("USE19")
+pytestmark = [pytest.mark.scenario("USE19"), pytest.mark.slow]
 _AT_WORK = (
     "status RUN",
     "status RUN --json",

@@ -14,6 +14,8 @@ import pytest
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.load import load_resolved
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., Any]
 ROOT = Path(__file__).parents[2]
 LOCAL = ("--cluster", "local")

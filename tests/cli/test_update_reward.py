@@ -13,6 +13,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.wire.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan
 
+pytestmark = pytest.mark.slow
+
 LOCAL = ("--cluster", "local")
 RUNNING_JOB = Path(__file__).parents[1] / "slurm" / "golden" / "running.txt"
 SOURCE = "def score(prompts, responses, answers): ...\n"

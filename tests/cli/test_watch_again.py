@@ -12,6 +12,8 @@ import pytest
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.runs.follow import follow_lines
 
+pytestmark = pytest.mark.slow
+
 Cli = Callable[..., Any]
 LOCAL = ("--cluster", "local")
 

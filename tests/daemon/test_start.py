@@ -23,6 +23,8 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, co
 from verl_slurm.config.load import dump, load_resolved
 from verl_slurm.submit.submission import carry_out, plan_submission
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -14,7 +14,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
 from verl_slurm.wire.messages import Refused
 
-pytestmark = pytest.mark.scenario("SEC19")
+pytestmark = [pytest.mark.scenario("SEC19"), pytest.mark.slow]
 
 LIMITS = Limits(crash_budget=0, backoff_s=1.0, no_progress_limit=1)
 

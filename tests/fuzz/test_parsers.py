@@ -16,6 +16,8 @@ from tests.fuzz.pool import shares
 from tests.fuzz.table import TARGETS
 from tests.fuzz.target import Target
 
+pytestmark = pytest.mark.slow
+
 SEED = 20261121
 INPUTS = 100_000
 SHARES = shares(INPUTS)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.scenario("SEC09")
+pytestmark = [pytest.mark.scenario("SEC09"), pytest.mark.slow]
 
 # A library that catches everything, and goes on.
 STUBBORN = """

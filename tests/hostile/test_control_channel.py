@@ -20,6 +20,8 @@ from verl_slurm.wire import connection_limits
 from verl_slurm.wire.framing import HELLO, MAX_FRAME
 from verl_slurm.wire.messages import FromAgent, NodeExited, SaveRequest, SignalSeen, ToAgent
 
+pytestmark = pytest.mark.slow
+
 GREETING = 64
 """Bytes that an agent sends before its first frame."""
 

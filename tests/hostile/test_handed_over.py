@@ -19,6 +19,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:

@@ -20,7 +20,7 @@ from verl_slurm.config.load import dump
 from verl_slurm.config.schema import DataConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
 
-pytestmark = pytest.mark.scenario("SEC05")
+pytestmark = [pytest.mark.scenario("SEC05"), pytest.mark.slow]
 PATIENCE_S = 300.0
 """For a command that reads a few files on a busy machine."""
 

@@ -21,6 +21,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 
+pytestmark = pytest.mark.slow
+
 TOKEN = "t" * 64
 
 # Holds connections, and opens each anew as soon as it is cut. Slow ones send a byte of a head now and then.

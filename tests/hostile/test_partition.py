@@ -22,6 +22,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.wire.messages import FromAgent, SaveRequest, SignalSeen, ToAgent
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def lab() -> Iterator[Netlab]:

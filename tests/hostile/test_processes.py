@@ -21,6 +21,8 @@ from tests.hostile.stage import Stage, control_group
 from tests.processes import tell
 from verl_slurm.checkpoint.store.verify import verify
 
+pytestmark = pytest.mark.slow
+
 EAT = signal.SIGRTMIN + 9
 """At which a stand-in with `eats` takes 64 MiB."""
 UNSHARE = shutil.which("unshare")

@@ -40,6 +40,8 @@ from verl_slurm.tiers.fetch import fetch
 from verl_slurm.tiers.mover import sync
 from verl_slurm.tiers.transfer import verify_copy
 
+pytestmark = pytest.mark.slow
+
 SEED = 5
 MANY = int(os.environ.get("VERL_SLURM_SOAK") or 200)
 

@@ -11,7 +11,7 @@ from tests.hostile.another_user import NOBODY
 from tests.local_runs import prepared
 from verl_slurm.base.exit_codes import ExitCode
 
-pytestmark = pytest.mark.scenario("SEC08")
+pytestmark = [pytest.mark.scenario("SEC08"), pytest.mark.slow]
 
 MODULES = (
     "msgspec",

@@ -12,6 +12,8 @@ from tests.hostile.test_processes import unshared
 from verl_slurm.base.files import private_dir
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
+pytestmark = pytest.mark.slow
+
 
 def control_of(pid: int) -> Path:
     """The directory of the agent below this lead."""

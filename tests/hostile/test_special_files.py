@@ -15,7 +15,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
 
-pytestmark = pytest.mark.scenario("SEC17")
+pytestmark = [pytest.mark.scenario("SEC17"), pytest.mark.slow]
 
 QUICK = ROOT / "configs/quickstart.yaml"
 ROOM_MB = 300

@@ -32,7 +32,7 @@ from verl_slurm.submit.checks.preflight import check_run_dir
 from verl_slurm.wire.control_page import ControlPage
 from verl_slurm.wire.http import read_token
 
-pytestmark = [pytest.mark.scenario("M06"), needs_another_user]
+pytestmark = [pytest.mark.scenario("M06"), needs_another_user, pytest.mark.slow]
 
 KINDS = ("directory", "open directory", "link", "dangling link", "fifo", "file")
 

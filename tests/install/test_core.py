@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 Installed = Callable[..., subprocess.CompletedProcess[str]]
-pytestmark = [pytest.mark.scenario("USE03"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.scenario("USE03"), pytest.mark.timeout(300), pytest.mark.slow]
 
 
 def test_the_core_environment_has_neither_torch_nor_numpy(core: Path) -> None:

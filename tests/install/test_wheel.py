@@ -11,6 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 Installed = Callable[..., subprocess.CompletedProcess[str]]
 _MENTION = re.compile(r"(?<![\w./-])((?:docs|configs|sbatch|constraints)/[\w/-]+\.(?:md|yaml|py|sbatch|txt))")

@@ -10,7 +10,7 @@ import pytest
 
 from tests.observability.conftest import RULES
 
-pytestmark = pytest.mark.prometheus
+pytestmark = [pytest.mark.prometheus, pytest.mark.slow]
 
 
 def promtool(directory: Path) -> "subprocess.CompletedProcess[str]":

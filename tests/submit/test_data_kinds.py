@@ -19,6 +19,8 @@ from tests.processes import python_path
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 
+pytestmark = pytest.mark.slow
+
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 

@@ -33,6 +33,8 @@ from verl_slurm.tiers.multipart import part_size
 from verl_slurm.tiers.opening import open_backend
 from verl_slurm.tiers.s3 import S3Backend
 
+pytestmark = pytest.mark.slow
+
 Save = Callable[..., Path]
 KEY = "p/run-0/step_000001/actor/rank_0000.bin"
 

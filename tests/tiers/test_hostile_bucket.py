@@ -30,7 +30,7 @@ from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.layout import checkpoint_prefix, run_prefix
 from verl_slurm.tiers.s3 import S3Backend
 
-pytestmark = pytest.mark.scenario("SEC07")
+pytestmark = [pytest.mark.scenario("SEC07"), pytest.mark.slow]
 
 MEMORY_MB = 400
 

@@ -28,6 +28,8 @@ from verl_slurm.tiers.opening import mover_lock, open_backend
 from verl_slurm.tiers.plan import TierState
 from verl_slurm.tiers.transfer import verify_copy
 
+pytestmark = pytest.mark.slow
+
 Save = Callable[..., Path]
 BIG = FILES | {"actor/rank_0000.bin": content(5 << 20)}
 
