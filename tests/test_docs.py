@@ -4,14 +4,19 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
+from verl_slurm_daemon.decide.model import FailureKind
 
+from tests import settings_page
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS, cli
 from verl_slurm.config.changes import may_change
+from verl_slurm.config.explain import all_keys
 from verl_slurm.config.load import parse_config
+from verl_slurm.slurm.cause import CauseKind
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -117,6 +122,21 @@ def test_the_page_of_configurations_says_which_sections_may_change() -> None:
     sections = _INLINE.findall(row)
     assert len(sections) == 4
     assert all(may_change(f"{section}.x") for section in sections)
+
+
+def test_the_page_of_settings_is_the_schema() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.page(), "python -m tests.settings_page"
+
+
+def test_the_table_of_causes_has_each_cause_once_and_names_settings_that_exist() -> None:
+    text, end, _ = (DOCS / "preemption.md").read_text().partition("\n## The same by what happens\n")
+    assert end
+    causes = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    of_the_run = {*get_args(FailureKind), "lead_lost", "start"}
+    assert sorted(causes) == sorted({*get_args(CauseKind), *of_the_run})
+    named = {word for word in _INLINE.findall(_prose(text)) if re.fullmatch(r"(daemon|slurm)\.\w+", word)}
+    assert len(named) > 8
+    assert sorted(named - {key.key for key in all_keys()}) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
