@@ -4,14 +4,19 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
+from verl_slurm_daemon.decide.model import FailureKind
 
+from tests import settings_page
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS, cli
 from verl_slurm.config.changes import may_change
+from verl_slurm.config.explain import all_keys
 from verl_slurm.config.load import parse_config
+from verl_slurm.slurm.cause import CauseKind
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -119,6 +124,20 @@ def test_the_page_of_configurations_says_which_sections_may_change() -> None:
     assert all(may_change(f"{section}.x") for section in sections)
 
 
+def test_the_page_of_settings_is_the_schema() -> None:
+    assert settings_page.PAGE.read_text() == settings_page.page(), "python -m tests.settings_page"
+
+
+def test_the_table_of_causes_has_each_cause_once_and_names_settings_that_exist() -> None:
+    text = (DOCS / "preemption.md").read_text()
+    causes = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
+    of_the_run = {*get_args(FailureKind), "lead_lost", "start"}
+    assert sorted(causes) == sorted({*get_args(CauseKind), *of_the_run})
+    named = {word for word in _INLINE.findall(_prose(text)) if re.fullmatch(r"(daemon|slurm)\.\w+", word)}
+    assert len(named) > 8
+    assert sorted(named - {key.key for key in all_keys()}) == []
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_the_links_of_a_page_lead_somewhere(page: Path) -> None:
     dead = []
@@ -166,9 +185,9 @@ def test_the_map_has_a_line_for_each_package_and_names_files_that_are_there() ->
     first_cells = re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)
     packages = [path.parent.name for path in (ROOT / "verl_slurm").glob("*/__init__.py")]
     assert [name for name in packages if first_cells.count(name) != 1] == []
-    files = {path.name for tree in ("verl_slurm", "daemon") for path in (ROOT / tree).rglob("*.py")}
-    named = {Path(name).name for name in re.findall(r"`([\w/]+\.py)`", text)}
-    assert sorted(named - files) == []
+    roots = (ROOT, ROOT / "verl_slurm", ROOT / "daemon/verl_slurm_daemon")
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert sorted(name for name in named if not any((root / name).is_file() for root in roots)) == []
 
 
 @pytest.mark.parametrize("page", sorted(set(DOCS.glob("*.md")) - {DOCS / "pypi.md"}), ids=_name)

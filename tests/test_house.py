@@ -1,8 +1,14 @@
 """The house rules that no linter knows."""
 
 import ast
+import io
+import re
+import shutil
 import subprocess
 import sys
+import tokenize
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +18,9 @@ from verl_slurm.base.exit_codes import ExitCode
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")])
 MAX_LINES = 500
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+CONTRACTS = {contract["name"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
+BANNED = PYPROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
 
 
 def _name(path: Path) -> str:
@@ -89,3 +98,155 @@ def test_the_daemon_loads_nothing_heavy() -> None:
 def test_exit_codes_are_unique_and_described() -> None:
     assert len({int(code) for code in ExitCode}) == len(ExitCode)
     assert all(code.description for code in ExitCode)
+
+
+_CLAIM = re.compile(
+    r"nowhere else|only here|\bhere only|(is|are) the sole|downwards only|this (file|module) imports (only|nothing)"
+    r"|the (one|only|sole|single) (place|module|file|function|caller|writer|reader|owner|way|one (that|which|who))\b"
+    r"|no other (module|place|function|class|package|caller|code|file)\b|(in|by) (all )?other modules"
+    r"|nothing else (imports|reads|writes|removes|calls|knows|uses|opens|prints|may)\b"
+    r"|imported (by nothing else|in `[\w./]+` alone)",
+    re.IGNORECASE,
+)
+"""Words that say that one part of the code alone does something."""
+
+ENFORCED = {
+    "verl_slurm/base/files.py": "os.rename",
+    "verl_slurm/cli/render.py": "T20",
+    "docs/architecture.md": "one way down",
+    "verl_slurm/__init__.py": "test_what_python_looks_for_first_imports_what_is_loaded_already",
+    "verl_slurm/base/search_path.py": "test_what_python_looks_for_first_imports_what_is_loaded_already",
+}
+"""File with such a claim -> what enforces it: an entry of ruff's banned-api, a rule of ruff that no other module of the
+library is excepted from, a contract of import-linter, or a test of this file.
+"""
+_ROWS_OF_TESTS = ROOT / "docs/scenarios.md"  # each row names the tests that show it
+
+
+def _said(path: Path) -> Iterator[str]:
+    """Comments and docstrings of a source, or a page, each on one line."""
+    text = path.read_text()
+    if path.suffix != ".py":
+        yield " ".join(text.split())
+        return
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT or token.string.startswith('"""'):
+            yield " ".join(token.string.split())
+
+
+def _is_enforced(path: Path, rule: str) -> bool:
+    lint = PYPROJECT["tool"]["ruff"]["lint"]
+    if rule in lint["select"]:
+        excepted = {name for name, rules in lint["per-file-ignores"].items() if rule in rules}
+        return {name for name in excepted if name.startswith("verl_slurm/")} == {_name(path)}
+    return rule in BANNED or rule in CONTRACTS or callable(globals().get(rule))
+
+
+def test_a_claim_that_one_part_alone_does_something_is_enforced() -> None:
+    pages = sorted({*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("verl_slurm/**/*.md")})
+    found = {
+        _name(path): hit[0]
+        for path in [*SOURCES, *pages]
+        if path != _ROWS_OF_TESTS
+        for said in _said(path)
+        if (hit := _CLAIM.search(said))
+    }
+    assert {name: words for name, words in found.items() if name not in ENFORCED} == {}
+    assert sorted(set(ENFORCED) - set(found)) == [], "the claim is gone: remove its line"
+    assert [name for name, rule in ENFORCED.items() if not _is_enforced(ROOT / name, rule)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["The only way back in.", "It is written\nnowhere else.", "2 MB, and only here", "Nothing else removes"],
+)
+def test_such_a_claim_is_found(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.md").write_text(f"{text} anything.")
+    (said,) = _said(tmp_path / "a.md")
+    assert _CLAIM.search(said)
+
+
+def test_what_python_looks_for_first_imports_what_is_loaded_already() -> None:
+    loaded = {"verl_slurm/__init__.py": set(), "verl_slurm/base/search_path.py": {"os", "sys"}}
+    for name, modules in loaded.items():
+        imports = [node for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.Import)]
+        assert {alias.name for node in imports for alias in node.names} == modules
+        assert not any(isinstance(node, ast.ImportFrom) for node in ast.parse((ROOT / name).read_text()).body)
+
+
+def _pure() -> list[Path]:
+    """The modules of the contract "decisions touch nothing", and those whose docstring says "Pure."."""
+    folders = [
+        ROOT / name.replace(".", "/") for name in CONTRACTS["decisions touch nothing"]["source_modules"]
+    ]
+    folders = [Path(str(f).replace("/verl_slurm_daemon/", "/daemon/verl_slurm_daemon/")) for f in folders]
+    assert all(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders)
+    listed = [p for p in SOURCES if any(p.is_relative_to(f) or p == f.with_suffix(".py") for f in folders)]
+    named = [p for p in SOURCES if re.search(r"\bPure\.", ast.get_docstring(ast.parse(p.read_text())) or "")]
+    return sorted({*listed, *named})
+
+
+_CLOCKS = {"now", "utcnow", "today"}
+_UNCERTAIN = {"time", "random", "secrets", "uuid", "calendar"}
+
+
+def _impure(source: str) -> list[str]:
+    """Returns the clocks and random numbers that a source reads."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and node.attr in _CLOCKS:
+            owner = ast.unparse(node.value).rpartition(".")[2]
+            found += [ast.unparse(node)] if owner in ("datetime", "date") else []
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name in _UNCERTAIN]
+        elif isinstance(node, ast.ImportFrom) and node.module in _UNCERTAIN:
+            found.append(node.module)
+    return found
+
+
+def test_a_pure_module_reads_no_clock_and_draws_no_random_number() -> None:
+    pure = _pure()
+    assert len(pure) > 60
+    assert {_name(path): found for path in pure if (found := _impure(path.read_text()))} == {}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import time",
+        "from time import monotonic",
+        "import random",
+        "from datetime import datetime, UTC\ndatetime.now(UTC)",
+        "import datetime\ndatetime.date.today()",
+    ],
+)
+def test_a_clock_in_a_pure_module_is_found(line: str) -> None:
+    assert _impure(line) != []
+
+
+@pytest.mark.parametrize("word", sorted(BANNED))
+def test_ruff_refuses_a_banned_name_in_a_module_of_the_library(word: str) -> None:
+    module, _, name = word.rpartition(".")
+    source = f"from {module} import {name}\n" if module else f"import {word}\n"
+    place = ["--stdin-filename", str(ROOT / "verl_slurm/config/planted.py")]
+    ruff = [sys.executable, "-m", "ruff", "check", "--select", "TID251", *place, "-"]
+    done = subprocess.run(ruff, input=source, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert f"`{word}` is banned" in done.stdout
+
+
+def test_import_linter_refuses_a_clock_in_a_folder_of_decisions(tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "verl_slurm", tmp_path / "verl_slurm", ignore=ignored)
+    shutil.copytree(ROOT / "daemon/verl_slurm_daemon", tmp_path / "verl_slurm_daemon", ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    folders = ("verl_slurm.checkpoint.decide", "verl_slurm.journal.folds", "verl_slurm_daemon.decide")
+    words = ("time", "random", "subprocess")
+    for folder in folders:
+        planted = tmp_path / folder.replace(".", "/") / "planted.py"
+        planted.write_text("".join(f"import {word}\n" for word in words))
+    linter = "from importlinter.cli import lint_imports_command; lint_imports_command()"
+    argv = [sys.executable, "-c", linter, "--no-cache"]
+    done = subprocess.run(argv, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode != 0
+    for folder in folders:
+        assert [w for w in words if f"{folder} is not allowed to import {w}" not in done.stdout] == []

@@ -1,4 +1,5 @@
-"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. Elsewhere T20 forbids `print`.
+"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. ruff (T20) refuses `print` in
+all other modules of the library.
 
 Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
 or rewrite the terminal.

@@ -41,7 +41,7 @@ train:
 _LOOP = """
 trainer:
   backend: command
-  # CHANGE: your program and its arguments. It runs under torchrun, and calls verl_slurm.run() (docs/guests.md).
+  # CHANGE: your program and its arguments. Started as torchrun would; it calls verl_slurm.run() (docs/guests.md).
   command: [train.py, --lr, "1e-4"]
 """
 _VERL = """

@@ -41,9 +41,9 @@ class GuestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     entry: Literal["ppo", "sft"] = "ppo"
     """verl: `ppo` is `verl.trainer.main_ppo` on Ray (PPO, GRPO and the like), `sft` its SFT trainer."""
     command: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
-    """command: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. It runs under
-    torchrun on `distributed.dp_size` ranks over all nodes. A relative file is resolved from the directory of the YAML.
-    """
+    """command: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. It is started
+    as torchrun would, on `distributed.dp_size` ranks over all nodes. A relative file is resolved from the directory of
+    the YAML."""
 
     @property
     def is_guest(self) -> bool:
@@ -51,5 +51,5 @@ class GuestConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def on_ray(self) -> bool:
-        """Returns whether one process on the first node leads and Ray, instead of torchrun, starts the others."""
+        """Returns whether one process on the first node leads and Ray, instead of the agents, starts the others."""
         return self.backend == "verl" and self.entry == "ppo"

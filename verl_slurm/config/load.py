@@ -1,7 +1,7 @@
 """Turns a YAML file and `key=value` words into a checked `RunConfig`, and back into YAML.
 
 Every mistake becomes one `ConfigError` line with file, line and key, and for an unknown key the nearest known one. The
-one file is all that this module reads; it writes nothing.
+module reads that file and writes nothing.
 """
 
 import difflib

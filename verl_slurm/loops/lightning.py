@@ -129,7 +129,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
         elif any(isinstance(plugin, SLURMEnvironment) for plugin in _environments(trainer)):
             problem = "SLURMEnvironment among the Trainer's plugins"
-            remedy = "leave it out: the ranks are torchrun's, and the daemon requeues"
+            remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
         elif self.resume is None and (left := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))):
             problem = f"{left[-1]}, which Lightning would go on from by itself"
             remedy = "move it away, or give another default_root_dir"

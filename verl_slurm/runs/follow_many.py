@@ -109,7 +109,7 @@ class FleetWatch:
                 told += self._read(run)
             else:
                 told += self._find(path, watches)
-        # Also asked if other runs are never silent for a minute, and if looking at sizes is the sole source.
+        # Also asked if other runs are never silent for a minute, and where sizes are polled (a network file system).
         if (quiet and not self._looks) or time.monotonic() - self._asked >= _ASK_S:
             told += self._ask()
         return told

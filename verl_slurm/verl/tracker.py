@@ -1,4 +1,4 @@
-"""`latest_checkpointed_iteration.txt`: the single file from which verl learns its last step, and verl's use of it.
+"""`latest_checkpointed_iteration.txt`: the file from which verl learns its last step, and verl's use of it.
 
 verl reads the number in it and takes `global_step_<number>`, nothing else (`utils/checkpoint/checkpoint_manager.py`,
 `find_latest_ckpt_path`). Seen with verl 0.9.1:

@@ -155,5 +155,5 @@ def _unreadable(paths: RunPaths, found: object) -> CheckpointCorrupt:
         "the record of replaced rewards cannot be read",
         where=paths.reward_plan,
         found=found,
-        remedy="put the file back as it was: from which step on which reward counts is written nowhere else",
+        remedy="put the file back as it was: it records from which step on which reward counts",
     )

@@ -166,7 +166,7 @@ class Agent:
     async def _open_metrics(self, own_host: str, refused: Mapping[str, int]) -> None:
         if self._config.observability.metrics_port is None:
             return
-        from verl_slurm_daemon.agent import metrics_page as agent_metrics  # 2 MB, and only here
+        from verl_slurm_daemon.agent import metrics_page as agent_metrics  # 2 MB, for a port
 
         self._metrics = agent_metrics.AgentMetrics(
             self._paths, self._config, self._node_id, lambda: not self._lead_lost.is_set()

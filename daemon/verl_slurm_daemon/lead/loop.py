@@ -91,7 +91,7 @@ class Lead:
         self._outages = Outages()
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
-            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, and only here
+            from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, for a port
 
             self._metrics = lead_metrics.LeadMetrics(paths, config, self._status, lead_metrics.steady_clock())
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # Describes what the trainer saves beside these structs. Change the text when the meaning or layout changes: every older
-# checkpoint is then refused (or migrated) instead of being misread.
+# checkpoint is then refused instead of being misread.
 TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
     "trainer.actor": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},
     "trainer.critic": {"parameters": "tensor by qualified name, boxes in raw files (tensor_index)"},

@@ -1,4 +1,4 @@
-"""A verified checkpoint directory into live tensors, however they are sharded. The only way back in.
+"""Loads a verified checkpoint directory into live tensors, however they are sharded.
 
 Each rank reads the boxes that it holds, from whatever pieces they were saved in; every chunk that it reads is
 checked once more on the way (`checkpoint.store.chunks`). The ranks need no plan in common.
