@@ -27,7 +27,7 @@ VERL := .venv-verl
 SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
 	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
 
-.PHONY: help setup slurm prometheus vllm verl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-slurm-versions check campaign soak fuzz faults families gpu bench bench-step s3 clean
+.PHONY: help setup slurm prometheus vllm verl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-s3 test-slurm-versions check campaign soak fuzz faults families gpu bench bench-step clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -74,17 +74,18 @@ demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, res
 	$(BIN)/verl-slurm demo
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus ## the tests, the real-Slurm ones included (test-all: also the long ones, verl and vLLM)
+test: setup prometheus ## the tests, the real-Slurm ones included (12 minutes)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory -k -j2 test-slurm test-rest
 
-test-all: test test-long ## all tests: also the long ones, those of the verl package and of vLLM
+test-all: test test-long ## all tests: also the long ones, verl, vLLM, power cuts on real file systems, a real S3 server
 
+# The longest first: the others follow beside it.
 test-long: setup
-	@$(MAKE) --no-print-directory -k -j2 test-long-slurm test-long-rest test-verl test-vllm
+	@$(MAKE) --no-print-directory -k -j2 test-long-slurm test-long-rest test-verl test-vllm test-s3
 
 PYTEST = -m pytest -p no:cacheprovider
 # A lane: its marks, and what each of its lines begins with.
@@ -111,6 +112,14 @@ test-verl: setup
 	@if $(MAKE) --no-print-directory -s verl >$(VERL).log 2>&1; then rm -f $(VERL).log; \
 	  bash -o pipefail -c '$(VERL)/bin/python $(PYTEST) -m verl | sed -u "s/^/verl  | /"'; \
 	else echo "verl  | NOT RUN: verl could not be installed here: $$(grep -m1 -iE 'error|needs' $(VERL).log) (see $(VERL).log)"; fi
+
+# The same for a real S3 server, Ceph's radosgw.
+test-s3: setup
+	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || \
+	  { command -v apt-get >/dev/null && $(SUDO) apt-get update -qq && \
+	    $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	      radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; } || echo "s3    | Ceph could not be installed: its tests are NOT RUN."
+	@VERL_SLURM_S3=1 bash -o pipefail -c '$(BIN)/python $(PYTEST) -m s3 tests/tiers | sed -u "s/^/s3    | /"'
 
 check: $(READY) ## the quick part: linters, types, import contracts, quick tests without torch and Slurm (2 minutes)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
@@ -145,12 +154,6 @@ gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; witho
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'
 	$(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
-
-s3: $(READY) ## the storage tiers' tests against a real S3 server (Ceph's radosgw, from Debian)
-	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || { $(SUDO) apt-get update -qq && \
-	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
-	    radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; }
-	VERL_SLURM_S3=1 $(BIN)/python -m pytest -q -m s3 tests/tiers
 
 # A peer that cannot be installed here is left out, and the benchmark says so.
 $(PEERS)/.ready: constraints/bench.txt $(READY)

@@ -1,6 +1,6 @@
 """The same on real file systems, with the real saver process: what the model of a disk cannot vouch for itself.
 
-Only where asked for (`make faults`), as it mounts file systems in images, and only where that is allowed. Not
+It mounts file systems in images, which needs root, and is skipped where that is not allowed. Not
 reached from here, and not claimed: a server that goes away under NFS, Lustre or GPFS; drives that lie about a
 flush; NVMe that loses power.
 """
@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scenarios import EXHAUSTIVE
 from tests.faults.world import recover, tree_of
 from tests.save.parts import Parts, checkpoint_saver, contents
 from verl_slurm.checkpoint.store.verify import verify
@@ -26,7 +25,7 @@ from verl_slurm.save.ranks.saver import CheckpointSaver, SavedCheckpoint
 
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.skipif(not EXHAUSTIVE, reason="mounts real file systems: make faults"),
+    pytest.mark.long,
     pytest.mark.skipif(os.geteuid() != 0, reason="mounting a file system needs root"),
 ]
 

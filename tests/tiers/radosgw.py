@@ -1,4 +1,4 @@
-"""A real S3 server: Ceph's RADOS gateway over one monitor and one OSD in memory, on the loopback. `make s3` runs it."""
+"""A real S3 server: Ceph's RADOS gateway over one monitor and one OSD in memory, on the loopback. `make test-s3` runs it."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ def running() -> Iterator[Radosgw]:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing or os.environ.get("VERL_SLURM_S3") != "1":
         why = f"{', '.join(missing)} not installed" if missing else "takes 20 s more"
-        pytest.skip(f"NOT TRIED against a real S3 server: {why}; `make s3` does")
+        pytest.skip(f"NOT TRIED against a real S3 server: {why}; `make test-s3` does")
     # Short: names of Unix sockets have 108 characters.
     directory = Path(tempfile.mkdtemp(prefix="vs-rgw-"))
     try:

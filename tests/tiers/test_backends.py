@@ -1,4 +1,4 @@
-"""What `tiers.backend` demands, of every storage there is: a directory, a bucket, a real bucket (`make s3`)."""
+"""What `tiers.backend` demands, of every storage there is: a directory, a bucket, a real bucket (`make test-s3`)."""
 
 import hashlib
 from base64 import b64encode

@@ -1,4 +1,4 @@
-"""A bucket behind a line that cuts, flips bits and swallows: the stand-in, and a real server (`make s3`)."""
+"""A bucket behind a line that cuts, flips bits and swallows: the stand-in, and a real server (`make test-s3`)."""
 
 import json
 import subprocess
