@@ -1,4 +1,4 @@
-"""A real S3 server: Ceph's RADOS gateway over one monitor and one OSD in memory, on the loopback. `make test-s3` runs it."""
+"""A real S3 server: Ceph's RADOS gateway over one monitor and one OSD in memory, on the loopback. `make test-s3`."""
 
 import contextlib
 import os
