@@ -64,7 +64,7 @@ __all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_subm
 Confirm = Callable[[prints.Drift], bool]
 
 _BY_LENGTH = ("linear", "cosine", "wsd")
-"""Schedules that end with the run (trainer/objective/schedule.py)."""
+"""Schedules that end with the run (trainer/objective/optimizers.py)."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):

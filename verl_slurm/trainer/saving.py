@@ -29,7 +29,7 @@ from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents, SavedChec
 from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.models import Models
-from verl_slurm.trainer.objective.schedule import schedule_record
+from verl_slurm.trainer.objective.optimizers import schedule_record
 from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.reward_state import reward_record
 from verl_slurm.trainer.state.train_state import TrainState, capture_state
