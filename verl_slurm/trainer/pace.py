@@ -21,7 +21,7 @@ from verl_slurm.checkpoint.decide.best import Best, is_new_best
 from verl_slurm.checkpoint.decide.cadence import Costs, Due, Interval, decide, is_partial_due, plan_interval
 from verl_slurm.checkpoint.decide.notice import Notice
 from verl_slurm.checkpoint.decide.storage import need_of_next
-from verl_slurm.checkpoint.store.storage_watch import StorageWatch
+from verl_slurm.checkpoint.store.medium import StorageWatch
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import read_events

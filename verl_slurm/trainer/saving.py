@@ -16,8 +16,8 @@ from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.format.components import Components
 from verl_slurm.checkpoint.format.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig

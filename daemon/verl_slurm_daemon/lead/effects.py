@@ -20,7 +20,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.trained_with import note_trained_with, trained_with
+from verl_slurm.checkpoint.store.run_config import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
