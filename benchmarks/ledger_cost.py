@@ -37,7 +37,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.runtime_state.syncing import BackgroundSync
+from verl_slurm.runtime_state.segment_files import BackgroundSync
 
 
 class Append(msgspec.Struct):

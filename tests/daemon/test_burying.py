@@ -9,7 +9,7 @@ import pytest
 _UNDERTAKER = """
 import asyncio, os, subprocess, sys
 from verl_slurm_daemon import reaping as burying
-from verl_slurm_daemon.reaping import bury_orphans
+from verl_slurm_daemon.processes import bury_orphans
 from verl_slurm.base.prctl import become_subreaper
 
 async def main():
