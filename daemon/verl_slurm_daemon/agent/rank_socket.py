@@ -1,5 +1,5 @@
-"""The agent's connections to its ranks, in a private directory: a SEQPACKET socket for messages, the control page, and a
-stream socket for the calls of their store, which are relayed to the lead.
+"""The agent's connections to its ranks, in a private directory: a SEQPACKET socket for messages, the control page, and
+a stream socket for the calls of their store, which are relayed to the lead.
 """
 
 import asyncio

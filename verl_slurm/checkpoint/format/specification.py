@@ -72,7 +72,7 @@ directory, which `commit.sweep` removes at the next start; after it, a whole che
 
 ## 5. Who may remove
 
-`apply.apply_prune`, what a plan names (renamed to a staging name first); `commit.abort` and `sweep`, staging
+`pruning.apply_prune`, what a plan names (renamed to a staging name first); `commit.abort` and `sweep`, staging
 directories. `recover` moves to quarantine and removes nothing. Nothing else removes anything.
 """
 
