@@ -37,7 +37,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.runtime_state.syncing import BackgroundSync
+from verl_slurm.runtime_state.segment_files import BackgroundSync
 
 
 class Append(msgspec.Struct):
@@ -212,7 +212,7 @@ def _rank(run: Path, epoch: int) -> None:
         spent.append((time.perf_counter() - began, time.thread_time() - cpu))
         return arrays
 
-    with watched() as seen, patch("verl_slurm.trainer.rollout.ledger_writing.to_arrays", timed):
+    with watched() as seen, patch("verl_slurm.trainer.rollout.records.to_arrays", timed):
         code = trainer(["--run", str(run), "--epoch", str(epoch)])
     for append, (seconds, cpu_s) in zip(
         seen.appends, spent, strict=True

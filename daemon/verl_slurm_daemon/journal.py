@@ -1,7 +1,12 @@
-"""The lead's side of the journal (`verl_slurm.journal`): writes `events.jsonl`, `status.json` and the log."""
+"""The daemon's side of the journal (`verl_slurm.journal`): writes `events.jsonl`, `status.json` and the log.
+
+`log_line` formats one line of the lead's and the agents' logs: time, writer, event, facts.
+"""
 
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -13,9 +18,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
-from verl_slurm_daemon.log_line import log_line
 
-__all__ = ["Journal"]
+__all__ = ["Journal", "log_line"]
 
 _NOT_SAID = ("event", "time", "attempt", "job_id")
 
@@ -69,3 +73,36 @@ class Journal:
                 write_file(self._paths.status, json_line(status), durable=False)
         except (OSError, VerlSlurmError):
             return
+
+
+_MAX_VALUE = 300
+"""Maximum characters of one fact; the journal or the ranks' own log has the rest."""
+
+
+def log_line(who: str, event: str, fields: Mapping[str, Any], *, loud: bool = False) -> str:
+    """Formats `TIME +MONOTONIC verl-slurm[WHO] EVENT key=value ...`, always one line.
+
+    The second field is CLOCK_MONOTONIC of this machine in seconds. Nodes disagree about dates, and dates are
+    set while a run goes on. The monotonic value still gives durations, and the order of events on one node.
+
+    Args:
+        who: the epoch; for an agent also its node.
+        loud: something is wrong.
+    """
+    told = " ".join(f"{key}={_short(value)}" for key, value in fields.items() if value is not None)
+    when = f"{now()} +{time.monotonic():.3f}"
+    line = f"{when} verl-slurm[{who}] {'!! ' if loud else ''}{event:<10} {told}".rstrip()
+    return _plain(line) + "\n"
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = _plain(text)[:_MAX_VALUE]
+    # Quotes are escaped: what follows an unescaped one would read as a fact of ours.
+    quote = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{quote}"' if " " in text else text
+
+
+def _plain(text: str) -> str:
+    """Replaces line breaks, so that no host name or error message starts a second line."""
+    return "".join(c if c.isprintable() else " " for c in text)

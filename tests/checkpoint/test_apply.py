@@ -6,9 +6,9 @@ import pytest
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import PrunePlan, Reasoned, plan_prune
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
 

@@ -9,8 +9,7 @@ import pytest
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import frozen
-from verl_slurm.checkpoint.store.frozen import read_back_others, store_frozen
-from verl_slurm.checkpoint.store.frozen_check import check_frozen, frozen_digests
+from verl_slurm.checkpoint.store.frozen import check_frozen, frozen_digests, read_back_others, store_frozen
 from verl_slurm.checkpoint.store.scrub import scrub_frozen
 from verl_slurm.dataset.fingerprint.record import fingerprint
 

@@ -13,9 +13,8 @@ from verl_slurm.base.errors import CheckpointCorrupt, NotFound
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.format.info import Problem, Verdict
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.pruning import carry_out, look
+from verl_slurm.checkpoint.store.pruning import apply_prune, carry_out, look
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 
 Save = Callable[..., Path]

@@ -17,7 +17,7 @@ from verl_slurm.checkpoint.decide.storage import (
     need_of_next,
     usual_speed,
 )
-from verl_slurm.checkpoint.store.free_space import free_space, room_for
+from verl_slurm.checkpoint.store.medium import free_space, room_for
 
 GB = 10**9
 NEED = Need(bytes=2 * GB, inodes=20, basis="the last save")

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from verl_slurm.checkpoint.decide.storage import FreeSpace, Need, Room, judge_room
-from verl_slurm.checkpoint.store.storage_watch import StorageWatch
+from verl_slurm.checkpoint.store.medium import StorageWatch
 
 GB = 10**9
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_slurm.checkpoint.decide.volatility import BASELINE, ENTER, NEWEST, judge_volatility, outliers
+from verl_slurm.checkpoint.decide.cadence import BASELINE, ENTER, NEWEST, judge_volatility, outliers
 
 
 def noise(count: int, *, level: float = 0.0, width: float = 1.0, seed: int = 1) -> list[float]:

@@ -12,7 +12,7 @@ import pytest
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.decide.storage import FreeSpace
-from verl_slurm.checkpoint.store import free_space
+from verl_slurm.checkpoint.store import medium
 from verl_slurm.config.checks import rollout as rollout_checks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -328,7 +328,7 @@ def test_a_file_system_without_room_for_one_checkpoint_is_refused_before_anythin
     header = json.dumps({"w": {"dtype": "F32", "shape": [1000], "data_offsets": [0, 4000]}}).encode()
     data = len(header).to_bytes(8, "little") + header + bytes(4000)
     (workplace / "model" / "model.safetensors").write_bytes(data)
-    monkeypatch.setattr(free_space, "free_space", lambda _: FreeSpace(bytes=10_000, inodes=10**6))
+    monkeypatch.setattr(medium, "free_space", lambda _: FreeSpace(bytes=10_000, inodes=10**6))
     result = cli("submit", "config.yaml", "--cluster", "local")
     assert result.code == ExitCode.NO_ROOM
     assert "there is no room for a single checkpoint" in result.error

@@ -14,7 +14,7 @@ from tests.journals import make_event
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Event
-from verl_slurm.journal.folds.avoided import avoided_nodes
+from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_usable_nodes
 

@@ -8,8 +8,8 @@ import pytest
 # A child of ours that ends with 7, and one that leaves an orphan in a session of its own; says who is still there.
 _UNDERTAKER = """
 import asyncio, os, subprocess, sys
-from verl_slurm_daemon import reaping as burying
-from verl_slurm_daemon.reaping import bury_orphans
+from verl_slurm_daemon import processes as burying
+from verl_slurm_daemon.processes import bury_orphans
 from verl_slurm.base.prctl import become_subreaper
 
 async def main():

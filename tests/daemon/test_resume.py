@@ -19,9 +19,9 @@ from verl_slurm.base.keys import Keyring, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.store import verify as verify_module
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.allocation import slurm as slurm_allocation
-from verl_slurm_daemon.allocation.slurm import SlurmAllocation
-from verl_slurm_daemon.allocation.slurm_clock import SlurmClock
+from verl_slurm_daemon.allocation.slurm import SlurmAllocation, SlurmClock
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig

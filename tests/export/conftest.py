@@ -61,7 +61,7 @@ class Trained:
         from verl_slurm.save.ranks.collective import Collective
         from verl_slurm.save.ranks.saver import CheckpointSaver, Provenance, SaveContents
         from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
-        from verl_slurm.trainer.objective.schedule import schedule_record
+        from verl_slurm.trainer.objective.optimizers import schedule_record
 
         config = changes.get("config", self.config)
         schema = current_schema()

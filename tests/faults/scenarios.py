@@ -18,11 +18,10 @@ from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, Topology
 from verl_slurm.checkpoint.store import commit
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, send_home
-from verl_slurm.checkpoint.store.pruning import carry_out, look
+from verl_slurm.checkpoint.store.pruning import apply_prune, carry_out, look
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint

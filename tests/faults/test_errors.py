@@ -17,9 +17,9 @@ from tests.faults.scenarios import EXHAUSTIVE, memory_directory
 from tests.faults.tracing import Call, Fault, Tracer
 from tests.faults.world import LOCAL, SHARED, World, plant, problems, tree_of
 from verl_slurm.checkpoint.decide.retention import plan_prune
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint

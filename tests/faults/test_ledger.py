@@ -17,7 +17,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, load
-from verl_slurm.runtime_state.syncing import BackgroundSync
+from verl_slurm.runtime_state.segment_files import BackgroundSync
 
 _RECORDS = 4
 

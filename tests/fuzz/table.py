@@ -32,7 +32,7 @@ from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format import manifest, schema
 from verl_slurm.checkpoint.format.tensor_index import parse_index
-from verl_slurm.checkpoint.store.frozen_check import check_frozen
+from verl_slurm.checkpoint.store.frozen import check_frozen
 from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
 from verl_slurm.cli.steps import steps_table
 from verl_slurm.cli.story import Story, progress

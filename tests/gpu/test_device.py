@@ -18,7 +18,7 @@ from verl_slurm.dataset.fingerprint.record import Fingerprint
 from verl_slurm.runtime_state.codec import decode, encode
 from verl_slurm.save.ranks import rng
 from verl_slurm.trainer import determinism
-from verl_slurm.trainer.device import DeviceLost, choose_device
+from verl_slurm.trainer.place import DeviceLost, choose_device
 from verl_slurm.trainer.state.orchestration import check_or_write, describe
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.trainer.state.train_state import capture_state, fresh_state, restore_state

@@ -19,7 +19,7 @@ from typing import Any
 
 from verl_slurm.save.ranks import medium_results, saver
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.writer.media import MediumResult
+from verl_slurm.save.ranks.pending_save import MediumResult
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.wire.messages import SaveRequest

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from verl_slurm_daemon.agent.agent_log import AgentLog
-from verl_slurm_daemon.journal import Journal, Status
+from verl_slurm_daemon.journal import Journal, Status, log_line
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
-from verl_slurm_daemon.log_line import log_line
 
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture

@@ -29,9 +29,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import parse
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import commit, sweep
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.load import parse_config

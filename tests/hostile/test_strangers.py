@@ -22,8 +22,7 @@ from verl_slurm_daemon.agent.rank_socket import RankSocket
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.link import channel
-from verl_slurm_daemon.link.channel import AgentLink, connect, serve
-from verl_slurm_daemon.link.refusals import Refusals
+from verl_slurm_daemon.link.channel import AgentLink, Refusals, connect, serve
 
 from tests.daemon.test_effects import Scripted
 from tests.harness import ROOT

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tests.loops.line import Line
-from verl_slurm.loops.reach_watch import ReachWatch
 from verl_slurm.loops.session import Session
+from verl_slurm.loops.step_end import ReachWatch
 from verl_slurm.wire.messages import SaveFailed, SaveRequest
 
 

@@ -100,7 +100,7 @@ def beside(tmp_path: Path) -> Iterator[Bench]:
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "verl_slurm.checkpoint.store.free_space.free_space", lambda _: FreeSpace(bytes=10, inodes=9)
+        "verl_slurm.checkpoint.store.medium.free_space", lambda _: FreeSpace(bytes=10, inodes=9)
     )
 
 
@@ -326,7 +326,7 @@ def test_what_was_resumed_from_tells_how_large_the_first_save_will_be(
     first.saver.end()
     second = Bench(tmp_path / "run", resume="step_000001", beside=True)
     monkeypatch.setattr(
-        "verl_slurm.checkpoint.store.free_space.free_space", lambda _: FreeSpace(bytes=5000, inodes=900)
+        "verl_slurm.checkpoint.store.medium.free_space", lambda _: FreeSpace(bytes=5000, inodes=900)
     )
     second.save(2)
     second.saver.end()

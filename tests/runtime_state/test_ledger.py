@@ -13,12 +13,11 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state import ledger as module
-from verl_slurm.runtime_state import segment_lock
+from verl_slurm.runtime_state import segment_files
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, load, prune
 from verl_slurm.runtime_state.segment import HEAD_BYTES
-from verl_slurm.runtime_state.segment_lock import SegmentHeld
-from verl_slurm.runtime_state.syncing import BackgroundSync
+from verl_slurm.runtime_state.segment_files import BackgroundSync, SegmentHeld
 
 Batch = Callable[..., Arrays]
 
@@ -152,7 +151,7 @@ def test_of_two_epochs_with_the_same_micro_batch_the_newest_counts_and_it_is_cou
 def test_two_living_writers_of_one_segment_are_not_allowed(
     paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segment_lock, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(segment_files, "_PATIENCE_S", 0.0)
     with Ledger(paths, 1, 0), pytest.raises(SegmentHeld) as caught:
         Ledger(paths, 1, 0)
     assert caught.value.exit_code is ExitCode.INTERNAL  # a crash, to be tried again: nobody fenced us off
@@ -171,7 +170,7 @@ def test_a_segment_whose_owner_is_slow_to_die_is_waited_for(
         if len(waits) == 3:
             dying.close()
 
-    monkeypatch.setattr(segment_lock.time, "sleep", wait)
+    monkeypatch.setattr(segment_files.time, "sleep", wait)
     with Ledger(paths, 1, 0) as ledger:
         ledger.append(0, 1, batch(1))
     assert len(waits) == 3
@@ -180,8 +179,8 @@ def test_a_segment_whose_owner_is_slow_to_die_is_waited_for(
 
 def test_the_wait_for_a_segment_ends(paths: RunPaths, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
-    monkeypatch.setattr(segment_lock.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(segment_lock.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(segment_files.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(segment_files.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
     with Ledger(paths, 1, 0), pytest.raises(SegmentHeld, match="waited 10 s"):
         Ledger(paths, 1, 0)
     assert 10 <= clock[0] < 11
@@ -417,7 +416,7 @@ def test_compacting_drops_old_steps_and_appending_goes_on(
         assert ledger.compact(0) == 0
         assert ledger.compact(2) > 0
         ledger.append(4, 0, batch(4))
-        monkeypatch.setattr(segment_lock, "_PATIENCE_S", 0.0)
+        monkeypatch.setattr(segment_files, "_PATIENCE_S", 0.0)
         with pytest.raises(SegmentHeld):
             Ledger(paths, 1, 0)
     found = load(paths, from_step=0)

@@ -24,8 +24,8 @@ from verl_slurm.save.ranks import saver as saver_module
 from verl_slurm.save.ranks import second_copy
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.loader import load_tensors
+from verl_slurm.save.ranks.pending_save import why_not_shared
 from verl_slurm.save.ranks.saver import LocalPlace, SavedCheckpoint
-from verl_slurm.save.writer.media import why_not_shared
 
 pytestmark = pytest.mark.torch
 

@@ -11,8 +11,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import Need, Room, judge_room
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checkpoint.store.free_space import FreeSpace
 from verl_slurm.checkpoint.store.frozen import store_frozen
+from verl_slurm.checkpoint.store.medium import FreeSpace
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import fingerprint

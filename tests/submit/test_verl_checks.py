@@ -21,7 +21,7 @@ from verl_slurm.submit.checks import verl as verl_checks
 from verl_slurm.submit.checks.inputs import absolute
 from verl_slurm.submit.checks.room import checkpoint_size
 from verl_slurm.submit.checks.verl import check_verl, require_same_ranks
-from verl_slurm.verl.installed import installed_verl
+from verl_slurm.verl.releases import installed_verl
 
 
 @pytest.fixture

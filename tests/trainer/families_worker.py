@@ -11,13 +11,13 @@ from pathlib import Path
 from tests.trainer.lives_worker import Lives, live_through
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
-from verl_slurm.trainer.parallel import layers
+from verl_slurm.trainer.parallel import fsdp
 from verl_slurm.trainer.place import Place, process_group
 
 
 def main(plan: list[tuple[str, Lives]]) -> None:
     place = Place.from_environ(os.environ)
-    layers._ONE_UNIT_BYTES = 0
+    fsdp._ONE_UNIT_BYTES = 0
     with process_group(load_resolved(RunPaths(plan[0][0]).run_yaml), place) as (device, ranks):
         for root, lives in plan:
             began = time.perf_counter()

@@ -22,7 +22,7 @@ from verl_slurm.trainer.models import (
     values,
 )
 from verl_slurm.trainer.objective.losses import masked_mean
-from verl_slurm.trainer.parallel import layers
+from verl_slurm.trainer.parallel import fsdp
 from verl_slurm.trainer.parallel.grid import make_grid
 
 
@@ -32,7 +32,7 @@ def main(path: Path) -> None:
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (1, world, 1), mesh_dim_names=("pp", "dp", "tp"))
     small = check(path, mesh)
-    layers._ONE_UNIT_BYTES = 0  # as a large model is sharded
+    fsdp._ONE_UNIT_BYTES = 0  # as a large model is sharded
     large = check(path, mesh)
     assert small.keys() == large.keys()
     for name, tensor in small.items():

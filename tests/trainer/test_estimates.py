@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from verl_slurm.config.schema import RolloutConfig, RunConfig, TrainConfig
-from verl_slurm.trainer.estimates import estimate
+from verl_slurm.trainer.objective.advantages import estimate
 
 pytestmark = pytest.mark.torch
 

@@ -7,7 +7,7 @@ import torch
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger, load
-from verl_slurm.trainer.rollout.ledger_writing import record, settle, take_back
+from verl_slurm.trainer.rollout.records import record, settle, take_back
 from verl_slurm.trainer.state.position import StepShape
 
 pytestmark = pytest.mark.torch

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_slurm.trainer.objective.kl import AdaptiveKL
+from verl_slurm.trainer.objective.advantages import AdaptiveKL
 
 pytestmark = pytest.mark.torch
 

@@ -4,9 +4,13 @@ import pytest
 import torch
 
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.trainer.measures.metrics import explained_variance, spread_of_scores, step_measures
+from verl_slurm.trainer.measures.metrics import (
+    explained_variance,
+    spread_of_scores,
+    step_costs,
+    step_measures,
+)
 from verl_slurm.trainer.measures.stopwatch import Stopwatch, memory_bytes
-from verl_slurm.trainer.measures.timings import step_costs
 
 pytestmark = pytest.mark.torch
 

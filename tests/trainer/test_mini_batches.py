@@ -11,7 +11,7 @@ from torch import Tensor
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch
-from verl_slurm.trainer.mini_batches import Deal, MiniBatches, trained_columns
+from verl_slurm.trainer.parallel.mini_batches import Deal, MiniBatches, trained_columns
 
 pytestmark = pytest.mark.torch
 

@@ -153,9 +153,9 @@ def test_no_room_is_said_with_figures_before_the_failure_it_foretells(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verl_slurm.checkpoint.decide.storage import FreeSpace
-    from verl_slurm.checkpoint.store import free_space
+    from verl_slurm.checkpoint.store import medium
 
-    monkeypatch.setattr(free_space, "free_space", lambda _: FreeSpace(bytes=1000, inodes=10**6))
+    monkeypatch.setattr(medium, "free_space", lambda _: FreeSpace(bytes=1000, inodes=10**6))
     run = Run(tmp_path, CheckpointConfig(every_steps=5, runtime_every_steps=5))
     run.train(5, fails=True)
     first, second = run.line.heard("storage")

@@ -11,7 +11,7 @@ import torch
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.reward_spec import RewardSpec, parse_reward
-from verl_slurm.trainer.reward.python import PythonReward, RewardRaised, load_python_reward, source_digest
+from verl_slurm.trainer.reward.python import PythonReward, RewardRaised, load_python_reward
 from verl_slurm.trainer.reward.scoring import build_reward
 
 pytestmark = pytest.mark.torch
@@ -80,12 +80,11 @@ def test_two_versions_of_one_file_live_side_by_side_and_are_what_was_hashed(tmp_
     spec = RewardSpec("python", str(file), "score")
     text = "def score(p, r, a):\n    return [{}] * len(r)\n"
     file.write_text(text.format(1.5))
-    first, digest = load_python_reward(spec), source_digest(spec)
-    assert digest == hashlib.sha256(file.read_bytes()).hexdigest()
+    first, digest = load_python_reward(spec), hashlib.sha256(file.read_bytes()).hexdigest()
     file.write_text(text.format(2.5))
     with pytest.raises(DataError, match="not what the first rank has"):
         load_python_reward(spec, digest)
-    second = load_python_reward(spec, source_digest(spec))
+    second = load_python_reward(spec, hashlib.sha256(file.read_bytes()).hexdigest())
     assert first(["p"], ["r"], ["a"]).tolist() == [1.5]
     assert second(["p"], ["r"], ["a"]).tolist() == [2.5]
 
@@ -124,5 +123,5 @@ def test_a_module_that_was_changed_since_it_was_imported_is_what_was_hashed(
     assert spec is not None
     before = load_python_reward(spec)
     file.write_text("from .scale import ONE\ndef score(p, r, a):\n    return [ONE + 6] * len(r)\n")
-    after = load_python_reward(spec, source_digest(spec))
+    after = load_python_reward(spec, hashlib.sha256(file.read_bytes()).hexdigest())
     assert [reward(["p"], ["r"], ["a"]).tolist() for reward in (before, after)] == [[1.0], [7.0]]

@@ -36,7 +36,7 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.reward.start import start_reward
+from verl_slurm.trainer.reward.files import start_reward
 from verl_slurm.trainer.reward.swap import RewardSwap
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.reward_state import RewardState

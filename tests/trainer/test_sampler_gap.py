@@ -5,7 +5,7 @@ import torch
 
 from verl_slurm.base.errors import RolloutMismatch
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.trainer.rollout.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
+from verl_slurm.trainer.rollout.engines import gap_and_tokens, gap_limit, require_small_gap
 
 pytestmark = pytest.mark.torch
 

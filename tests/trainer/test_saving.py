@@ -14,7 +14,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import Components
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import Manifest, Topology
-from verl_slurm.checkpoint.store import apply, verify
+from verl_slurm.checkpoint.store import pruning, verify
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.runtime_state.format import Phase
 from verl_slurm.save.ranks.collective import Collective
@@ -147,7 +147,7 @@ def _any() -> Any:
 def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     """A run in which no file of a checkpoint can be read."""
     monkeypatch.setattr(verify, "read_checked", lambda *_, **__: pytest.fail("a checkpoint was read"))
-    monkeypatch.setattr(apply, "verify", lambda *_: pytest.fail("a checkpoint was verified"))
+    monkeypatch.setattr(pruning, "verify", lambda *_: pytest.fail("a checkpoint was verified"))
     return RunPaths(private_dir(tmp_path / "run"))
 
 

@@ -8,7 +8,7 @@ import torch
 from transformers import get_scheduler
 
 from verl_slurm.config.schema import TrainConfig
-from verl_slurm.trainer.objective.schedule import learning_rate, schedule_record
+from verl_slurm.trainer.objective.optimizers import learning_rate, schedule_record
 
 pytestmark = pytest.mark.torch
 

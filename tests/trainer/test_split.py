@@ -1,6 +1,6 @@
 """Which prompts are held out: by their text alone, and never on both sides."""
 
-from verl_slurm.trainer.split import drop_shared, first_by_digest, split_by_digest
+from verl_slurm.trainer.data import drop_shared, first_by_digest, split_by_digest
 
 ROWS = [(f"{a}+{b}=", str(a + b)) for a in range(40) for b in range(40)]
 

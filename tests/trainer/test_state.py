@@ -10,7 +10,7 @@ import torch
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
 from verl_slurm.runtime_state.codec import decode, encode
-from verl_slurm.trainer.objective.schedule import learning_rate, schedule_record
+from verl_slurm.trainer.objective.optimizers import learning_rate, schedule_record
 from verl_slurm.trainer.state.position import Position, StepShape, after
 from verl_slurm.trainer.state.train_state import (
     UPDATE_METRICS,

@@ -19,8 +19,13 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
 from verl_slurm.trainer.objective.counter_rng import Purpose
-from verl_slurm.trainer.rollout.engines import RolloutEngine, build_engine
-from verl_slurm.trainer.rollout.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
+from verl_slurm.trainer.rollout.engines import (
+    RolloutEngine,
+    build_engine,
+    gap_and_tokens,
+    gap_limit,
+    require_small_gap,
+)
 
 pytestmark = [
     pytest.mark.torch,

@@ -126,7 +126,7 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
     that is missing, extra, cut, altered or a link is named. Where the run has a key, each manifest must be signed
     with it. Encrypted files are checked as they lie on disk.
     """
-    from verl_slurm.checkpoint.store.run_keys import keys_for
+    from verl_slurm.checkpoint.store.run_config import keys_for
     from verl_slurm.checkpoint.store.verify import verify as verify_directory
 
     paths = _checkpoints_of(place)

@@ -77,7 +77,7 @@ def export(
     from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
     from verl_slurm.checkpoint.inspect.export import Wish
     from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
-    from verl_slurm.checkpoint.store.run_keys import keys_for
+    from verl_slurm.checkpoint.store.run_config import keys_for
 
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)

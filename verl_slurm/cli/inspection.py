@@ -39,7 +39,7 @@ def inspect(
     to their digests; the tensors are listed, not read (`verl-slurm verify` reads every byte).
     """
     from verl_slurm.checkpoint.inspect.describe import describe
-    from verl_slurm.checkpoint.store.run_keys import keys_for
+    from verl_slurm.checkpoint.store.run_config import keys_for
 
     directory = one_checkpoint(checkpoint, run)
     facts = describe(directory, keys_for(directory, key_file))
@@ -196,7 +196,7 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
     not looked at: `verl-slurm compare A B` does that, bit for bit. Exit code 0 says the same, 19 different.
     """
     from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
-    from verl_slurm.checkpoint.store.run_keys import keys_for
+    from verl_slurm.checkpoint.store.run_config import keys_for
 
     left, right = one_checkpoint(a, run), one_checkpoint(b, run)
     found = difference(left, right, keys_for(left, key_file), keys_for(right, key_file))

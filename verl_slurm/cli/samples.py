@@ -45,7 +45,7 @@ def samples(
     verl-slurm samples runs/my --step 40 --best --limit 3
     verl-slurm samples runs/my --json --limit 100 | jq -r 'select(.reward < 0.1) | .response'
     """
-    from verl_slurm.checkpoint.store.run_keys import keys_for
+    from verl_slurm.checkpoint.store.run_config import keys_for
     from verl_slurm.runtime_state.samples import read_samples
 
     kept = read_samples(run, keys_for(run.root, key_file))

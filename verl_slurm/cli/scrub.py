@@ -48,8 +48,8 @@ def scrub(
     verl-slurm scrub runs/big --dry-run --no-data --json
     """
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
-    from verl_slurm.checkpoint.store.frozen_check import frozen_digests
-    from verl_slurm.checkpoint.store.run_keys import keys_at_hand
+    from verl_slurm.checkpoint.store.frozen import frozen_digests
+    from verl_slurm.checkpoint.store.run_config import keys_at_hand
     from verl_slurm.checkpoint.store.scrub import scrub_frozen, scrub_one
 
     keys, missing = keys_at_hand(run.root, key_file)

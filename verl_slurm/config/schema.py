@@ -104,7 +104,7 @@ class RolloutConfig(_Section, frozen=True):
     max_logprob_gap: PositiveFloat | None = None
     """Largest mean difference (nats), over a step's tokens, between the log probabilities of the engine and those of
     the actor for the same tokens. Above it the run stops: the engine had other weights, or computes something else.
-    null: 0.002 if both compute in float32, 0.02 in bfloat16 (trainer/rollout/sampler_gap.py)."""
+    null: 0.002 if both compute in float32, 0.02 in bfloat16 (trainer/rollout/engines.py)."""
     keep_samples: NonNegative = 16
     """Responses of each step whose text stays readable (`verl-slurm samples`): half the best and half the worst by
     reward, among those that data-parallel rank 0 sampled. 0: none."""
@@ -135,9 +135,9 @@ class TrainConfig(_Section, frozen=True):
     actor_lr: PositiveFloat = 1e-3
     critic_lr: PositiveFloat = 1e-3
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
-    """Course of both learning rates after the warm-up (trainer/objective/schedule.py). `linear` and `cosine` fall until
-    the last step. `inverse_sqrt` falls as 1/sqrt(step) and needs no last step. `wsd` stays constant and falls in the
-    last `lr_decay_steps`."""
+    """Course of both learning rates after the warm-up (trainer/objective/optimizers.py). `linear` and `cosine` fall
+    until the last step. `inverse_sqrt` falls as 1/sqrt(step) and needs no last step. `wsd` stays constant and falls in
+    the last `lr_decay_steps`."""
     warmup_steps: NonNegative = 0
     """Steps of linear warm-up, in every schedule."""
     lr_decay_steps: NonNegative = 0

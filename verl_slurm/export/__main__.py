@@ -20,7 +20,7 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from verl_slurm.base.errors import CheckpointCorrupt, PermissionRefused, VerlSlurmError
-from verl_slurm.checkpoint.store.run_keys import keys_for
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.export.hf import plan_shards, write_hf
 from verl_slurm.export.layouts import largest_file, moments_bytes, write_layout

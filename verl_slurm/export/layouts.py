@@ -60,7 +60,7 @@ FILES: dict[str, dict[str, str]] = {
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """One role's part of scheduler.json, as `trainer.objective.schedule` writes it."""
+    """One role's part of scheduler.json, as `trainer.objective.optimizers` writes it."""
 
     schedule: str
     warmup_steps: int

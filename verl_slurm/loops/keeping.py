@@ -10,10 +10,10 @@ from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
-from verl_slurm.checkpoint.store.storage_watch import StorageWatch
+from verl_slurm.checkpoint.store.medium import StorageWatch
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.loops.session import Session

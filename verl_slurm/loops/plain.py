@@ -11,8 +11,13 @@ After every step the ranks agree whether a save was requested: one all-reduce of
 at the same step, and the lead verifies the checkpoint. If the job ends, SystemExit(0) leaves the loop: code after it
 runs for a finished run only. The next attempt begins with the saved state, generators and step, and its numbers are
 those of an undisturbed run. docs/guests.md states the requirements.
+
+A loop may also run without a daemon, under torchrun or alone, into a directory of the user's choice. Then there are no
+save requests, no verification of saves and no restarts. So rank 0 does what a lead does at a start: it takes the run's
+epoch, sweeps the remains of dead processes, and finds the newest checkpoint that verifies.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,12 +26,17 @@ from typing import Self
 
 import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest
-from verl_slurm.loops import by_hand
+from verl_slurm.checkpoint.store.commit import sweep
+from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest, sweep_work
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.config.load import dump
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.state_files import Generators, load_state, restore_rng, write_state
 from verl_slurm.loops.states import Objects, split
@@ -112,8 +122,8 @@ class Run:
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
-        word = ranks.on_first("taking the run", lambda: msgspec.msgpack.encode(by_hand.begin(run_dir)))
-        start = msgspec.msgpack.decode(word, type=by_hand.Start)
+        word = ranks.on_first("taking the run", lambda: msgspec.msgpack.encode(_take_the_run(run_dir)))
+        start = msgspec.msgpack.decode(word, type=_Start)
         paths = RunPaths(start.root)
         return Session(
             session.line,
@@ -229,3 +239,39 @@ class Run:
 
 def _complain(text: str) -> None:
     sys.stderr.write(f"verl_slurm: {text}\n")
+
+
+class _Start(msgspec.Struct, frozen=True):
+    """Rank 0's message to all: the run's directory, the attempt, and the checkpoint's name; empty: from the start."""
+
+    root: str
+    epoch: int
+    resume: str
+
+
+def _take_the_run(run_dir: Path) -> _Start:
+    """Takes the run at `run_dir`, which need not exist yet, and finds the checkpoint to resume from. Rank 0.
+
+    Raises:
+        ConfigError: a daemon's lead lives there.
+        Fenced: another process took it at the same moment.
+        CheckpointCorrupt, SchemaMismatch: `recover.choose_resume`.
+        PermissionRefused: it is another user's.
+    """
+    paths = RunPaths(run_dir.absolute())
+    private_dir(paths.root)
+    if paths.lead_address.exists():
+        raise ConfigError(
+            "a daemon serves this run",
+            where=paths.lead_address,
+            expected="a directory of its own for a loop that is started by hand",
+            remedy=f"verl-slurm status {paths.root}; if its job is dead, remove that file",
+        )
+    if not paths.run_yaml.exists():
+        write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
+    mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
+    private_dir(paths.checkpoints)
+    sweep(paths)
+    sweep_work(paths)
+    choice = choose_resume(paths, "auto")
+    return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")

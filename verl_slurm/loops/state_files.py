@@ -6,7 +6,7 @@ guest/common.pt         rank 0: path → tensor, of those that are the same on e
 guest/sharded/          torch.distributed.checkpoint: `.metadata` and `__3_0.distcp`, where there are DTensors
 ```
 
-All is read from a checkpoint that was verified before (by the lead, or by `by_hand`). Without a key, verification finds
+All is read from a checkpoint that was verified before (by the lead, or by `plain`). Without a key, verification finds
 accidents alone. So the `.pt` files are read with `weights_only=True`. DCP's `.metadata`, a pickle, is read by
 `sharded_files`, and only if this loop has DTensors. torch's dcp_to_torch_save turns `guest/sharded` into one file for
 other tools; it unpickles.

@@ -31,7 +31,6 @@ from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.verl.composing import checked_settings
-from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import OwnSettings
 from verl_slurm.verl.ray_nodes import (
     object_store_bytes,
@@ -40,6 +39,7 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
+from verl_slurm.verl.releases import installed_verl, require_installed
 from verl_slurm.wire.environment import GENERATION_VARIABLE
 from verl_slurm.wire.lead_file import read_lead_address
 

@@ -24,7 +24,7 @@ from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.loops.verl_ppo_saves import Saves
 from verl_slurm.rendezvous.everywhere import install_everywhere
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.verl.installed import installed_verl
+from verl_slurm.verl.releases import installed_verl
 from verl_slurm.verl.tracker import tracker_file
 
 install_everywhere()  # already installed, unless a PYTHONPATH of the user's own has replaced ours

@@ -22,8 +22,8 @@ from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
 from verl_slurm.verl.composing import checked_settings, compose
-from verl_slurm.verl.installed import installed_verl, require_installed
 from verl_slurm.verl.overrides import OwnSettings
+from verl_slurm.verl.releases import installed_verl, require_installed
 from verl_slurm.verl.tracker import tracker_file
 
 if TYPE_CHECKING:

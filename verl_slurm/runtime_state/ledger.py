@@ -40,9 +40,7 @@ from verl_slurm.runtime_state.segment import (
     open_segment,
     scan,
 )
-from verl_slurm.runtime_state.segment_files import owner, segments
-from verl_slurm.runtime_state.segment_lock import lock_segment
-from verl_slurm.runtime_state.syncing import BackgroundSync
+from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment, owner, segments
 
 __all__ = ["Key", "Ledger", "load", "prune", "records"]
 

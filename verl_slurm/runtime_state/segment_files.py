@@ -1,13 +1,26 @@
-"""Lists a run's journal segments by their names (`format.py`, section 3)."""
+"""A rank's ledger segment as a file: found by its name (`format.py`, section 3), locked by one writer, made durable.
+Knows names and descriptors, and nothing of the content.
 
+The kernel drops the lock when its holder dies. `BackgroundSync` runs one fdatasync while the writer continues. A thread
+that only syncs replaces `concurrent.futures`: a hand-over takes 12 us of CPU here and 30 us there, and every
+micro-batch has one.
+"""
+
+import fcntl
 import os
 import re
 import stat
+import threading
+import time
+import weakref
 from pathlib import Path
+from queue import SimpleQueue
 
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["owner", "segments"]
+__all__ = ["BackgroundSync", "SegmentHeld", "lock_segment", "owner", "segments"]
 
 _SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 
@@ -30,3 +43,91 @@ def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
         for entry in entries
         if _SEGMENT.fullmatch(entry.name) and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode)
     )
+
+
+_PATIENCE_S = 10.0
+"""Seconds that a segment's former owner, just killed, may take to die."""
+_LOOK_AGAIN_S = 0.1
+
+
+class SegmentHeld(VerlSlurmError):
+    """Another process holds the segment. It belongs to our own epoch, so it is about to die: try again."""
+
+    exit_code = ExitCode.INTERNAL
+
+
+def lock_segment(fd: int, path: Path) -> None:
+    """Locks an open segment; the lock ends when the last copy of `fd` is closed.
+
+    Polls: a blocking flock has no time limit, and on NFS is a loop of its own.
+
+    Raises:
+        SegmentHeld: another process holds it and does not end.
+    """
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_LOOK_AGAIN_S)
+                continue
+            raise SegmentHeld(
+                "the ledger segment is held by a living process",
+                where=path,
+                expected=f"one writer a rank and attempt; waited {_PATIENCE_S:.0f} s for the other to end",
+                remedy="wait for the older process to end, or begin a new attempt",
+            ) from None
+        except OSError:
+            # A file system without locks (Lustre without -o flock). The epoch in the name still keeps
+            # two attempts apart.
+            pass
+        return
+
+
+class BackgroundSync:
+    """Makes a file durable in the background; at most one fdatasync is under way.
+
+    The first `begin` starts its thread, which ends with this object. For one calling thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._todo: SimpleQueue[int | None] = SimpleQueue()
+        self._done: SimpleQueue[Exception | None] = SimpleQueue()
+        self._started = self._under_way = False
+
+    def begin(self, fd: int) -> None:
+        """Starts to make the present content of `fd` durable; `fd` must stay open until `wait` was called."""
+        assert not self._under_way, "the one before was not waited for"
+        if not self._started:
+            # The thread must not reference this object, whose end is also its own.
+            threading.Thread(
+                target=_sync, args=(self._todo, self._done), name="ledger-sync", daemon=True
+            ).start()
+            weakref.finalize(self, self._todo.put, None)
+            self._started = True
+        self._under_way = True
+        self._todo.put(fd)
+
+    def wait(self) -> None:
+        """Waits for the sync that was begun; returns at once if there is none.
+
+        Raises:
+            OSError: the sync failed. Raised once.
+        """
+        if not self._under_way:
+            return
+        error = self._done.get()
+        self._under_way = False
+        if error is not None:
+            raise error
+
+
+def _sync(todo: "SimpleQueue[int | None]", done: "SimpleQueue[Exception | None]") -> None:
+    while (fd := todo.get()) is not None:
+        error: Exception | None = None
+        try:
+            os.fdatasync(fd)
+        except Exception as raised:  # noqa: BLE001 - whatever it is, it is raised where it is waited for
+            error = raised
+        done.put(error)

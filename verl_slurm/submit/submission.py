@@ -23,7 +23,7 @@ from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.trained_with import trained_with
+from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.layout import keep_step
@@ -64,7 +64,7 @@ __all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_subm
 Confirm = Callable[[prints.Drift], bool]
 
 _BY_LENGTH = ("linear", "cosine", "wsd")
-"""Schedules that end with the run (trainer/objective/schedule.py)."""
+"""Schedules that end with the run (trainer/objective/optimizers.py)."""
 
 
 class Submitted(msgspec.Struct, frozen=True, kw_only=True):

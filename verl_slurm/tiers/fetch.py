@@ -20,9 +20,8 @@ from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse
 from verl_slurm.checkpoint.format.signature import authenticate
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest
-from verl_slurm.checkpoint.store.fill import fill, set_aside_copies
-from verl_slurm.checkpoint.store.free_space import room_for
-from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.medium import room_for
+from verl_slurm.checkpoint.store.quarantine import fill, move_to_quarantine, set_aside_copies
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import TierFailed, TierFetched

@@ -1,26 +1,119 @@
-"""Prompts: read once, tokenised once, and handed out in an order that is a function of (seed, epoch).
+"""Prompts: read, divided into training and held out, rendered, tokenised once, and handed out in a fixed order.
 
-`sample_id` counts the responses of the whole run, n consecutive ones for each prompt (`rollout.samples_per_prompt`). It
-identifies an epoch, a prompt (`sample_id // n`) and one of its responses. So an offset is the whole state, and the
-noise of a response needs no other key.
+The order is a function of (seed, epoch). `sample_id` counts the responses of the whole run, n consecutive ones for each
+prompt (`rollout.samples_per_prompt`). It identifies an epoch, a prompt (`sample_id // n`) and one of its responses. So
+an offset is the whole state, and the noise of a response needs no other key.
+
+The prompt's text alone decides on which side of the division it is, the same on every machine and for every seed. So a
+prompt that occurs twice in the data is on one side both times, and an added line moves no other. A held-out prompt
+never trains, evaluated or not: switching the evaluation on or off changes nothing of the training.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
 from verl_slurm.dataset.prompts.directory import Content, prompts_below
 from verl_slurm.dataset.prompts.rows import Prompt
-from verl_slurm.trainer.chat import as_text, plain_text
 from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
-from verl_slurm.trainer.split import Row, Sides, drop_shared, first_by_digest, split_by_digest
 
-__all__ = ["Batch", "PromptData", "Recorded", "load_tokenizer", "read_sides"]
+__all__ = [
+    "Batch",
+    "PromptData",
+    "Recorded",
+    "Row",
+    "Sides",
+    "as_text",
+    "drop_shared",
+    "first_by_digest",
+    "load_tokenizer",
+    "plain_text",
+    "read_sides",
+    "split_by_digest",
+]
+
+
+def plain_text(where: str, prompt: Prompt) -> str:
+    """Returns the prompt unchanged; it must be text.
+
+    Raises:
+        DataError: it is a conversation.
+    """
+    if isinstance(prompt, str):
+        return prompt
+    raise no_conversations(where)
+
+
+def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callable[[str, Prompt], str]:
+    """Returns a function (place, prompt) → the text whose tokens the policy sees.
+
+    Args:
+        template: a chat template; None: the tokenizer's own.
+
+    Raises (when called):
+        DataError: no template for a conversation, or the template refuses it.
+    """
+
+    def render(where: str, prompt: Prompt) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        if template is None and not tokenizer.chat_template:
+            raise no_template(where)
+        try:
+            text = tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True, chat_template=template
+            )
+        # Templates are programs, and unexpected input surfaces as any of these.
+        except (TemplateError, ValueError, TypeError, KeyError) as error:
+            raise DataError(
+                "the chat template refuses a prompt",
+                where=where,
+                found=f"{type(error).__name__}: {error}",
+                expected="a conversation as the template wants it",
+                remedy="fix the row, or set data.chat_template",
+            ) from error
+        return str(text)
+
+    return render
+
+
+Row = tuple[str, str]
+"""Prompt and answer."""
+Sides = tuple[list[Row], list[Row]]
+"""The rows to train on and the held-out rows, each in the given order."""
+
+
+def split_by_digest(rows: Sequence[Row], fraction: float) -> Sides:
+    """Holds out about `fraction` (0 to 1) of the different prompts."""
+    limit = fraction * 2.0**64
+    chosen = {prompt for prompt, _ in rows if _number(prompt) < limit}
+    return [row for row in rows if row[0] not in chosen], [row for row in rows if row[0] in chosen]
+
+
+def drop_shared(rows: Sequence[Row], held_out: Sequence[Row]) -> list[Row]:
+    """Returns the rows whose prompt is not among the held-out ones."""
+    chosen = {prompt for prompt, _ in held_out}
+    return [row for row in rows if row[0] not in chosen]
+
+
+def first_by_digest(rows: Sequence[Row], most: int) -> list[Row]:
+    """Returns at most `most` different prompts, in the order of their digests: a fair share of a sorted file."""
+    different = {prompt: (prompt, answer) for prompt, answer in reversed(rows)}  # the first of each stays
+    return sorted(different.values(), key=lambda row: (_number(row[0]), row[0]))[:most]
+
+
+def _number(prompt: str) -> int:
+    """Returns the first 64 bits of the SHA-256 of the text."""
+    return int.from_bytes(hashlib.sha256(prompt.encode("utf-8", "surrogatepass")).digest()[:8], "big")
+
 
 Batch = dict[str, torch.Tensor]
 """Column name to CPU tensor; the first dimension is the sample."""
@@ -80,7 +173,7 @@ def read_sides(
     recorded: Recorded | None = None,
     render: Callable[[str, Prompt], str] = plain_text,
 ) -> Sides:
-    """Returns the prompts that train and the held-out ones (`trainer.split`).
+    """Returns the prompts that train and the held-out ones (`trainer.data`).
 
     Args:
         recorded: what the files must be; None: any files are accepted.

@@ -21,7 +21,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.writer.handle import SaverDied
-from verl_slurm.trainer.measures.timings import step_costs
+from verl_slurm.trainer.measures.metrics import step_costs
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.reward.swap import RewardSwap

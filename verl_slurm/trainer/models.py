@@ -24,12 +24,11 @@ from verl_slurm.causal_lm import ValueModel, accepted
 from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.config.schema import Attention, DistributedConfig
 from verl_slurm.trainer.data import Batch
+from verl_slurm.trainer.parallel.fsdp import policy_of, recompute_layers, shard_over_data, whole_parameters
 from verl_slurm.trainer.parallel.gradients import clip_over_grid
 from verl_slurm.trainer.parallel.grid import Grid
-from verl_slurm.trainer.parallel.layers import policy_of, recompute_layers, shard_over_data
 from verl_slurm.trainer.parallel.pipeline import LossOf, Passage, Stage, cut_stage
 from verl_slurm.trainer.parallel.tensor import cut_tensors, sum_head_gradients
-from verl_slurm.trainer.parallel.weights import whole_parameters
 
 __all__ = [
     "Models",

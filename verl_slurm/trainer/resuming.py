@@ -26,7 +26,7 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.loader import load_tensors, read_runtime_state
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.trainer.measures import console
-from verl_slurm.trainer.objective.schedule import schedule_record
+from verl_slurm.trainer.objective.optimizers import schedule_record
 from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.places import leaders
 from verl_slurm.trainer.state.orchestration import topology_of
@@ -117,7 +117,7 @@ def check_manifest(
     require_same_models(manifest, config, directory)
     if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
-    # The reward may be replaced while a run goes on: `trainer.reward.start` knows which one it must be.
+    # The reward may be replaced while a run goes on: `trainer.reward.files` knows which one it must be.
     roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
@@ -212,7 +212,7 @@ def load_replay(
 
     Damage in the ledger costs only time: what was in it is sampled again, the same.
 
-    Where rollouts of the running step were once refused (`trainer.rollout.sampler_gap`), those that `state` holds may
+    Where rollouts of the running step were once refused (`trainer.rollout.engines`), those that `state` holds may
     be the same: it is put back to the beginning of the step. Nothing was learned from them yet, and what has been
     sampled since is in the ledger.
 

@@ -16,8 +16,8 @@ from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
 from verl_slurm.checkpoint.format.components import Components
 from verl_slurm.checkpoint.format.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
-from verl_slurm.checkpoint.store.apply import apply_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
@@ -29,7 +29,7 @@ from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents, SavedChec
 from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.models import Models
-from verl_slurm.trainer.objective.schedule import schedule_record
+from verl_slurm.trainer.objective.optimizers import schedule_record
 from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.reward_state import reward_record
 from verl_slurm.trainer.state.train_state import TrainState, capture_state

@@ -55,11 +55,11 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
+from verl_slurm.trainer.reward.files import start_reward
 from verl_slurm.trainer.reward.scoring import build_reward
-from verl_slurm.trainer.reward.start import start_reward
 from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rollout.engines import build_engine
-from verl_slurm.trainer.rollout.samples import SampleLog
+from verl_slurm.trainer.rollout.records import SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.state.pinned_model import pinned_model

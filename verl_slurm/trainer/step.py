@@ -19,12 +19,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer.data import Batch, PromptData
-from verl_slurm.trainer.estimates import estimate
 from verl_slurm.trainer.evaluation import Evaluator
-from verl_slurm.trainer.measures.communication import COMMUNICATION, watch_collectives
 from verl_slurm.trainer.measures.metrics import step_measures
-from verl_slurm.trainer.measures.stopwatch import Stopwatch, memory_bytes
-from verl_slurm.trainer.mini_batches import MiniBatches
+from verl_slurm.trainer.measures.stopwatch import COMMUNICATION, Stopwatch, memory_bytes, watch_collectives
 from verl_slurm.trainer.models import (
     Models,
     clip_gradients,
@@ -35,17 +32,16 @@ from verl_slurm.trainer.models import (
     run_passes,
     values,
 )
-from verl_slurm.trainer.objective.advantages import token_kl
+from verl_slurm.trainer.objective.advantages import estimate, token_kl
 from verl_slurm.trainer.objective.losses import kl_loss, masked_mean, mean_of, policy_loss, value_loss
-from verl_slurm.trainer.objective.schedule import base_rates, learning_rate
+from verl_slurm.trainer.objective.optimizers import base_rates, learning_rate
 from verl_slurm.trainer.parallel.gradients import require_finite
 from verl_slurm.trainer.parallel.grid import Grid
+from verl_slurm.trainer.parallel.mini_batches import MiniBatches
 from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.reward.scoring import Reward, decode_responses
-from verl_slurm.trainer.rollout.engines import RolloutEngine
-from verl_slurm.trainer.rollout.ledger_writing import record, settle, take_back
-from verl_slurm.trainer.rollout.sampler_gap import gap_and_tokens, gap_limit, require_small_gap
-from verl_slurm.trainer.rollout.samples import SampleLog
+from verl_slurm.trainer.rollout.engines import RolloutEngine, gap_and_tokens, gap_limit, require_small_gap
+from verl_slurm.trainer.rollout.records import SampleLog, record, settle, take_back
 from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.train_state import TrainState, stacked, to_batch, update_metrics
 

@@ -35,11 +35,11 @@ from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
-from verl_slurm.checkpoint.store.free_space import room_for
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
+from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.verl.copying import How, copy_files, how_to_copy
-from verl_slurm.verl.resize import way_out
+from verl_slurm.verl.layout import way_out
 from verl_slurm.verl.shards import Judged, judge_step
 from verl_slurm.verl.tracker import tracker_file
 

@@ -1,4 +1,5 @@
-"""Interprets the names in a `global_step_N` of verl, and lists the missing ones. Pure.
+"""Interprets the names in a `global_step_N` of verl, lists the missing ones, and says what other ranks can do with it.
+Pure.
 
 As verl 0.9.1 writes it (`utils/checkpoint/fsdp_checkpoint_manager.py`, `trainer/ppo/v1/trainer_base.py`,
 `utils/checkpoint/checkpoint_handler.py`), with W ranks:
@@ -14,17 +15,24 @@ DIR/global_step_N/critic/                   the same, where there is a critic
 DIR/global_step_N/data.pt                   position of the data loader; SFT: data_D.pt for each data-parallel rank
 DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in flight, as pickles
 ```
+
+verl's FSDP shards can be read by as many ranks as wrote them, and no other number: with others verl looks for
+`model_world_size_W_rank_0.pt` and finds none. Its own merger makes a Hugging Face model of the shards (`python -m
+verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer, the schedule, the generators and
+the place in the data are lost.
 """
 
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from verl_slurm.checkpoint.format.info import Problem
 
-__all__ = ["Entry", "Layout", "missing_beside", "read_layout", "step_of"]
+__all__ = ["Entry", "Layout", "merge_command", "missing_beside", "read_layout", "step_of", "way_out"]
 
 Entry = Literal["ppo", "sft", "other"]
 """The trainer of verl that wrote it; other: none whose layout is known here."""
@@ -177,3 +185,25 @@ def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
 
 def _listed(sizes: Iterable[int]) -> str:
     return " and ".join(str(size) for size in sorted(sizes))
+
+
+def merge_command(step: Path, entry: str, target: str = "MODEL_DIR") -> str:
+    """Returns the command that makes a model of `global_step_N`.
+
+    Args:
+        step: the directory `global_step_N`.
+        entry: of verl's trainers; PPO's policy is in actor/.
+    """
+    local = step if entry == "sft" else step / "actor"
+    words = ("--backend", "fsdp", "--local_dir", str(local), "--target_dir", target)
+    return shlex.join(["python", "-m", "verl.model_merger", "merge", *words])
+
+
+def way_out(step: Path, entry: str, world_size: int | None) -> str:
+    """Returns the options of a user, for an error's remedy."""
+    model = "model.path" if entry == "sft" else "actor_rollout_ref.model.path"
+    as_before = f"keep {world_size} ranks (distributed.dp_size={world_size}), or " if world_size else ""
+    return (
+        f"{as_before}begin a new run from its weights alone (optimizer, schedule and place in the data are lost): "
+        f"`{merge_command(step, entry)}`, then verl.{model}=MODEL_DIR"
+    )

@@ -1,17 +1,23 @@
-"""Lists the releases of verl that were run under verl-slurm, and judges the others. Pure.
+"""Lists the releases of verl that were run under verl-slurm, judges the others, and finds the installed one.
 
 The hooks depend on little: SFT on `SFTTrainer`, its `training_client.train_batch` and its `ckpt_handler`; PPO on
 `register_trainer`, the v1 trainers' `on_step_end` and `_save_checkpoint`. Where these are missing, a run ends at its
 start. Only running a release shows that a run with them is right, and this is the list.
+
+verl itself is not imported, neither by submit nor at a start.
 """
 
+import importlib.metadata
+import importlib.util
 import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["OLDEST", "RELEASES", "Release", "judge", "require_usable"]
+__all__ = ["OLDEST", "RELEASES", "Release", "installed_verl", "judge", "require_installed", "require_usable"]
 
 Entry = Literal["sft", "ppo"]
 Word = Literal["run", "unknown", "too_old"]
@@ -88,3 +94,38 @@ def require_usable(version: str, entry: Entry) -> Release:
             remedy=f"pip install verl=={next(iter(RELEASES))}",
         )
     return release
+
+
+def installed_verl() -> str | None:
+    """Returns the version of verl in this Python, which is the job's; None: there is none. verl is not imported."""
+    try:
+        return importlib.metadata.version("verl")
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    spec = importlib.util.find_spec("verl")  # a checkout on PYTHONPATH
+    for place in (spec.submodule_search_locations or []) if spec is not None else []:
+        try:
+            return (Path(place) / "version" / "version").read_text(encoding="ascii").strip()
+        except (OSError, UnicodeDecodeError):
+            continue
+    return None
+
+
+def require_installed(entry: Entry, version: str | None) -> Release:
+    """Returns the known facts of the installed release.
+
+    Args:
+        version: `installed_verl()`.
+
+    Raises:
+        ConfigError: there is none, or one that cannot be served.
+    """
+    if version is None:
+        pip = f"{sys.executable} -m pip install verl=={next(iter(RELEASES))}"
+        raise ConfigError(
+            "verl is not installed in the Python that the job runs",
+            where=sys.executable,
+            expected="the package verl",
+            remedy=f"{pip}, or submit from the environment that has it",
+        )
+    return require_usable(version, entry)

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from verl_slurm_daemon.log_line import log_line
+from verl_slurm_daemon.journal import log_line
 
 __all__ = ["AgentLog", "quiet_streams"]
 

@@ -49,15 +49,20 @@ from verl_slurm.wire.messages import (
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
-from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket
-from verl_slurm_daemon.agent.store_socket import StoreSocket
+from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
 from verl_slurm_daemon.allocation.launcher import launcher_argv, launcher_env
 from verl_slurm_daemon.decide.leaving import Known
-from verl_slurm_daemon.link.channel import LeadLink, connect
-from verl_slurm_daemon.link.refusals import Refusals
-from verl_slurm_daemon.processes import child_setup, kill_tree, signal_ranks, tail
-from verl_slurm_daemon.reaping import bury_orphans
-from verl_slurm_daemon.signals import RELAYED, WARNINGS, listen
+from verl_slurm_daemon.link.channel import LeadLink, Refusals, connect
+from verl_slurm_daemon.processes import (
+    RELAYED,
+    WARNINGS,
+    bury_orphans,
+    child_setup,
+    kill_tree,
+    listen,
+    signal_ranks,
+    tail,
+)
 
 if TYPE_CHECKING:
     from verl_slurm_daemon.agent.metrics_page import AgentMetrics

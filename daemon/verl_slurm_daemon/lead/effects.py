@@ -20,7 +20,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.trained_with import note_trained_with, trained_with
+from verl_slurm.checkpoint.store.run_config import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
@@ -56,9 +56,8 @@ from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_b
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, parts_since
 from verl_slurm_daemon.lead.tier_child import TierMover
-from verl_slurm_daemon.link.channel import AgentLink, serve
+from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 from verl_slurm_daemon.link.rank_store import RankStore
-from verl_slurm_daemon.link.refusals import Refusals
 
 __all__ = ["Effects"]
 

@@ -8,12 +8,15 @@ One attempt, in order:
 3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.
    After a requeue outside Slurm, the next attempt begins in this process.
+
 """
 
 import asyncio
 import os
 import signal
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -46,15 +49,14 @@ from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import State
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
-from verl_slurm_daemon.lead.prestarted_threads import keep_threads
 from verl_slurm_daemon.lead.start import PAUSES_S, SIGNALS, prepare, say_again, start_failed
-from verl_slurm_daemon.reaping import bury_orphans
-from verl_slurm_daemon.signals import listen
+from verl_slurm_daemon.processes import bury_orphans, listen
+
+__all__ = ["keep_threads", "run_lead"]
 
 if TYPE_CHECKING:
     from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
-__all__ = ["run_lead"]
 
 _STATUS_EVERY_S = 1.0
 _FENCE_EVERY_S = 2.0
@@ -377,3 +379,25 @@ def _leave(code: ExitCode, allocation: Allocation) -> NoReturn:
         argv = [sys.executable, "-P", "-m", "verl_slurm_daemon", *sys.argv[1:]]
         os.execv(sys.executable, argv)  # noqa: S606 - an argument list of ours; no shell is what we want
     os._exit(int(code))
+
+
+_THREADS = 8
+"""More than a lead was ever seen to use at once: a scrub, a read-back, a look at the journal, and requests to Slurm."""
+
+
+def keep_threads(loop: asyncio.AbstractEventLoop) -> None:
+    """Makes `asyncio.to_thread` use threads that are started now.
+
+    Reading a save back and asking Slurm each need a thread. If the node or the job's control group cannot start one at
+    the end of a job, the lead would leave without asking for the requeue.
+    """
+    pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="lead")
+    all_there = threading.Barrier(_THREADS + 1)
+    with suppress(RuntimeError, threading.BrokenBarrierError):  # none can be started now
+        try:
+            for _ in range(_THREADS):
+                pool.submit(all_there.wait)
+        except RuntimeError:
+            all_there.abort()
+        all_there.wait()
+    loop.set_default_executor(pool)

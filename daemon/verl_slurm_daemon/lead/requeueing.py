@@ -9,7 +9,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import DaemonConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.avoided import avoided_nodes
+from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal

@@ -15,7 +15,7 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.frozen_check import frozen_digests
+from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.scrub import next_due, scrub_frozen, scrub_one
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.journal.events import Scrubbed

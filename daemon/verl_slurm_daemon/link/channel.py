@@ -1,4 +1,8 @@
-"""The TCP channel between lead and agents: sockets here, bytes and rules in `verl_slurm.wire.framing`."""
+"""The TCP channel between lead and agents: sockets here, bytes and rules in `verl_slurm.wire.framing`.
+
+`Refusals` counts refused connections, of this port and of an agent's sockets. The first, tenth, hundredth, ... is
+reported, so that no stranger fills a disk.
+"""
 
 import asyncio
 import contextlib
@@ -13,7 +17,29 @@ from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
-__all__ = ["AgentLink", "LeadLink", "connect", "serve"]
+__all__ = ["AgentLink", "LeadLink", "Refusals", "connect", "serve"]
+
+
+class Refusals:
+    """The refusals at one port or socket.
+
+    Args:
+        reasons: all possible reasons; a stranger's text never becomes one.
+        tell: called with the reason, the peer, and the count so far.
+    """
+
+    def __init__(self, reasons: tuple[str, ...], tell: Callable[[str, str, int], None]) -> None:
+        self.counts = dict.fromkeys(reasons, 0)
+        self._tell, self._next = tell, 1
+
+    def add(self, reason: str, peer: str) -> None:
+        """Counts one more."""
+        self.counts[reason] += 1
+        total = sum(self.counts.values())
+        if total >= self._next:
+            self._next = 10 * total
+            self._tell(reason, peer, total)
+
 
 _HANDSHAKE_S = 5.0
 _READ_BYTES = 64 * 1024

@@ -10,8 +10,8 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.models import load_causal_lm, load_critic
+from verl_slurm.trainer.parallel.fsdp import recompute_layers
 from verl_slurm.trainer.parallel.grid import Grid
-from verl_slurm.trainer.parallel.layers import recompute_layers
 from verl_slurm.trainer.parallel.pipeline import Line, Passage, Stage, layers_of, owner_of
 from verl_slurm.trainer.parallel.places import Place3
 from verl_slurm.trainer.parallel.replica import Replica, decode_batch, encode_batch

@@ -3,7 +3,7 @@
 `fixed`: at every multiple of `every_steps` and of `runtime_every_steps`.
 
 `adaptive`: at every multiple of the interval that `intervals` gives for the step. While the loss is volatile
-(`volatility.py`) the interval is halved, but not below `min_every_steps`. So a state from before the trouble is never
+(see below) the interval is halved, but not below `min_every_steps`. So a state from before the trouble is never
 far.
 
 `young_daly`: at the number of steps after the last save that costs the least total time for saving and for repeating
@@ -12,7 +12,7 @@ lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a 
 
     sqrt(2 C M) * (1 + sqrt(C / 2M) / 3 + (C / 2M) / 9) - C         and M for all others.
 
-C is the training time that one save takes (`trainer.measures.cost`), not the time until it is durable. M is counted
+C is the training time that one save takes (`trainer.pace`), not the time until it is durable. M is counted
 from the journal (`interruptions.py`). No save begins while another is being written. Between two saves there is a step
 without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
 repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom. The interval is at
@@ -21,16 +21,99 @@ most `every_steps`, whatever is measured.
 At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
 rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
 (`trainer.pace`).
+
+Whether the loss is volatile is judged from the rows of the metric history. A value is an OUTLIER when it lies far
+from the values before it, by the modified z-score
+
+    z = |x - median(B)| / max(1.4826 * MAD(B), 0.01 * |median(B)|)        outlier: z > 3.5, or x not finite
+
+with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|. 1.4826 makes MAD
+the standard deviation of normal values. 3.5 is the cut of Iglewicz and Hoaglin, "How to detect and handle outliers"
+(1993). A coefficient of variation would not work: the policy loss of PPO lies around zero. B leaves out the newest
+values, so that a burst does not excuse itself.
+
+The verdict has hysteresis: volatile from ENTER outliers among the NEWEST values of a metric, until there is none. Rows
+older than the history (256) are forgotten, so a loss that stays at a new level becomes the new normal. The history is
+the same on every rank and after every resume, to the bit; so is the verdict.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 
-from verl_slurm.checkpoint.decide.volatility import judge_volatility
 from verl_slurm.config.schema import CheckpointConfig
 
-__all__ = ["Costs", "Due", "Interval", "daly_interval_s", "decide", "is_partial_due", "plan_interval"]
+__all__ = [
+    "BASELINE",
+    "ENTER",
+    "METRICS",
+    "NEWEST",
+    "Costs",
+    "Due",
+    "Interval",
+    "Volatility",
+    "daly_interval_s",
+    "decide",
+    "is_partial_due",
+    "judge_volatility",
+    "outliers",
+    "plan_interval",
+]
+
+METRICS = ("policy_loss", "value_loss")
+NEWEST = 8
+ENTER = 3
+BASELINE = 32
+_LEAST_BASELINE = 16
+_CUT = 3.5
+_NORMAL = 1.4826
+_LEAST_SPREAD = 0.01
+_TINY = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volatility:
+    """The verdict, and its basis in words."""
+
+    volatile: bool
+    reason: str
+
+
+def outliers(values: Sequence[float]) -> int | None:
+    """Counts the outliers among the NEWEST of `values` (oldest first); None: too few values to tell."""
+    baseline = [value for value in values[:-NEWEST][-BASELINE:] if math.isfinite(value)]
+    if len(baseline) < _LEAST_BASELINE:
+        return None
+    middle = median(baseline)
+    spread = _NORMAL * median(abs(value - middle) for value in baseline)
+    scale = max(spread, _LEAST_SPREAD * abs(middle), _TINY)
+    return sum(not math.isfinite(value) or abs(value - middle) > _CUT * scale for value in values[-NEWEST:])
+
+
+def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
+    """Walks the history from its oldest row, calm at first, and returns the final verdict.
+
+    Args:
+        history: rows of metrics, oldest first; a metric that a row lacks counts as not finite.
+    """
+    found = {name: _judge([row.get(name, math.nan) for row in history]) for name in METRICS}
+    volatile = [
+        f"{name} ({count} of the last {NEWEST} outliers)" for name, (on, count) in found.items() if on
+    ]
+    if volatile:
+        return Volatility(volatile=True, reason=f"volatile: {', '.join(volatile)}")
+    if len(history) < _LEAST_BASELINE + NEWEST:
+        return Volatility(volatile=False, reason="too few steps to call the loss volatile")
+    return Volatility(volatile=False, reason="the loss is calm")
+
+
+def _judge(values: Sequence[float]) -> tuple[bool, int]:
+    on, count = False, 0
+    for end in range(_LEAST_BASELINE + NEWEST, len(values) + 1):
+        count = outliers(values[max(0, end - NEWEST - BASELINE) : end]) or 0
+        on = count >= ENTER or (on and count > 0)
+    return on, count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Decides what to keep and what to drop, each with its reason. Pure. `apply.py` carries it out.
+"""Decides what to keep and what to drop, each with its reason. Pure. `pruning.py` carries it out.
 
 keep and drop together are all committed checkpoints; torn, quarantined and foreign entries are not planned. A plan
 keeps, in this order of reasons:

@@ -1,4 +1,4 @@
-"""Judges whether a save fits and whether the medium is healthy: verdicts with reasons. Pure; `free_space.py` asks the
+"""Judges whether a save fits and whether the medium is healthy: verdicts with reasons. Pure; `medium.py` asks the
 system.
 
 ROOM. A file system's free space is not what a user may take: on most file systems statvfs leaves out quotas of users,

@@ -72,7 +72,7 @@ directory, which `commit.sweep` removes at the next start; after it, a whole che
 
 ## 5. Who may remove
 
-`apply.apply_prune` removes what a plan names, renamed to a staging name first. `commit.abort` and `sweep` remove
+`pruning.apply_prune` removes what a plan names, renamed to a staging name first. `commit.abort` and `sweep` remove
 staging directories. `recover` moves to quarantine and removes nothing.
 """
 

@@ -1,19 +1,25 @@
 """Exports a checkpoint into files that other programs read: verified first, whole or not at all.
 
-Order: look at `--out` → verify every byte → make a directory under a hidden name beside it (`output`) → a child
-process with torch (`verl_slurm.export`) fills that → fsync all → rename → fsync of the parent.
+Order: look at `--out` → verify every byte → make a directory under a hidden name beside it → a child process with torch
+(`verl_slurm.export`) fills that → fsync all → rename → fsync of the parent. Any failure before the rename removes the
+directory, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden name.
 """
 
 import json
+import os
+import secrets
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from types import FrameType
+from typing import IO, Any, Literal, NoReturn
 
 import msgspec
 
@@ -27,18 +33,26 @@ from verl_slurm.base.errors import (
     SchemaMismatch,
     VerlSlurmError,
 )
+from verl_slurm.base.files import fsync_path, rename
 from verl_slurm.base.packages import require_packages
 from verl_slurm.checkpoint.format.components import require_own
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.inspect.compare import torch_environment
 from verl_slurm.checkpoint.inspect.contents import known_manifest
-from verl_slurm.checkpoint.store.output import make_durable, require_free, staged
-from verl_slurm.checkpoint.store.run_keys import keys_for
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.dataset.fingerprint.record import fingerprint
 
-__all__ = ["RECORD", "Exported", "Layout", "Progress", "Role", "Wish", "export"]
+__all__ = [
+    "RECORD",
+    "Exported",
+    "Layout",
+    "Progress",
+    "Role",
+    "Wish",
+    "export",
+]
 
 Layout = Literal["hf", "single-file", "split"]
 Role = Literal["actor", "critic"]
@@ -138,7 +152,7 @@ def export(
     require_packages("torch", "transformers", "safetensors", wanted_by="export")
     # Resolve the parent's links, not `out` itself: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
-    require_free(out, directory)
+    _require_free(out, directory)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
     require_own(manifest, directory)
@@ -155,11 +169,11 @@ def export(
     if wish.is_first_model:
         progress(Progress(phase="model"))
         _require_first_model(wish.model, verdict.manifest)
-    with staged(out) as staging:
+    with _staged(out) as staging:
         peak = _fill(directory, verdict.manifest.digest, staging, wish, progress, key_file)
         _record(staging, verdict.manifest, wish)
         progress(Progress(phase="sync"))
-        num_files, num_bytes = make_durable(staging)
+        num_files, num_bytes = _make_durable(staging)
     return Exported(
         out=str(out),
         checkpoint=manifest.name,
@@ -268,3 +282,72 @@ def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
     del how["out"], how["is_first_model"]
     text = json.dumps({"checkpoint": origin, "export": how}, indent=1, sort_keys=True)
     (staging / RECORD).write_text(text + "\n")
+
+
+def _require_free(out: Path, checkpoint: Path) -> None:
+    """Refuses a place that holds something, or that lies in a checkpoint or among those of a run.
+
+    Raises:
+        PermissionRefused: it is such a place.
+        NotFound: its parent directory does not exist.
+    """
+    home = checkpoint.resolve()
+    places = {home} | ({home.parent} if home.parent.name == "checkpoints" else set())
+    if places & {out, *out.parents}:
+        raise PermissionRefused(
+            "an export has no place among checkpoints", where=out, remedy="choose --out outside the run"
+        )
+    if not out.parent.is_dir():
+        raise NotFound(
+            "the directory to export into is not there", where=out.parent, remedy=f"mkdir -p {out.parent}"
+        )
+    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
+        raise PermissionRefused(
+            "something is in the way of the export",
+            where=out,
+            expected="nothing, or an empty directory",
+            remedy="choose another --out, or remove it",
+        )
+
+
+@contextmanager
+def _staged(out: Path) -> Iterator[Path]:
+    """Yields a directory that becomes `out` when the body succeeds, and is removed when it fails. Runs in the main
+    thread.
+
+    Raises:
+        PermissionRefused: an OSError of the body or of the rename, as one line.
+    """
+
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.export.tmp"
+    # SIGTERM (a batch job's end) would end Python without running `finally`.
+    former = signal.signal(signal.SIGTERM, stop)
+    try:
+        staging.mkdir(mode=0o700)
+        yield staging
+        rename(staging, out)
+    except OSError as error:
+        raise PermissionRefused(
+            "the export could not be written",
+            where=error.filename or out,
+            found=error.strerror or error,
+            remedy="make room, or choose another --out",
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        signal.signal(signal.SIGTERM, former)
+
+
+def _make_durable(staging: Path) -> tuple[int, int]:
+    """Sets the modes of all of it and fsyncs it; returns the number of files and their bytes."""
+    num_files = num_bytes = 0
+    for path in sorted(staging.rglob("*"), reverse=True):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+        fsync_path(path)
+        if path.is_file():
+            num_files, num_bytes = num_files + 1, num_bytes + path.stat().st_size
+    fsync_path(staging)
+    return num_files, num_bytes

@@ -1,25 +1,171 @@
-"""Stores models that do not train (reference, reward) once by content: `RUN/frozen/<digest>/`.
+"""Stores models that do not train (reference, reward) once by content, and checks them: `RUN/frozen/<digest>/`.
 
 Every checkpoint names them by digest and holds no copy. The first start makes the copy from what it has just read and
 hashed. The copy is complete once it has its name: written aside, fsynced, hashed again, renamed. So a run can always be
-restored, even if its original model directory is gone. Every start reads the copy back. A damaged copy moves to
-RUN/frozen/quarantine, and a new one is made while the model is still unchanged.
+restored, even if its original model directory is gone. Every start reads the copy back from the medium, every byte. A
+damaged copy moves to RUN/frozen/quarantine, and a new one is made while the model is still unchanged.
+
+The name is the digest of the model's tree as it was read, links told from files. A copy has no links, so a record
+beside it describes the original tree (`<digest>.json`, a `Fingerprint` that has that digest: it proves itself). A copy
+older than these records is judged by what the caller has just seen of the source, or by its own tree, which is the same
+if the source had no links. Otherwise it cannot be judged, and the verdict says so.
 """
 
+import errno
+import hashlib
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
+import msgspec
+
+from verl_slurm.base import bounded
 from verl_slurm.base.errors import DataError
-from verl_slurm.base.files import fsync_path, private_dir, rename
+from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.frozen_check import check_frozen, frozen_digests, record_frozen
+from verl_slurm.checkpoint.format.info import Problem, Verdict
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.tree import names_in
+from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.record import FileDigest, Fingerprint, fingerprint
 
-__all__ = ["read_back_others", "store_frozen"]
+__all__ = ["check_frozen", "frozen_digests", "read_back_others", "record_frozen", "store_frozen"]
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_BLOCK = 4 << 20
+_Contents = dict[str, tuple[int, str]]
+"""Path → size and SHA-256; an empty directory's is empty."""
+
+
+def frozen_digests(paths: RunPaths) -> list[str]:
+    """Lists the names of the stored copies, sorted."""
+    names = names_in(paths.run, paths.frozen)
+    return sorted(n for n in names if _DIGEST.fullmatch(n) and (paths.frozen / n).is_dir())
+
+
+def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
+    """Records the expected content of the copy of that digest, durably; does nothing if the record exists."""
+    if _record(paths, seen.digest) is None:
+        write_file(_record_path(paths, seen.digest), msgspec.json.encode(seen, order="sorted") + b"\n")
+
+
+def check_frozen(
+    paths: RunPaths, digest: str, *, seen: Fingerprint | None = None, bytes_per_s: float | None = None
+) -> Verdict:
+    """Reads one copy back. Runs at every start.
+
+    Args:
+        digest: its name.
+        seen: the present fingerprint of the source; counts if it has that digest.
+        bytes_per_s: read no faster; None: no limit.
+
+    Returns:
+        The verdict; `damaged` if bytes differ beyond doubt. Never raises for what it finds.
+    """
+    began = time.monotonic()
+    problems: list[Problem] = []
+    found: _Contents = {}
+    try:
+        for path, size, sha256 in _read(paths.frozen / digest, problems, bytes_per_s):
+            found[path] = (size, sha256)
+    except OSError as error:
+        problems.append(_unreadable(".", error))
+    expected = _expected(paths, digest, seen)
+    if expected is not None:
+        unread = {problem.path for problem in problems}
+        problems += _differences(expected, found, unread)
+    elif not problems and _digest_of(found) != digest:
+        what = "not its own tree's digest, and nothing says which of its files were links: not to be judged"
+        problems.append(Problem(path=".", what=what, kind="version"))
+    return Verdict(
+        name=f"frozen/{digest}",
+        ok=not problems,
+        problems=tuple(sorted(problems, key=lambda problem: problem.path)),
+        manifest=None,
+        num_bytes=sum(size for size, _ in found.values()),
+        seconds=time.monotonic() - began,
+    )
+
+
+def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Iterator[tuple[str, int, str]]:
+    """Yields (path, size, SHA-256) of every file, and of every empty directory; follows no link."""
+
+    def failed(error: OSError) -> None:
+        raise error
+
+    began, total = time.monotonic(), 0
+    for folder, folders, names in os.walk(root, onerror=failed):
+        here = os.path.relpath(folder, root)
+        if not folders and not names and here != ".":
+            yield here, 0, ""
+        for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
+            path = os.path.normpath(os.path.join(here, name))
+            digest, size = hashlib.sha256(), 0
+            try:
+                fd = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+                with os.fdopen(fd, "rb", buffering=0) as file:
+                    # Cached pages say nothing about the medium.
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                    while block := file.read(_BLOCK):
+                        digest.update(block)
+                        size, total = size + len(block), total + len(block)
+                        if bytes_per_s:  # only elapsed time can show a speed limit
+                            time.sleep(max(0.0, began + total / bytes_per_s - time.monotonic()))
+            except OSError as error:
+                problems.append(_unreadable(path, error))
+                continue
+            yield path, size, digest.hexdigest()
+
+
+def _unreadable(path: str, error: OSError) -> Problem:
+    if error.errno == errno.ELOOP:
+        return Problem(path=path, what="a link where a plain file belongs")
+    return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind="unreadable")
+
+
+def _differences(expected: _Contents, found: _Contents, unread: set[str]) -> list[Problem]:
+    problems = [Problem(path=p, what="missing") for p in expected.keys() - found.keys() - unread]
+    problems += [Problem(path=p, what="extra: not in the model") for p in found.keys() - expected.keys()]
+    for path in expected.keys() & found.keys():
+        if expected[path] != found[path]:
+            (size, sha256), (here, other) = expected[path], found[path]
+            what = f"size {here}, expected {size}" if here != size else f"sha256 {other}, expected {sha256}"
+            problems.append(Problem(path=path, what=what))
+    return problems
+
+
+def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Contents | None:
+    known = seen if seen is not None and seen.digest == digest else _record(paths, digest)
+    if known is None:
+        return None
+    return {path: (entry.size, entry.sha256) for path, entry in known.files.items()}
+
+
+def _record(paths: RunPaths, digest: str) -> Fingerprint | None:
+    """Returns the record; None if it is missing or does not have the digest."""
+    try:
+        data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
+        record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
+        return record if sealed(record.files).digest == digest else None
+    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+
+
+def _digest_of(found: _Contents) -> str:
+    return sealed(
+        {
+            path: FileDigest(size=size, sha256=sha256, kind="file" if sha256 else "directory")
+            for path, (size, sha256) in found.items()
+        }
+    ).digest
+
+
+def _record_path(paths: RunPaths, digest: str) -> Path:
+    return paths.frozen / f"{digest}.json"
 
 
 def store_frozen(

@@ -38,7 +38,7 @@ from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, Manifest
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
-from verl_slurm.checkpoint.store.fill import fill, set_aside_copies
+from verl_slurm.checkpoint.store.quarantine import fill, set_aside_copies
 from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 

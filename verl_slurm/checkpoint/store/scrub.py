@@ -14,7 +14,7 @@ import msgspec
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
-from verl_slurm.checkpoint.store.frozen_check import check_frozen
+from verl_slurm.checkpoint.store.frozen import check_frozen
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 

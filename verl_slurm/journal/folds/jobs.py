@@ -1,11 +1,13 @@
-"""Which jobs a run has had, which one it has, and how it ended."""
+"""Which jobs a run has had, which one it has, how it ended, and which nodes the next one stays away from."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from datetime import datetime
 
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.events import (
+    Avoid,
     CancelAsked,
     Cluster,
     Ended,
@@ -19,6 +21,7 @@ from verl_slurm.journal.events import (
 
 __all__ = [
     "Submission",
+    "avoided_nodes",
     "began_again",
     "cancelled_task",
     "ended_cancelled",
@@ -145,3 +148,26 @@ def _of_array(events: Iterable[Event], job_id: str | None, array: str | None) ->
     return array is not None and any(
         isinstance(event, Started) and event.job_id == job_id and event.array == array for event in events
     )
+
+
+def avoided_nodes(
+    events: Iterable[Event], new: Collection[str], now: datetime, for_s: float
+) -> tuple[str, ...]:
+    """The nodes to name to Slurm, sorted.
+
+    Args:
+        new: nodes found out just now.
+        now: with a time zone.
+        for_s: how long a node stays away.
+    """
+    nodes = set(new) if for_s > 0 else set()
+    for event in events:
+        if not isinstance(event, Avoid):
+            continue
+        try:
+            age_s = (now - datetime.fromisoformat(event.time)).total_seconds()
+        except (ValueError, TypeError):
+            continue  # damaged, or without a time zone
+        if age_s < for_s:
+            nodes.update(event.nodes)
+    return tuple(sorted(nodes))

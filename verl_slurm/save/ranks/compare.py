@@ -20,7 +20,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.tensor_index import TensorEntry, slabs
 from verl_slurm.checkpoint.store.reader import CheckpointReader
-from verl_slurm.checkpoint.store.run_keys import keys_for
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.codec import facts
 from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE

@@ -11,8 +11,7 @@ import msgspec
 
 from verl_slurm.base.files import make_private
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.pending_save import PendingSave
-from verl_slurm.save.writer.media import Medium, MediumResult, problems_of
+from verl_slurm.save.ranks.pending_save import Medium, MediumResult, PendingSave, problems_of
 from verl_slurm.save.writer.metadata_files import write_small
 
 __all__ = ["write_to_medium"]

@@ -40,16 +40,18 @@ from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.medium_results import write_to_medium
 from verl_slurm.save.ranks.pending_save import (
     LocalPlace,
+    Medium,
+    MediumResult,
     PendingSave,
     Provenance,
     SaveContents,
     SavePlan,
     manifest_of,
+    why_not_shared,
 )
 from verl_slurm.save.ranks.second_copy import SecondCopy
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.ranks.tensors import Tensors
-from verl_slurm.save.writer.media import Medium, MediumResult, why_not_shared
 from verl_slurm.save.writer.metadata_files import begin_sealing, cipher_for, seal_small
 from verl_slurm.save.writer.protocol import Sealing, Write
 

@@ -23,8 +23,7 @@ from verl_slurm.checkpoint.store.local_copy import (
 )
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.medium_results import write_to_medium
-from verl_slurm.save.ranks.pending_save import LocalPlace, PendingSave
-from verl_slurm.save.writer.media import Medium, MediumResult, problems_of
+from verl_slurm.save.ranks.pending_save import LocalPlace, Medium, MediumResult, PendingSave, problems_of
 
 __all__ = ["SecondCopy"]
 

@@ -6,13 +6,19 @@ with the weights as they are, so the fence hardly ever has to wait. Then the wri
 (`save.writer.protocol`), and the thread waits for its answers.
 
 The arena holds one state. A save that begins while the one before is being written waits for it.
+
+The arena's pages are pinned, so that a GPU copies into them directly, beside the training. Without that a copy goes
+through a small buffer of the driver, and holds up the thread that asked for it: slower, and still right. So if the
+driver refuses (a limit of locked memory, a kernel that cannot), saving goes on.
 """
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -21,7 +27,6 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.layout import Layout, plan_layout
-from verl_slurm.save.ranks.pinning import pin, unpin
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.arena import Arena, available_memory
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
@@ -118,7 +123,7 @@ class Staging:
         self._saver.close()
         if self.pinned:
             # Before the memory goes: the driver would keep its pages, and refuse the next arena at this address.
-            unpin(self._arena, self._device)
+            _unpin(self._arena, self._device)
         self._copies.clear()
         self._arena.close()
 
@@ -126,7 +131,7 @@ class Staging:
         # The saver does the same meanwhile: whichever comes to a page first makes it, the other one maps it.
         self._arena.fault_in()
         if self._device is not None:
-            self.pinned = pin(self._arena, self._device)
+            self.pinned = _pin(self._arena, self._device)
 
     def _wait_for_saver(self) -> None:
         """Not before the copy: training waits for that one only."""
@@ -178,3 +183,30 @@ def _require_memory(num_bytes: int, ranks: int) -> None:
             expected=f"{num_bytes} bytes for each of {ranks} ranks",
             remedy="ask for more memory (slurm.mem_mb_per_node), or for more ranks",
         )
+
+
+def _pin(arena: Arena, device: torch.device | None) -> bool:
+    """Lock the arena's pages, which takes a moment for each GB; whether the driver did it."""
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostRegister(_address(arena), arena.size, 0))  # type: ignore[no-untyped-call]
+        if not code:
+            return True
+        with suppress(RuntimeError):
+            # The runtime hands its last error to whoever asks next, any kernel of this thread: it is asked now.
+            torch.zeros(1, device=device)
+    sys.stderr.write(
+        f"saving copies more slowly: {arena.size} bytes cannot be pinned (CUDA error {code}); see ulimit -l\n"
+    )
+    return False
+
+
+def _unpin(arena: Arena, device: torch.device | None) -> None:
+    """Undo it, before the memory is unmapped."""
+    with torch.cuda.device(device):
+        code = int(torch.cuda.cudart().cudaHostUnregister(_address(arena)))  # type: ignore[no-untyped-call]
+    if code:
+        sys.stderr.write(f"the staging arena stays pinned (CUDA error {code})\n")
+
+
+def _address(arena: Arena) -> int:
+    return torch.frombuffer(arena.view, dtype=torch.uint8).data_ptr()

@@ -16,8 +16,8 @@ from verl_slurm.base.errors import NoRoom
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checkpoint.store.free_space import room_for
-from verl_slurm.checkpoint.store.frozen_check import frozen_digests
+from verl_slurm.checkpoint.store.frozen import frozen_digests
+from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_files import num_parameters

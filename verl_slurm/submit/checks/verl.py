@@ -19,8 +19,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_files import weights_problem
 from verl_slurm.verl.composing import checked_settings
 from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings
-from verl_slurm.verl.installed import installed_verl, require_installed
-from verl_slurm.verl.layout import step_of
+from verl_slurm.verl.layout import step_of, way_out
 from verl_slurm.verl.overrides import (
     OwnSettings,
     Setting,
@@ -28,8 +27,7 @@ from verl_slurm.verl.overrides import (
     require_possible,
     user_settings,
 )
-from verl_slurm.verl.releases import Entry
-from verl_slurm.verl.resize import way_out
+from verl_slurm.verl.releases import Entry, installed_verl, require_installed
 
 __all__ = ["check_verl", "require_same_ranks"]
 
@@ -60,7 +58,7 @@ def check_verl(
     Args:
         config: `trainer.backend: verl`, paths absolute.
         committed: checkpoints of the run, newest first.
-        ask_version: `verl.installed.installed_verl`.
+        ask_version: `verl.releases.installed_verl`.
 
     Raises:
         ConfigError: another number of ranks than the checkpoint's, no verl, or settings that verl cannot read.

@@ -1,5 +1,7 @@
-"""Computes diagnostics of a step from its buffers: the spread of scores and the quality of the critic. Training does
-not depend on them.
+"""Computes the columns of a step that describe it: the spread of scores, the quality of the critic, and what it cost.
+
+Training does not depend on them. The costs (`step_costs`) go to the curves, the daemon and `steps.jsonl`, never into
+the history.
 """
 
 import math
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["explained_variance", "spread_of_scores", "step_measures"]
+__all__ = ["explained_variance", "spread_of_scores", "step_costs", "step_measures"]
 
 
 def step_measures(
@@ -73,3 +75,40 @@ def _variance(count: float, total: float, squares: float) -> float:
         return 0.0
     mean = total / count
     return max(squares / count - mean * mean, 0.0)
+
+
+def step_costs(
+    phases: Mapping[str, float],
+    parts: Mapping[str, float],
+    *,
+    step_s: float,
+    waited_s: float,
+    trained_tokens: int,
+    memory: int,
+) -> dict[str, float]:
+    """Returns all timings of a whole step of this rank.
+
+    Args:
+        phases: `generate_s`, `score_s`, `update_s`, `eval_s` if the step was evaluated, `tokens_per_second` (sampled
+            over all ranks, divided by the seconds of sampling).
+        parts: `actor_update_s`, `critic_update_s`, `communication_s` (`trainer.measures.stopwatch`).
+        step_s: from the end of the previous step, with saves and all waiting.
+        waited_s: in small collectives between the ranks (`Collective.waited_s`).
+        trained_tokens: that the actor was updated on, over all ranks and epochs.
+        memory: `memory_bytes`.
+
+    Returns:
+        phases and parts, and `step_s`; `communication_share` of the step; `actor_tokens_per_second` of the actor's
+        updates; `memory_bytes`.
+    """
+    communication_s = parts.get("communication_s", 0.0) + waited_s
+    actor_s = parts.get("actor_update_s", 0.0)
+    return {
+        **phases,
+        **parts,
+        "communication_s": communication_s,
+        "step_s": step_s,
+        "communication_share": min(communication_s / step_s, 1.0) if step_s > 0.0 else 0.0,
+        "actor_tokens_per_second": trained_tokens / actor_s if actor_s > 0.0 else 0.0,
+        "memory_bytes": float(memory),
+    }

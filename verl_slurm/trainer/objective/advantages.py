@@ -1,14 +1,22 @@
-"""Turns a score for each sample into an advantage for each token. Pure.
+"""Turns a score for each sample into an advantage for each token, with the penalty for the distance to the reference.
+Pure.
 
-N samples, T response positions; `mask` is true up to and including the end-of-sequence token.
+N samples, T response positions; `mask` is true up to and including the end-of-sequence token. `estimate` chooses by
+the configured algorithm; `AdaptiveKL` moves the penalty's coefficient from step to step.
 """
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from verl_slurm.config.schema import RunConfig
+
 __all__ = [
+    "AdaptiveKL",
+    "estimate",
     "gae",
     "group_advantages",
     "masked_moments",
@@ -151,3 +159,83 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, eps: float = 1e-8) -> Te
     variance = (moments[2] / count - mean * mean).clamp(min=0.0)
     white = (x.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, white, torch.zeros_like(white)).to(x.dtype)
+
+
+def estimate(
+    scored: Mapping[str, Tensor],
+    mask: Tensor,
+    *,
+    kl_coef: float,
+    config: RunConfig,
+    total: Callable[[Sequence[float]], list[float]],
+) -> dict[str, Tensor]:
+    """Returns advantages and, with a critic, its targets.
+
+    Args:
+        scored: scores [N], old_logprobs, ref_logprobs, with a critic old_values [N, T]: this rank's, of a whole step,
+            with the responses to a prompt consecutive.
+        mask: bool [N, T].
+        kl_coef: of the penalty; unused where the KL is in the loss.
+        total: sums numbers over all ranks; collective, called by PPO alone.
+
+    Returns:
+        advantages float32 [N, T]; with a critic whitened over all ranks, and returns float32 [N, T].
+    """
+    train = config.train
+    kl = token_kl(
+        scored["old_logprobs"], scored["ref_logprobs"], mask, "k3" if train.kl_estimator == "k3" else "k1"
+    )
+    kl_coef = kl_coef if train.kl_in == "reward" else 0.0
+    if train.algorithm == "grpo":
+        totals = penalised_scores(scored["scores"], kl, kl_coef)
+        group = config.rollout.samples_per_prompt
+        return {"advantages": group_advantages(totals, mask, group=group, scale=train.advantage_scale)}
+    rewards = token_rewards(scored["scores"], kl, mask, kl_coef)
+    advantages, returns = gae(
+        rewards, scored["old_values"], mask, gamma=train.gamma, gae_lambda=train.gae_lambda
+    )
+    moments = total(masked_moments(advantages, mask).tolist())
+    white = whiten(advantages, mask, torch.tensor(moments, dtype=torch.float64))
+    return {"advantages": white, "returns": returns}
+
+
+# Ziegler et al. 2019 (arXiv:1909.08593, section 2.2): e = clip(KL / target - 1, -0.2, 0.2) and
+# beta <- beta (1 + K e) with K = 0.1. The mean of a window replaces the single step's KL: one lucky batch
+# of a small run must not swing the coefficient.
+_MAX_ERROR = 0.2
+_GAIN = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveKL:
+    """The controller's whole state; a checkpoint keeps `coef` and `window`.
+
+    Attributes:
+        coef: the present coefficient, beta. 0 stays 0: the penalty is off.
+        target: KL of whole responses to steer to, in nats per sample.
+        size: steps in the window.
+        window: KL of the last steps, oldest first, at most `size`.
+        fixed: the coefficient never changes; the window is still kept.
+
+    Runs at the end of each step.
+    """
+
+    coef: float
+    target: float
+    size: int
+    window: tuple[float, ...] = ()
+    fixed: bool = False
+
+    def update(self, kl: float) -> "AdaptiveKL":
+        """Returns the state after a step whose samples had a mean KL of `kl` nats.
+
+        Raises ValueError for a `kl` that is not finite: it would poison the coefficient permanently.
+        """
+        if kl != kl or kl in (float("inf"), float("-inf")):
+            raise ValueError(f"KL is not finite: {kl}")
+        window = (*self.window, kl)[-self.size :]
+        if self.fixed:
+            return replace(self, window=window)
+        error = sum(window) / len(window) / self.target - 1.0
+        error = min(max(error, -_MAX_ERROR), _MAX_ERROR)
+        return replace(self, coef=self.coef * (1.0 + _GAIN * error), window=window)

@@ -1,13 +1,18 @@
-"""AdamW over the tensors that a rank holds: all of a model's shards in one call.
+"""AdamW over the tensors that a rank holds, all of a model's shards in one call, and the course of its learning rate.
 
 torch's own optimizer steps through DTensors one by one and asks each how it is sharded: milliseconds per update for a
 small model. An update is elementwise, so it needs the local shards only. State, names and the saved form are torch's:
-DTensors laid out like their parameters.
+DTensors laid out like their parameters. Exact: the same shape and the same number of threads give the same bits every
+time.
 
-Exact: the same shape and the same number of threads give the same bits every time.
+The learning rate is a function of whole steps done, so it has no state to lose. `scheduler.json` in a checkpoint
+records its rates, and a resume refuses when it would compute different ones. Every schedule begins with the same linear
+warm-up, from base / warmup_steps in step 0 to base in the last step of the warm-up. Then it multiplies base by a factor
+that begins at 1. A schedule that falls to a floor reaches it after the last step.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,12 +20,94 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from verl_slurm.config.roles import Role
+from verl_slurm.config.roles import Role, trained_roles
 from verl_slurm.config.schema import TrainConfig
 from verl_slurm.save.ranks.tensors import initialise_adamw
-from verl_slurm.trainer.objective.schedule import base_rates
 
-__all__ = ["LocalAdamW", "build_optimizers"]
+__all__ = ["LocalAdamW", "base_rates", "build_optimizers", "learning_rate", "schedule_record"]
+
+# For inverse_sqrt without a warm-up, as in transformers: the schedule needs some scale.
+_TIMESCALE = 10_000
+
+
+def learning_rate(base: float, config: TrainConfig, step: int) -> float:
+    """Returns the rate for the updates of the step that follows `step` whole ones.
+
+    Args:
+        base: the highest rate.
+        config: schedule, warm-up, floor (`lr_min_ratio` of base), total steps.
+        step: whole steps done, from 0.
+    """
+    if step < config.warmup_steps:
+        return base * (step + 1) / config.warmup_steps
+    return base * _FACTORS[config.lr_schedule](config, step)
+
+
+def base_rates(config: TrainConfig) -> dict[Role, float]:
+    """Returns the rate after warm-up of each model that trains."""
+    rates: dict[Role, float] = {"actor": config.actor_lr, "critic": config.critic_lr}
+    return {role: rates[role] for role in trained_roles(config)}
+
+
+def schedule_record(config: TrainConfig, step: int) -> dict[str, dict[str, float | int | str]]:
+    """Returns the content of `scheduler.json` for each optimizer after `step` whole steps."""
+    return {
+        role: {
+            "schedule": config.lr_schedule,
+            "warmup_steps": config.warmup_steps,
+            "decay_steps": config.lr_decay_steps,
+            "min_ratio": config.lr_min_ratio,
+            "base_lr": base,
+            "step": step,
+            "lr": learning_rate(base, config, step),
+        }
+        for role, base in base_rates(config).items()
+    }
+
+
+def _constant(config: TrainConfig, step: int) -> float:
+    del config, step
+    return 1.0
+
+
+def _linear(config: TrainConfig, step: int) -> float:
+    return _floored(config, 1.0 - _done(config, step))
+
+
+def _cosine(config: TrainConfig, step: int) -> float:
+    """Half a cosine (Loshchilov & Hutter 2016, arXiv:1608.03983, without restarts)."""
+    return _floored(config, 0.5 * (1.0 + math.cos(math.pi * _done(config, step))))
+
+
+def _inverse_sqrt(config: TrainConfig, step: int) -> float:
+    """1 / sqrt(time), in units of the warm-up (Vaswani et al. 2017, arXiv:1706.03762). Needs no last step."""
+    scale = config.warmup_steps or _TIMESCALE
+    return max(math.sqrt(scale / (step - config.warmup_steps + scale)), config.lr_min_ratio)
+
+
+def _warmup_stable_decay(config: TrainConfig, step: int) -> float:
+    """Constant, and in the last `lr_decay_steps` linear to the floor (Hu et al. 2024, arXiv:2404.06395)."""
+    left = max(config.steps - step, 0)
+    return _floored(config, min(left / max(config.lr_decay_steps, 1), 1.0))
+
+
+def _done(config: TrainConfig, step: int) -> float:
+    """Returns the finished fraction of the time after warm-up, 0 to 1."""
+    return min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
+
+
+def _floored(config: TrainConfig, factor: float) -> float:
+    """Maps 1 to 1 and 0 to the floor."""
+    return config.lr_min_ratio + (1.0 - config.lr_min_ratio) * factor
+
+
+_FACTORS: dict[str, Callable[[TrainConfig, int], float]] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "inverse_sqrt": _inverse_sqrt,
+    "wsd": _warmup_stable_decay,
+}
 
 
 class LocalAdamW(AdamW):

@@ -21,7 +21,7 @@ from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
 
-__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source", "source_digest"]
+__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source"]
 
 _SHOWN = 60
 
@@ -105,15 +105,6 @@ class PythonReward:
             expected=expected,
             remedy="mend the function, or set model.reward",
         )
-
-
-def source_digest(spec: RewardSpec) -> str:
-    """Returns the SHA-256 of the source file, hex. Its imports are not included.
-
-    Raises:
-        ConfigError, DataError: `config.reward_spec.source_file`.
-    """
-    return hashlib.sha256(read_source(source_file(spec))).hexdigest()
 
 
 def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:

@@ -33,7 +33,7 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.determinism import warned_only
 from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
-from verl_slurm.trainer.parallel.weights import whole_parameters
+from verl_slurm.trainer.parallel.fsdp import whole_parameters
 
 __all__ = ["VLLMRollout"]
 

@@ -7,7 +7,7 @@ So those of all former ranks are put back into their global order and dealt out 
 * generating: a number that all new ranks can share equally is kept, the rest is replayed from the ledger;
 * scoring: begins again, with the very weights it began with;
 * advantage and update: every rank gets its share of the scored and whitened rows. The rows of an update do not depend
-  on the number of ranks (`trainer.mini_batches`), so the remaining updates are the same ones.
+  on the number of ranks (`trainer.parallel.mini_batches`), so the remaining updates are the same ones.
 
 A step must consume the same data, or positions and prompts would no longer fit together: the global batch, the global
 mini-batch and the size of a generation micro-batch stay the same (`config.layout`).

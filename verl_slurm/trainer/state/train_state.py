@@ -16,7 +16,7 @@ from verl_slurm.config.schema import RunConfig, TrainConfig
 from verl_slurm.runtime_state.format import HISTORY_ROWS, Arrays, RuntimeState
 from verl_slurm.save.ranks import rng
 from verl_slurm.trainer.data import Batch
-from verl_slurm.trainer.objective.kl import AdaptiveKL
+from verl_slurm.trainer.objective.advantages import AdaptiveKL
 from verl_slurm.trainer.state.position import Position, StepShape, check_position, rollout_offset, safe_point
 from verl_slurm.trainer.state.reward_state import RewardState, pack, split, unpack
 

@@ -1,4 +1,6 @@
-"""Selects the responses of a step to keep as text (`rollout.keep_samples`), and writes them to `RUN/samples.jsonl`."""
+"""Writes what a rank keeps of its rollouts: the ledger, and the responses kept as text in `RUN/samples.jsonl`
+(`rollout.keep_samples`). A record that fails costs time, and no training.
+"""
 
 from collections.abc import Callable
 
@@ -6,11 +8,14 @@ import torch
 
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.runtime_state.samples import Sample, append_samples, clipped
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.measures import console
+from verl_slurm.trainer.state.position import StepShape
+from verl_slurm.trainer.state.train_state import to_arrays
 
-__all__ = ["SampleLog"]
+__all__ = ["SampleLog", "record", "settle", "take_back"]
 
 Texts = Callable[[Batch], tuple[list[str], list[str], list[str]]]
 """(prompts, responses, answers) of a batch."""
@@ -61,3 +66,33 @@ class SampleLog:
         except OSError as error:
             self._count = 0
             console.complain(f"no samples in {self._paths.samples.name} from here on: {error}")
+
+
+def record(ledger: Ledger, dp_rank: int, step: int, micro_batch: int, batch: Batch) -> None:
+    """Write a finished micro-batch; it becomes durable while the next one is sampled. Without its record it would be
+    sampled again after a crash; no reason to crash now.
+    """
+    try:
+        ledger.append(step, micro_batch, to_arrays(batch))
+    except OSError as error:
+        console.complain(f"dp rank {dp_rank}: rollout not written to the ledger: {error}")
+
+
+def settle(ledger: Ledger, dp_rank: int) -> None:
+    """The last micro-batch of a step is written, and no other follows for a while: wait until it is durable."""
+    try:
+        ledger.settle()
+    except OSError as error:
+        console.complain(f"dp rank {dp_rank}: the newest rollout may not outlast its node: {error}")
+
+
+def take_back(ledger: Ledger, dp_rank: int, step: int, shape: StepShape) -> None:
+    """The rollouts of a step are refused: no start shall replay this rank's, from whichever segment."""
+    try:
+        for index in range(shape.generations):
+            ledger.append(step, index * shape.dp_size + dp_rank, {})
+        ledger.settle()
+    except OSError as error:
+        console.complain(
+            f"dp rank {dp_rank}: what is refused stays in the ledger, move it away before the next start: {error}"
+        )

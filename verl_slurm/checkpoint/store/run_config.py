@@ -1,0 +1,99 @@
+"""Finds what the run of a checkpoint is configured with: its keys, and the configuration that it last trained with.
+
+A new start's configuration is compared with the last one (`config.changes`). The lead writes that each time it starts
+ranks, because the user may edit `run.yaml`, which configures the next start. A run of a former version has no such
+file; its newest checkpoint's config.yaml serves instead.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.bounded import CONFIG, TooMuch, read_regular
+from verl_slurm.base.errors import KeyRefused, PermissionRefused, VerlSlurmError
+from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.keys import Keyring, load_keys, read_key_file
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.reader import CheckpointReader
+from verl_slurm.config.load import dump, load_resolved, parse_config
+from verl_slurm.config.schema import RunConfig
+
+__all__ = ["keys_at_hand", "keys_for", "note_trained_with", "trained_with"]
+
+
+def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
+    """Loads the keys for a run's directory, or for one of its checkpoints; None if it is configured with none.
+
+    Args:
+        key_file: use this key instead, whatever the run says.
+
+    Raises:
+        KeyRefused, PermissionRefused: `keys.load_keys`.
+        ConfigError: the run's configuration does not load.
+    """
+    if key_file is not None:
+        return Keyring(read_key_file(key_file))
+    place = place.resolve()
+    candidates = [place, place.parent.parent]
+    if place.parent.parent.name == RunPaths(place).partial.root.name:
+        candidates.append(place.parent.parent.parent)  # a partial save lies one level deeper
+    for directory in candidates:
+        run_yaml = RunPaths(directory).run_yaml
+        if run_yaml.is_file():
+            return load_keys(load_resolved(run_yaml).checkpoint.encryption)
+    return None
+
+
+def keys_at_hand(place: Path, key_file: Path | None = None) -> tuple[Keyring | None, str]:
+    """Does the work of `keys_for` for commands that are useful without keys: returns (keys, why they are missing).
+
+    A login node may well lack the key. The caller must then say what was not checked: the reason is never empty if a
+    configured key could not be read.
+
+    Raises:
+        KeyRefused, PermissionRefused: `key_file` was named and is no key.
+        ConfigError: the run's configuration does not load.
+    """
+    try:
+        return keys_for(place, key_file), ""
+    except (KeyRefused, PermissionRefused) as error:
+        if key_file is not None:
+            raise
+        return None, f"{error.what}: {error.where}"
+
+
+def trained_with(
+    paths: RunPaths, now: RunConfig, checkpoint: Path | None, keys: Keyring | None = None
+) -> RunConfig | None:
+    """Returns the configuration that the newest ranks were started with; None if it is not known.
+
+    Args:
+        now: of this start. A checkpoint that was taken over from another run says nothing about this one.
+        checkpoint: the newest of the run.
+
+    Raises:
+        OSError: storage does not answer.
+    """
+    with suppress(
+        VerlSlurmError, FileNotFoundError, TooMuch
+    ):  # written by a version with other keys, or not written
+        former = parse_config(read_regular(paths.trained_with, CONFIG), str(paths.trained_with))
+        return msgspec.structs.replace(former, run_dir=now.run_dir)  # the directory may have been moved
+    if checkpoint is None:
+        return None
+    with suppress(VerlSlurmError):
+        reader = CheckpointReader(checkpoint, keys)
+        former = parse_config(reader.read("config.yaml"), str(checkpoint / "config.yaml"))
+        return former if former.run_dir == now.run_dir else None
+    return None
+
+
+def note_trained_with(paths: RunPaths, config: RunConfig) -> None:
+    """Records that ranks are started with `config`."""
+    data = dump(config)
+    with suppress(FileNotFoundError, TooMuch):
+        if read_regular(paths.trained_with, CONFIG) == data:
+            return
+    private_dir(paths.control)
+    write_file(paths.trained_with, data)

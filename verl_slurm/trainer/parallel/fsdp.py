@@ -1,0 +1,115 @@
+"""Shards a model over its data axis with FSDP2, and yields its whole parameters again, however it is cut.
+
+Each decoder layer is wrapped, with or without mixed precision and recomputing. Exact: with `recompute` every number is
+the one without it, to the bit, because the same operators see the same inputs again. To tolerance: mixed precision
+against float32, by bfloat16's eight bits.
+
+A sampler takes its weights from `whole_parameters`.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from verl_slurm.causal_lm import decoder_layers
+from verl_slurm.trainer.parallel.pipeline import Stage
+
+__all__ = ["policy_of", "recompute_layers", "shard_over_data", "whole_parameters"]
+
+
+def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
+    """Returns FSDP2's policy for `distributed.mixed_precision`.
+
+    With `bfloat16` the shards, the sums of gradients over ranks and all of AdamW stay float32.
+    """
+    if mixed_precision == "none":
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, mixed_precision), reduce_dtype=torch.float32)
+
+
+_ONE_UNIT_BYTES = 25 << 20
+"""A message as long as those of torch's DDP (`bucket_cap_mb`; Li et al. 2020, VLDB 13 (12), section 3.2.3): in shorter
+ones a collective's start costs more than its bytes.
+"""
+
+
+def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Applies FSDP2 over a mesh of one axis. Collective.
+
+    Each decoder layer is a group, and the rest is one more; each is gathered when needed and released after use. A
+    model as small as one message is one group, which stays gathered from its first use until its weights change: every
+    rank has room for it, and would otherwise wait for each layer twice in each pass. Shards and checkpoints are the
+    same either way.
+    """
+    if sum(p.numel() * p.element_size() for p in model.parameters()) <= _ONE_UNIT_BYTES:
+        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        return
+    for layer in decoder_layers(model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def recompute_layers(model: nn.Module) -> None:
+    """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`.
+
+    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). The wrapper
+    lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
+    """
+    for layer in decoder_layers(model):
+        layer.forward = _forgetting(layer.forward)
+
+
+def _forgetting(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        # Nothing in a layer draws random numbers, so no generator has to be restored.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run
+
+
+def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields every parameter by name, whole, one after the other, on every rank. Collective, to the end.
+
+    One at a time, so that never more than one whole parameter exists beside the model. But a model of one FSDP2 group
+    is gathered at once, as for a forward pass, and stays so: the passes that score the samples need the same weights. A
+    stage's parameters go to the others of its line by broadcast.
+    """
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for group in groups:
+        group.reshard()  # a forward without backward leaves some gathered
+    mine: dict[str, Tensor] = dict(model.named_parameters())
+    if len(groups) == 1:
+        mine = _gathered(model, groups[0]) or mine
+    if not isinstance(model, Stage):
+        yield from ((name, _whole(parameter)) for name, parameter in mine.items())
+        return
+    like = next(iter(mine.values()))
+    for name, shape, owner in model.directory:
+        if owner == model.line.index:
+            tensor = _whole(mine[name]).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=like.dtype, device=like.device)
+        dist.broadcast(tensor, group=model.line.group, group_src=owner)
+        yield name, tensor
+
+
+def _gathered(model: nn.Module, group: FSDPModule) -> dict[str, Tensor] | None:
+    """Returns all parameters as a forward pass sees them; None: those have another precision than their own."""
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    group.unshard()
+    same = dtypes == [parameter.dtype for parameter in model.parameters()]
+    return dict(model.named_parameters()) if same else None
+
+
+def _whole(parameter: Tensor) -> Tensor:
+    plain = parameter.detach()
+    return plain.full_tensor() if isinstance(plain, DTensor) else plain
