@@ -13,8 +13,7 @@ from tests.journals import read_events
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.alert_receiver import _Receiver
-from verl_slurm.runs.alerts import ACTION
+from verl_slurm.cli.alert_receiver import ACTION, _Receiver
 from verl_slurm.wire.http import HttpReply, HttpRequest
 
 KNOWN, STRANGER, TOKEN = "a" * 16, "b" * 16, "t" * 64

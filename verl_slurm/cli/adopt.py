@@ -148,9 +148,9 @@ def _require_directory(directory: Path) -> Path:
 
 
 def _planned(run: Path, overrides: tuple[str, ...]) -> "SubmissionPlan":
-    from verl_slurm.submit.adoption import plan_run
+    from verl_slurm.submit.submission import plan_verl_run
 
-    return plan_run(run, overrides)
+    return plan_verl_run(run, overrides)
 
 
 def _into_run(
@@ -167,7 +167,7 @@ def _into_run(
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
     from verl_slurm.journal.events import Adopted
     from verl_slurm.journal.files import append_event
-    from verl_slurm.submit.adoption import hold_run
+    from verl_slurm.submit.submission import hold_run
     from verl_slurm.verl.adopt import adopt_steps, is_adopted, plan_adoption, refuse_if_nothing_fits
 
     config, paths = plan.config, RunPaths(plan.run_dir)

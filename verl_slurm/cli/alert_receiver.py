@@ -1,21 +1,29 @@
-"""`verl-slurm alert-receiver`: from a firing alert to an emergency checkpoint."""
+"""`verl-slurm alert-receiver`: from a firing alert of Alertmanager to an emergency checkpoint.
 
+Of everything in an alert, three things are read: that it fires, that its rule says `action: emergency_checkpoint`,
+and the run it is about (`run_id`). No text in it is taken as a command, a path or a job.
+"""
+
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import click
+import msgspec
 
+from verl_slurm.base.errors import UNREADABLE, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import RUN_ID
 from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option
 
 if TYPE_CHECKING:
-    from verl_slurm.base.errors import WireError
     from verl_slurm.wire.http import HttpReply, HttpRequest
 
-__all__ = ["alert_receiver"]
+__all__ = ["ACTION", "Verdict", "alert_receiver", "decide_saves", "runs_to_save"]
+
 
 _HOST = "127.0.0.1"
 _BODY_BYTES = 256 * 1024
@@ -104,12 +112,11 @@ class _Receiver:
         async with server:
             await enough.wait()
 
-    def _taken(self, port: int, error: OSError, leaked: Path) -> "WireError":
+    def _taken(self, port: int, error: OSError, leaked: Path) -> WireError:
         import errno
 
-        from verl_slurm.base.errors import WireError
         from verl_slurm.base.files import write_file
-        from verl_slurm.wire.listeners import listener_of
+        from verl_slurm.wire.http import listener_of
 
         where, remedy = f"{_HOST}:{port}", "choose another one with --port"
         if error.errno != errno.EADDRINUSE:
@@ -133,10 +140,6 @@ class _Receiver:
     async def _answer(self, request: "HttpRequest") -> "HttpReply":
         import time
 
-        import msgspec
-
-        from verl_slurm.base.errors import WireError
-        from verl_slurm.runs.alerts import decide_saves, runs_to_save
         from verl_slurm.wire.http import HttpReply
 
         if not request.bearer:
@@ -188,3 +191,60 @@ class _Receiver:
         for run, text in told.items():
             root = self._runs[run].root if run in self._runs else run
             render.line(f"alert for {root}: {text}")
+
+
+ACTION = "emergency_checkpoint"
+"""The value of the label `action` with which a rule asks for a save."""
+
+Verdict = Literal["save", "unknown run", "asked already"]
+
+
+class _Alert(msgspec.Struct):
+    status: Annotated[str, msgspec.Meta(max_length=64)]
+    labels: Annotated[dict[str, str], msgspec.Meta(max_length=128)]
+
+
+class _Webhook(msgspec.Struct):
+    """The fields that are read of https://prometheus.io/docs/alerting/latest/configuration/#webhook_config."""
+
+    alerts: Annotated[list[_Alert], msgspec.Meta(max_length=1024)]
+
+
+_DECODER = msgspec.json.Decoder(_Webhook)
+
+
+def runs_to_save(body: bytes) -> list[str]:
+    """Returns the ids of the runs that firing alerts ask a save for, each once, in their order.
+
+    Raises:
+        WireError: not what Alertmanager sends.
+    """
+    try:
+        hook = _DECODER.decode(body)
+    except UNREADABLE as error:
+        raise WireError("not an alert", found=error) from error
+    firing = [a.labels for a in hook.alerts if a.status == "firing" and a.labels.get("action") == ACTION]
+    found = [labels.get("run_id", "") for labels in firing]
+    return list(dict.fromkeys(run for run in found if RUN_ID.fullmatch(run)))
+
+
+def decide_saves(
+    asked: list[str], known: frozenset[str], last: Mapping[str, float], now: float, pause_s: float
+) -> dict[str, Verdict]:
+    """Decides what to do for each run.
+
+    Args:
+        asked: from `runs_to_save`.
+        known: the runs that this receiver serves.
+        last: when each was last asked for a save, by the clock of `now`.
+        pause_s: no run is asked again sooner: an alert is repeated as long as it fires.
+    """
+    verdicts: dict[str, Verdict] = {}
+    for run in asked:
+        if run not in known:
+            verdicts[run] = "unknown run"
+        elif run in last and now - last[run] < pause_s:
+            verdicts[run] = "asked already"
+        else:
+            verdicts[run] = "save"
+    return verdicts

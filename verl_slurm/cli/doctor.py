@@ -12,7 +12,7 @@ from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
 
 if TYPE_CHECKING:
     from verl_slurm.config.schema import RunConfig
-    from verl_slurm.doctor.findings import Finding
+    from verl_slurm.doctor import Finding
 
 __all__ = ["doctor"]
 
@@ -65,7 +65,7 @@ def doctor(
     verl-slurm doctor
     verl-slurm doctor --config my.yaml --fire-drill
     """
-    from verl_slurm.doctor.findings import worst
+    from verl_slurm.doctor import worst
 
     config = _config(source, partition, nodes)
     findings = _look(config) + asyncio.run(_ask_slurm(config, drill, preempt_by, wait_s))
@@ -96,7 +96,7 @@ def _look(config: "RunConfig") -> "list[Finding]":
     """Runs the checks that need no Slurm: storage and keys."""
     from verl_slurm.base.errors import VerlSlurmError
     from verl_slurm.base.keys import load_keys
-    from verl_slurm.doctor.findings import bad, good
+    from verl_slurm.doctor import bad, good
     from verl_slurm.doctor.places import judge_place, probe_place
 
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
@@ -117,8 +117,8 @@ async def _ask_slurm(
 ) -> "list[Finding]":
     from verl_slurm.base.paths import RunPaths
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
+    from verl_slurm.doctor import bad
     from verl_slurm.doctor.cluster_rules import judge_cluster
-    from verl_slurm.doctor.findings import bad
     from verl_slurm.slurm.client import SlurmClient
     from verl_slurm.submit.checks.deadlines import save_time
     from verl_slurm.submit.checks.preflight import partition_complaint

@@ -13,7 +13,7 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
-from verl_slurm.cli.spans import ago, span
+from verl_slurm.cli.render import ago, span
 
 if TYPE_CHECKING:
     from verl_slurm.runs.glance import Glance, Seen

@@ -10,7 +10,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli import render, story
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
-from verl_slurm.cli.spans import ago
+from verl_slurm.cli.render import ago
 
 if TYPE_CHECKING:
     from verl_slurm.journal.events import Event
@@ -48,9 +48,13 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     row of `steps` has every number there is of a step: rewards, losses, KL, gradients, learning rates, those of an
     evaluation (`eval/...`), and seconds, tokens per second and memory.
     """
-    from verl_slurm.cli.interruptions import interruption_facts, interruption_words, interruptions_table
+    from verl_slurm.cli.interruptions import (
+        interruption_facts,
+        interruption_words,
+        interruptions_table,
+        steps_table,
+    )
     from verl_slurm.cli.listing import STATE_COLOURS
-    from verl_slurm.cli.steps import steps_table
     from verl_slurm.journal.files import read_events
     from verl_slurm.journal.folds.outages import Outages
     from verl_slurm.journal.steps import last_steps

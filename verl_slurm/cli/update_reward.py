@@ -64,8 +64,7 @@ def update_reward(
     """
     from verl_slurm.journal.events import RewardAsked
     from verl_slurm.journal.files import append_event
-    from verl_slurm.submit.checks.loops import refuse_guests
-    from verl_slurm.submit.checks.rewards import absolute_reward, check_reward
+    from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
     from verl_slurm.wire.reward_plan import ask_for_reward
 
     if checkpoint is not None and new_model is not None and run is None:

@@ -7,19 +7,17 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.config.checks.algorithm import algorithm_complaints
-from verl_slurm.config.checks.complaint import Complaint
-from verl_slurm.config.checks.data import data_complaints
+from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.loops import guest_complaints
-from verl_slurm.config.checks.observability import observability_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
-from verl_slurm.config.checks.train import train_complaints
+from verl_slurm.config.checks.train import algorithm_complaints, data_complaints, train_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
-from verl_slurm.config.schema import ContainerConfig, RunConfig
+from verl_slurm.config.schema import ContainerConfig, ObservabilityConfig, RunConfig
 
-__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
+__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_complaints"]
+
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
@@ -351,3 +349,28 @@ def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Compla
             "a path without `,` and `:` where there is a container",
             "runtimes read those as separators: choose another path",
         )
+
+
+_FIRST_FREE_PORT = 1024
+"""Ports below it are reserved for root."""
+
+
+def observability_complaints(wanted: ObservabilityConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the section."""
+    if wanted.metrics_port and wanted.metrics_port < _FIRST_FREE_PORT:
+        yield Complaint(
+            "observability.metrics_port",
+            str(wanted.metrics_port),
+            "0 (any free one), or 1024 to 65534",
+            "take e.g. 9464",
+        )
+    if wanted.metrics_host != "127.0.0.1" and wanted.token_file is None:
+        yield Complaint(
+            "observability.metrics_host",
+            f"{wanted.metrics_host}, which the whole network reaches, and no token_file",
+            "observability.token_file, that not everybody reads how the run is doing",
+            "umask 077; openssl rand -hex 32 > FILE, on storage that all nodes see",
+        )
+    for key, path in (("token_file", wanted.token_file), ("targets_dir", wanted.targets_dir)):
+        if path is not None and not (path.startswith("/") and path.isprintable()):
+            yield Complaint(f"observability.{key}", repr(path), "an absolute path", "give the whole path")

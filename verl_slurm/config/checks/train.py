@@ -1,13 +1,13 @@
-"""Checks learning rates, evaluation and retention by results, beyond their types. Pure."""
+"""Checks the sections `data` and `train`: algorithm, batches, learning rates, evaluation, what is kept. Pure."""
 
 import difflib
 from collections.abc import Iterator
 
-from verl_slurm.config.checks.complaint import Complaint
-from verl_slurm.config.metric_names import eval_metrics, step_metrics
+from verl_slurm.config.checks import Complaint
+from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["train_complaints"]
+__all__ = ["algorithm_complaints", "data_complaints", "train_complaints"]
 
 
 def train_complaints(config: RunConfig) -> list[Complaint]:
@@ -83,4 +83,69 @@ def _best(config: RunConfig) -> Iterator[Complaint]:
             f"{metric!r}, which no step of this run has",
             f"one of {', '.join(known)}",
             f"e.g. checkpoint.best_metric={near[0]}",
+        )
+
+
+def algorithm_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the group size, the advantage and the KL penalty."""
+    train, group = config.train, config.rollout.samples_per_prompt
+    if train.algorithm == "grpo" and group < 2:
+        yield Complaint(
+            "rollout.samples_per_prompt",
+            str(group),
+            "2 or more with train.algorithm=grpo: a response is judged by the others to its prompt",
+            "e.g. rollout.samples_per_prompt=8",
+        )
+    if train.algorithm != "grpo" and train.advantage_scale != "std":
+        yield Complaint(
+            "train.advantage_scale",
+            f"{train.advantage_scale}, with train.algorithm={train.algorithm}",
+            "std: PPO's advantages are whitened over the batch",
+            "remove it, or set train.algorithm=grpo",
+        )
+    for key, size in (
+        ("rollout.micro_batch_size_per_device", config.rollout.micro_batch_size_per_device),
+        ("train.batch_size_per_device", train.batch_size_per_device),
+    ):
+        if size % group:
+            yield Complaint(
+                key,
+                str(size),
+                f"a multiple of rollout.samples_per_prompt={group}: a prompt's responses stay together",
+                f"e.g. {key}={-(-size // group) * group}",
+            )
+    if train.kl_in == "loss" and train.kl_estimator == "k1":
+        yield Complaint(
+            "train.kl_estimator",
+            "k1, with train.kl_in=loss",
+            "k3: the gradient of k1 is zero on average",
+            "set train.kl_estimator=auto",
+        )
+
+
+def data_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the data section."""
+    data = config.data
+    for key, pattern in (("data.files", data.files), ("data.eval_files", data.eval_files)):
+        # A pattern that leaves the root would name files outside the fingerprint.
+        if pattern is not None and ({"", "..", "."} & set(pattern.split("/")) or not pattern.isprintable()):
+            yield Complaint(
+                key,
+                repr(pattern),
+                "a pattern relative to the root, without `..`",
+                f"e.g. {key}: data/train-*.parquet",
+            )
+    if data.eval_files is not None and data.eval_root is None:
+        yield Complaint(
+            "data.eval_files",
+            f"{data.eval_files}, and no data.eval_root",
+            "the directory where they are",
+            f"set data.eval_root={data.root}",
+        )
+    if not data.chat_template.strip() or not data.chat_template.isprintable():
+        yield Complaint(
+            "data.chat_template",
+            repr(data.chat_template),
+            "auto, none or a path",
+            "e.g. data.chat_template: auto",
         )

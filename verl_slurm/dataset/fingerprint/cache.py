@@ -41,9 +41,9 @@ import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.mounts import Mount, mount_of, mounts
 from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.dataset.fingerprint.hashing import Digests
-from verl_slurm.dataset.fingerprint.mounts import Mount, mount_of, mounts
 from verl_slurm.dataset.fingerprint.walk import Line, parse_line
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Prepares a run's model and data: makes paths absolute, builds built-ins, checks that the rest exists.
+"""Prepares a run's model, data and reward: makes paths absolute, builds built-ins, checks that the rest exists.
 
 Torch-free: a child process builds built-ins, once, in the user's cache.
 """
@@ -13,24 +13,33 @@ from typing import Any
 import msgspec
 
 import verl_slurm
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.packages import require_packages
-from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.config.load import load_resolved
+from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
+from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.submit.checks.rewards import absolute_reward
+from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import input_keys
 
 __all__ = [
     "BUILTIN_DATA",
     "BUILTIN_MODELS",
+    "RULES",
     "absolute",
+    "absolute_reward",
     "build_builtins",
     "built_before",
     "cache_dir",
+    "check_guest",
     "check_names",
+    "check_reward",
     "needs_building",
+    "refuse_guests",
 ]
+
 
 _BUILTIN = "builtin:"
 # The names that quickstart and the trainer offer. These import torch, so the names are repeated here; a test compares
@@ -225,3 +234,91 @@ def needs_building(config: RunConfig) -> bool:
     """Returns whether a model must be built first, which takes a while."""
     ours = not config.trainer.is_guest and config.model.path.startswith(_BUILTIN)
     return ours and not _built_model(config).is_dir()
+
+
+# The rules that the trainer offers; it imports torch, so the names are repeated here, and a test compares them.
+RULES = ("arithmetic",)
+
+
+def absolute_reward(text: str, base: Path) -> str:
+    """Makes the path in `text`, if it has one, absolute against `base`. A text that is no reward stays as it is."""
+    spec = parse_reward(text)
+    if spec is None or not (spec.kind == "classifier" or spec.is_file):
+        return text
+    return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
+
+
+def check_reward(text: str) -> None:
+    """Refuses a reward that does not exist, as far as can be seen without running it.
+
+    Args:
+        text: paths absolute.
+
+    Raises:
+        ConfigError: none of the forms, no such rule, module or function.
+        DataError: not a model directory, or a source that cannot be parsed.
+    """
+    spec = parse_reward(text)
+    if spec is None:
+        raise ConfigError(
+            "no such reward", where="model.reward", found=text, expected=FORMS, remedy="set model.reward"
+        )
+    if spec.kind == "rule" and spec.name not in RULES:
+        raise ConfigError(
+            "no such built-in",
+            where="model.reward",
+            found=text,
+            expected=" or ".join(f"rule:{name}" for name in RULES),
+            remedy="set model.reward",
+        )
+    if spec.kind == "classifier":
+        check_model("model.reward", Path(spec.name))
+    if spec.kind == "python":
+        check_function(spec, source_file(spec))
+
+
+def check_guest(config: RunConfig) -> list[str]:
+    """Checks that the program and its data exist; returns the items found good.
+
+    Args:
+        config: paths absolute.
+
+    Raises:
+        NotFound: the program is not there.
+        DataError: `data.root` is not.
+    """
+    checked = []
+    program = config.trainer.command[:1]
+    if program and program[0].endswith(".py"):
+        if not Path(program[0]).is_file():
+            raise NotFound(
+                "no such program",
+                where=program[0],
+                expected="a Python file that the nodes see, too",
+                remedy="set trainer.command, or submit from where its path begins",
+            )
+        checked.append("program")
+    root = data_root(config)
+    if root is not None:
+        if not root.is_dir():
+            found = "a file" if root.exists() else "nothing"
+            raise DataError("no such data directory", where=root, found=found, remedy="set data.root")
+        checked.append("data")
+    return checked
+
+
+def refuse_guests(run: RunPaths) -> None:
+    """Refuses an operation that our own trainer alone supports while it runs.
+
+    Raises:
+        ConfigError: the run's loop is a guest's.
+    """
+    trainer = load_resolved(run.run_yaml).trainer
+    if trainer.is_guest:
+        raise ConfigError(
+            "the reward is the program's own",
+            where=run.run_yaml,
+            found=f"trainer.backend: {trainer.backend}",
+            expected="trainer.backend: native",
+            remedy="change the program, and submit the run again",
+        )
