@@ -34,9 +34,9 @@ from verl_slurm.checkpoint.format import manifest, schema
 from verl_slurm.checkpoint.format.tensor_index import parse_index
 from verl_slurm.checkpoint.store.frozen_check import check_frozen
 from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
-from verl_slurm.cli.alert_receiver import runs_to_save
-from verl_slurm.cli.interruptions import steps_table
-from verl_slurm.cli.story import Story, progress
+from verl_slurm.cli.run.alert_receiver import runs_to_save
+from verl_slurm.cli.show.run_tables import steps_table
+from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig

@@ -119,7 +119,7 @@ def _run(words: list[str]) -> int:
         return int(ExitCode.OK)
     except click.ClickException as error:
         if "--json" in words:
-            from verl_slurm.cli import render
+            from verl_slurm.cli.show import render
 
             render.json_value({"error": error.format_message(), "exit_code": int(ExitCode.USAGE)})
         error.show()
@@ -141,7 +141,7 @@ def _run(words: list[str]) -> int:
 
 
 def _report(error: VerlSlurmError, words: list[str]) -> int:
-    from verl_slurm.cli import render
+    from verl_slurm.cli.show import render
 
     render.error(error, as_json="--json" in words)
     return int(error.exit_code)

@@ -175,7 +175,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     Raises:
         ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
             model cannot be divided as `distributed` says.
-        DataError: see `model_files`, `rewards` and `data_look`.
+        DataError: see `model_files`, `inputs` and `data`.
     """
     check_names(config)
     require_engine(config)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import click
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.config.schema import RunConfig

@@ -8,9 +8,9 @@ import click
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render, story
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
-from verl_slurm.cli.render import ago
+from verl_slurm.cli.show import render, story
+from verl_slurm.cli.show.render import ago
 
 if TYPE_CHECKING:
     from verl_slurm.journal.events import Event
@@ -48,13 +48,13 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     row of `steps` has every number there is of a step: rewards, losses, KL, gradients, learning rates, those of an
     evaluation (`eval/...`), and seconds, tokens per second and memory.
     """
-    from verl_slurm.cli.interruptions import (
+    from verl_slurm.cli.run.listing import STATE_COLOURS
+    from verl_slurm.cli.show.run_tables import (
         interruption_facts,
         interruption_words,
         interruptions_table,
         steps_table,
     )
-    from verl_slurm.cli.listing import STATE_COLOURS
     from verl_slurm.journal.files import read_events
     from verl_slurm.journal.folds.outages import Outages
     from verl_slurm.journal.steps import last_steps

@@ -8,8 +8,8 @@ import click
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
+from verl_slurm.cli.show import render
 
 __all__ = ["prune"]
 

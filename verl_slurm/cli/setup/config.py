@@ -7,8 +7,8 @@ import msgspec
 
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.show import render
 
 __all__ = ["config", "init"]
 

@@ -12,8 +12,8 @@ from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, Verl
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.checkpoint.decide.best import Rank

@@ -7,8 +7,8 @@ import click
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Number, exits, json_option, key_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.checkpoint.store.scrub import Scrubbed

@@ -11,8 +11,8 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render, story
 from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.show import render, story
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import to_json
 

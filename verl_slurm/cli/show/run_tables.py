@@ -1,4 +1,4 @@
-"""Formats what each interruption of a run cost: the sum as a sentence, each as a line of a table."""
+"""Formats a run's interruptions, and its last steps: values in, columns and cells out."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.cli import render
-from verl_slurm.cli.render import span
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.render import span
 from verl_slurm.journal.folds.outages import Outage, Outages
 
 __all__ = ["interruption_facts", "interruption_words", "interruptions_table", "steps_table"]

@@ -16,8 +16,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import RUN_ID
-from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.wire.http import HttpReply, HttpRequest
@@ -168,7 +168,7 @@ class _Receiver:
         import asyncio
 
         from verl_slurm.base.errors import VerlSlurmError
-        from verl_slurm.cli.jobs import ask_for_save
+        from verl_slurm.cli.run.jobs import ask_for_save
         from verl_slurm.journal.events import AlertSaveAsked
         from verl_slurm.journal.files import append_event
 

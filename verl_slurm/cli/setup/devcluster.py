@@ -9,8 +9,8 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli import render
 from verl_slurm.cli.options import Whole
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.devcluster.cluster import ClusterStatus

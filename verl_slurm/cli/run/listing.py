@@ -11,9 +11,9 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import PLACE, exits, json_option
-from verl_slurm.cli.render import ago, span
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.render import ago, span
 
 if TYPE_CHECKING:
     from verl_slurm.runs.glance import Glance, Seen
@@ -50,7 +50,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     Slurm is asked once for all runs; --state failed takes all that failed, whatever the exit code.
     """
     if (place / "run.yaml").is_file():
-        from verl_slurm.cli.checkpoints import print_checkpoints
+        from verl_slurm.cli.checkpoint.verify import print_checkpoints
 
         return print_checkpoints(RunPaths(place.resolve()), as_json)
     from verl_slurm.runs.glance import ask_for, glance_at_all, state_of
@@ -132,7 +132,7 @@ def _cost(run: "Glance") -> str:
 
 
 def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
-    from verl_slurm.cli import story
+    from verl_slurm.cli.show import story
     from verl_slurm.journal.events import Ended
     from verl_slurm.runs.glance import is_over
 

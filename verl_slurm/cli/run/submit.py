@@ -11,9 +11,9 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, exits, json_option
-from verl_slurm.cli.watch import tell_until_end
+from verl_slurm.cli.run.watch import tell_until_end
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.dataset.fingerprint.record import Drift

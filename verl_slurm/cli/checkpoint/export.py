@@ -10,9 +10,9 @@ from verl_slurm.base.errors import DataError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
-from verl_slurm.cli.checkpoints import one_checkpoint
+from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role

@@ -8,8 +8,8 @@ import msgspec
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.tiers.mover import Pass

@@ -15,8 +15,8 @@ from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
+from verl_slurm.cli.show import render
 
 __all__ = ["logs"]
 

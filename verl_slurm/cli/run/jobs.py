@@ -10,8 +10,8 @@ import psutil
 from verl_slurm.base.errors import NotFound, SlurmRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
 from verl_slurm.cli.options import RUN, exits, json_option
+from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.journal.folds.jobs import Submission

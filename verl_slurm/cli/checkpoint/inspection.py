@@ -9,9 +9,9 @@ import click
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli import render
-from verl_slurm.cli.checkpoints import one_checkpoint
+from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.cli.show import render
 
 __all__ = ["diff", "inspect"]
 

@@ -8,9 +8,9 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli import render
 from verl_slurm.cli.options import CONFIG, exits, json_option
-from verl_slurm.cli.story import Story, progress
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.journal.events import Event
 
 __all__ = ["demo"]

@@ -5,8 +5,8 @@ from pathlib import Path
 import click
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli import render
 from verl_slurm.cli.options import exits, json_option
+from verl_slurm.cli.show import render
 
 __all__ = ["key"]
 

@@ -7,9 +7,9 @@ import click
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli import render
-from verl_slurm.cli.jobs import ask_for_save
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.run.jobs import ask_for_save
+from verl_slurm.cli.show import render
 
 __all__ = ["update_reward"]
 
