@@ -64,10 +64,10 @@ COMMANDS: dict[str, Entry] = {
         "checkpoint.adopt", "adopt", "Judge what plain verl has saved, and take it over into a run."
     ),
     "prune": Entry(
-        "checkpoint.prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."
+        "checkpoint.upkeep", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."
     ),
     "scrub": Entry(
-        "checkpoint.scrub", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
+        "checkpoint.upkeep", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
     ),
     "tiers": Entry(
         "checkpoint.tiers", "tiers", "What of a run lies in which storage tier, and whether it was read back."

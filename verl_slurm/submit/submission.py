@@ -61,10 +61,8 @@ __all__ = [
     "carry_out",
     "check_drift",
     "hold_run",
-    "only_submitter",
     "plan_submission",
     "plan_verl_run",
-    "refuse_living",
 ]
 
 
@@ -164,7 +162,7 @@ def plan_submission(
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        refuse_living(paths)
+        _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
     if config.trainer.backend == "verl":
@@ -223,7 +221,7 @@ def carry_out(
     with ExitStack() as held:
         with ExitStack() as undo:
             _make_root(undo, paths.root)
-            held.enter_context(only_submitter(paths))
+            held.enter_context(_only_submitter(paths))
             if paths.run_yaml.exists() is plan.new_run:
                 raise Fenced(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
@@ -265,7 +263,7 @@ def carry_out(
     )
 
 
-def refuse_living(paths: RunPaths) -> None:
+def _refuse_living(paths: RunPaths) -> None:
     """Raises Fenced if the run has a job."""
     try:
         job = last_job(paths)
@@ -393,7 +391,7 @@ def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def only_submitter(paths: RunPaths) -> Iterator[None]:
+def _only_submitter(paths: RunPaths) -> Iterator[None]:
     """Holds a lock: two `submit`s of one run at once would queue two jobs."""
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -448,6 +446,6 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
     if plan.new_run:
         carry_out(plan, prepare_only=True)
     require_run(paths)
-    with only_submitter(paths):
-        refuse_living(paths)
+    with _only_submitter(paths):
+        _refuse_living(paths)
         yield paths, load_resolved(paths.run_yaml)

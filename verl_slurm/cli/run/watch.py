@@ -19,7 +19,7 @@ from verl_slurm.journal.files import to_json
 if TYPE_CHECKING:
     from verl_slurm.runs.follow_many import Followed
 
-__all__ = ["tell_until_end", "watch", "watch_fleet"]
+__all__ = ["tell_until_end", "watch"]
 
 
 def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
@@ -76,7 +76,7 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
             )
     single = len(roots) == 1 and not _holds_runs(roots[0])
     if not single:
-        return watch_fleet(roots, as_json=as_json)
+        return _watch_fleet(roots, as_json=as_json)
     run = require_run(RunPaths(roots[0]))
     last_job(run)
     return tell_until_end(run, 0, as_json=as_json, verbose=verbose)
@@ -95,7 +95,7 @@ _LONGEST = 24
 """Characters of a run's name in front of its events."""
 
 
-def watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
+def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
     """Prints the events of the runs in and below `places` until none lives; returns 0, or the highest exit code of a
     run.
 

@@ -1,5 +1,6 @@
 """`verl-slurm config` and `init`: every key with its meaning, and a first configuration to start from."""
 
+import re
 from pathlib import Path
 
 import click
@@ -66,9 +67,7 @@ def init(file: Path, kind: str) -> int:
     verl-slurm init my.yaml
     verl-slurm init my.yaml --for verl
     """
-    from verl_slurm.config.first import first_config
-
-    text = first_config(kind, file.stem)
+    text = _first_config(kind, file.stem)
     try:
         with file.open("x") as out:
             out.write(text)
@@ -87,3 +86,100 @@ def init(file: Path, kind: str) -> int:
         ]
     )
     return ExitCode.OK
+
+
+_HEAD = """\
+# {name}: written by `verl-slurm init`. Lines marked CHANGE are yours to fill in.
+# Check it with `verl-slurm submit FILE --dry-run`; every key with its meaning: `verl-slurm config`.
+# A relative path here goes by the directory of this file. docs/first-run.md goes through it step by step.
+name: {name}
+run_dir: runs/{{name}}          # below where you submit; on a cluster: on a file system that all nodes see
+"""
+_NATIVE = """
+model:
+  path: /path/to/model          # CHANGE: a Hugging Face directory (`hf download NAME --local-dir DIR`)
+  # CHANGE: what scores a response. A function of (prompts, responses, answers) that returns one float each, or
+  # classifier:DIR for a sequence classifier with one label.
+  reward: python:reward.py:score
+
+data:
+  root: data                    # CHANGE: a directory of *.jsonl files, one object a line
+  prompt_key: prompt            # the text that the model goes on from
+  answer_key: answer            # handed to the reward
+  max_prompt_tokens: 512        # a longer prompt is refused, never cut
+
+rollout:
+  micro_batch_size_per_device: 16   # responses sampled at once; a run can stop behind each
+  samples_per_prompt: {group}
+  max_new_tokens: 256
+
+train:
+  algorithm: {kind}
+  steps: 100
+  batch_size_per_device: 64         # responses a rank samples for one step
+  mini_batch_size_per_device: 32    # for one optimizer update
+  micro_batch_size_per_device: 8    # in one forward and backward pass: lower it where memory runs out
+  actor_lr: 1.0e-6
+{critic}  kl_coef: 0.001
+"""
+_LOOP = """
+trainer:
+  backend: command
+  # CHANGE: your program and its arguments. It runs under torchrun, and calls verl_slurm.run() (docs/guests.md).
+  command: [train.py, --lr, "1e-4"]
+"""
+_VERL = """
+trainer:
+  backend: verl
+  entry: ppo                    # verl.trainer.main_ppo on Ray; sft: verl's SFT trainer
+
+# verl's own keys, handed on as they are; `verl-slurm submit FILE -- KEY=VALUE` sets more. docs/verl.md.
+verl:
+  algorithm.adv_estimator: grpo
+  data:
+    train_files: /path/to/train.parquet   # CHANGE
+    val_files: /path/to/test.parquet      # CHANGE
+    train_batch_size: 64
+  actor_rollout_ref:
+    model.path: /path/to/model            # CHANGE
+    rollout.name: vllm
+    rollout.n: 8
+  trainer.total_epochs: 1
+"""
+_TAIL = """
+distributed:
+  nodes: 1
+  dp_size: 2                    # CHANGE: ranks in all, one a GPU
+  device: auto                  # cuda where there is a GPU
+
+checkpoint:
+  every_steps: 20               # also saved: at every preemption, time limit and end
+{runtime}
+slurm:
+  # partition: preemptible      # CHANGE: `sinfo -s` lists them; without: the default one
+  time_limit_min: 240
+  cpus_per_node: 8
+  # gpus_per_node: 2            # CHANGE: with GPUs, the ranks of one node
+  signal_lead_s: 120            # how long before the time limit Slurm warns: a save must fit into it
+"""
+
+
+def _first_config(kind: str, name: str) -> str:
+    """Returns the YAML as text. Pure.
+
+    Args:
+        kind: `ppo`, `grpo`, `loop` or `verl`.
+        name: of the run; a character that no name may have becomes a dash.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:64] or "my-run"
+    middle = {"loop": _LOOP, "verl": _VERL}.get(kind, _NATIVE)
+    runtime = "" if kind in ("loop", "verl") else "  runtime_every_steps: 20\n"
+    critic = "  critic_lr: 1.0e-5\n" if kind == "ppo" else ""
+    group = (
+        "1             # responses to one prompt"
+        if kind == "ppo"
+        else "8             # GRPO's group: at least 2"
+    )
+    text = _HEAD.format(name=name)
+    text += middle.format(kind=kind, group=group, critic=critic) if middle is _NATIVE else middle
+    return text + _TAIL.format(runtime=runtime)

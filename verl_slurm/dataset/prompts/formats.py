@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = ["INSTALL", "MAX_ROW_CHARS", "Place", "arrow_records", "records"]
+__all__ = ["MAX_ROW_CHARS", "Place", "records"]
 
 
 MAX_ROW_CHARS = 8 << 20
@@ -41,7 +41,7 @@ def records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[Pla
     """
     suffix = name[name.rindex(".") :]
     if suffix in (".parquet", ".arrow"):
-        return arrow_records(file, name, columns)
+        return _arrow_records(file, name, columns)
     _refuse_utf16(file, name)
     if suffix in (".csv", ".tsv"):
         return _csv(file, name, "," if suffix == ".csv" else "\t")
@@ -203,12 +203,12 @@ def _too_long(where: str) -> DataError:
     )
 
 
-INSTALL = "pip install 'verl-slurm[data]'"
+_INSTALL = "pip install 'verl-slurm[data]'"
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 1 << 20
 
 
-def arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
     """Yields every row as a dictionary of plain Python values.
 
     Args:
@@ -223,7 +223,7 @@ def arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterat
         raise DataError(
             "pyarrow is not installed, which reads this file",
             where=name,
-            remedy=f"{INSTALL}, or convert the file to .jsonl",
+            remedy=f"{_INSTALL}, or convert the file to .jsonl",
         ) from None
     number = 0
     try:
