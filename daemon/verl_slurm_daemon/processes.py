@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import psutil
 
-from verl_slurm.base.prctl import die_with_parent
+from verl_slurm.base.processes import die_with_parent
 from verl_slurm_daemon.signals import WARNINGS
 
 __all__ = ["child_setup", "kill_tree", "signal_ranks", "tail"]

@@ -21,9 +21,8 @@ from typing import Self
 
 import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest
 from verl_slurm.loops import by_hand
