@@ -1,7 +1,8 @@
 """Defines every error that users meet: the problem, the place, found against expected, and the next command.
 
 The class tells who can fix it and which exit code the program ends with. Messages are one line. Text from outside is
-escaped, so a hostile file name cannot forge a second line.
+escaped, so a hostile file name cannot forge a second line. `restart_may_help` tells whether the ranks start again after
+an error.
 """
 
 import errno
@@ -210,11 +211,11 @@ until somebody acts, and a run that ends at once is noticed sooner than one that
 def restart_may_help(error: VerlSlurmError) -> bool:
     """Decides whether another start of the ranks may help after an error. Every training loop asks here.
 
-    Returns:
-        Whether the ranks should end as after a crash; otherwise they send `Refused`, which ends the run. A crash uses up
-        one of a bounded number of starts in a row.
-
     A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start replaces.
+
+    Returns:
+        True: the ranks end as after a crash, which uses up one of a bounded number of starts in a row. False: they send
+        `Refused`, which ends the run.
     """
     return error.exit_code in (ExitCode.INTERNAL, ExitCode.WIRE) or is_transient_storage_error(error)
 
