@@ -11,7 +11,7 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.loops import guest_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
-from verl_slurm.config.checks.train import algorithm_complaints, data_complaints, train_complaints
+from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import ContainerConfig, ObservabilityConfig, RunConfig
@@ -73,7 +73,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     parts: list[Callable[[RunConfig], Iterable[Complaint]]]
     parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
     if not config.trainer.is_guest:
-        parts[3:3] = [data_complaints, _batches, rollout_complaints, train_complaints]
+        parts[3:3] = [data_complaints, batch_complaints, rollout_complaints, train_complaints]
     found = [complaint for part in parts for complaint in part(config)]
     found += observability_complaints(config.observability)
     return [*found, *tier_complaints(config.tiers)]
@@ -132,47 +132,6 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
             f"{shape.ranks_per_node}, one for each rank of a node",
             f"set slurm.gpus_per_node={shape.ranks_per_node}",
         )
-
-
-def _batches(config: RunConfig) -> Iterator[Complaint]:
-    yield from algorithm_complaints(config)
-    train, rollout = config.train, config.rollout
-    for key, whole, part in (
-        (
-            "rollout.micro_batch_size_per_device",
-            train.batch_size_per_device,
-            rollout.micro_batch_size_per_device,
-        ),
-        ("train.mini_batch_size_per_device", train.batch_size_per_device, train.mini_batch_size_per_device),
-        (
-            "train.micro_batch_size_per_device",
-            train.mini_batch_size_per_device,
-            train.micro_batch_size_per_device,
-        ),
-    ):
-        if whole % part:
-            yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
-    pieces, stages = (
-        train.mini_batch_size_per_device // train.micro_batch_size_per_device,
-        config.distributed.pp_size,
-    )
-    if stages > 1 and pieces < stages:
-        yield Complaint(
-            "distributed.pp_size",
-            f"{stages} stages, and mini-batches of {pieces} micro-batches",
-            "as many micro-batches as stages, or more: 1F1B keeps them all at work",
-            f"e.g. train.micro_batch_size_per_device={max(train.mini_batch_size_per_device // stages, 1)}",
-        )
-    if train.warmup_steps > train.steps:
-        yield Complaint(
-            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
-        )
-
-
-def _divisor(whole: int, near: int) -> int:
-    """Returns a divisor of `whole`, at most `near` and not far below it. For a mistyped number of 16 digits it is a
-    small one."""
-    return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
 
 
 def _times(config: RunConfig) -> Iterator[Complaint]:
