@@ -186,7 +186,9 @@ class _Overtime(BaseException):
 
 @contextmanager
 def bounded_work(num_bytes: int, seconds: float = _MOST_SECONDS) -> Iterator[None]:
-    """Limits the whole process; for the main thread of a process that does this work alone.
+    """Limits memory and time of a library that reads other users' files and has no limits of its own.
+
+    Limits the whole process; for the main thread of a process that does this work alone.
 
     Memory beyond `num_bytes` raises a MemoryError, or the library's own error for it. Python code that runs beyond
     `seconds` gets a TimeoutError. A loop in C never reaches Python's signal handler: after twice that processor time

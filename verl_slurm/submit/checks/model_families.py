@@ -1,4 +1,6 @@
-"""Checks before queueing that the trainer supports this model's family, shape and configuration."""
+"""Checks before queueing that the trainer supports this model's family, that the configuration fits it, and that it
+divides into the parts that `distributed` asks for. Reads its config.json, without torch.
+"""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
