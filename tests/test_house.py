@@ -50,7 +50,7 @@ def test_paths_are_renamed_by_files_rename() -> None:
 
 BY_NAME = {
     "demo.py",  # its own run
-    "export/skeleton.py",  # /proc
+    "base/mounts.py",  # /proc
     "base/processes.py",  # /proc
     "doctor/fire_drill.py",  # its own directory
     "submit/checks/inputs.py",  # the package's own sources
