@@ -11,6 +11,7 @@ import msgspec
 from verl_slurm.config.tiers import TierConfig
 
 __all__ = [
+    "BUILTIN",
     "Attention",
     "CheckpointConfig",
     "DaemonConfig",
@@ -42,6 +43,8 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+BUILTIN = "builtin:"
+"""Prefix of the names of models and data that the project makes itself."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.config.schema import BUILTIN
 
 __all__ = ["main", "resolve_data", "resolve_model"]
 
 
-_PREFIX = "builtin:"
 _HEAD_DIMS = {"tiny": 16, "tiny32": 32}
 """Built-in model -> the width of its attention heads."""
 
@@ -24,15 +24,15 @@ def resolve_model(spec: str, cache: Path) -> Path:
         ConfigError: no such built-in model.
         DataError: something else lies at its place.
     """
-    if not spec.startswith(_PREFIX):
+    if not spec.startswith(BUILTIN):
         return Path(spec)
-    name = spec.removeprefix(_PREFIX)
+    name = spec.removeprefix(BUILTIN)
     if name not in _HEAD_DIMS:
         raise ConfigError(
             "no such built-in model",
             where="model.path",
             found=spec,
-            expected=" or ".join(_PREFIX + known for known in _HEAD_DIMS),
+            expected=" or ".join(BUILTIN + known for known in _HEAD_DIMS),
             remedy="set model.path",
         )
     from verl_slurm.quickstart.model import build_model
@@ -47,7 +47,7 @@ def resolve_data(spec: str, cache: Path) -> Path:
         ConfigError: no such built-in data set.
         DataError: something else lies at its place.
     """
-    if not spec.startswith(_PREFIX):
+    if not spec.startswith(BUILTIN):
         return Path(spec)
     if spec != "builtin:arithmetic":
         raise ConfigError(

@@ -19,7 +19,7 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
 from verl_slurm.config.roles import data_root
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import input_keys
@@ -41,7 +41,6 @@ __all__ = [
 ]
 
 
-_BUILTIN = "builtin:"
 # The names that quickstart and the trainer offer. These import torch, so the names are repeated here; a test compares
 # them.
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
@@ -94,13 +93,13 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
     places = places if isinstance(places, Places) else Places(places)
     path, replace = places.path, msgspec.structs.replace
     model, data, checkpoint = config.model, config.data, config.checkpoint
-    if not model.path.startswith(_BUILTIN):
+    if not model.path.startswith(BUILTIN):
         model = replace(model, path=path("model.path", model.path))
     base = places.base_of_reward(model.reward)
     model = replace(model, reward=absolute_reward(model.reward, base))
-    if not data.root.startswith(_BUILTIN):
+    if not data.root.startswith(BUILTIN):
         data = replace(data, root=path("data.root", data.root))
-    if data.eval_root is not None and not data.eval_root.startswith(_BUILTIN):
+    if data.eval_root is not None and not data.eval_root.startswith(BUILTIN):
         data = replace(data, eval_root=path("data.eval_root", data.eval_root))
     if data.chat_template not in ("auto", "none"):
         data = replace(data, chat_template=path("data.chat_template", data.chat_template))
@@ -149,9 +148,9 @@ def check_names(config: RunConfig) -> None:
         ConfigError: lists the names that exist.
     """
     for key, value, prefix, names in (
-        ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
-        ("data.root", config.data.root, _BUILTIN, BUILTIN_DATA),
-        ("data.eval_root", config.data.eval_root or "", _BUILTIN, BUILTIN_DATA),
+        ("model.path", config.model.path, BUILTIN, BUILTIN_MODELS),
+        ("data.root", config.data.root, BUILTIN, BUILTIN_DATA),
+        ("data.eval_root", config.data.eval_root or "", BUILTIN, BUILTIN_DATA),
     ):
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
             raise ConfigError(
@@ -172,13 +171,13 @@ def build_builtins(config: RunConfig) -> RunConfig:
     if config.trainer.is_guest:
         return config
     replace = msgspec.structs.replace
-    if config.data.root.startswith(_BUILTIN):
+    if config.data.root.startswith(BUILTIN):
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
     held_out = config.data.eval_root
-    if held_out is not None and held_out.startswith(_BUILTIN):
+    if held_out is not None and held_out.startswith(BUILTIN):
         beside = Path(_build("data", held_out)).parent / "heldout"  # as `quickstart.data` lays it out
         config = replace(config, data=replace(config.data, eval_root=str(beside)))
-    if config.model.path.startswith(_BUILTIN):
+    if config.model.path.startswith(BUILTIN):
         # A model is there as a whole or not at all. The look is cheap; the child imports torch.
         there = _built_model(config)
         path = str(there) if there.is_dir() else _build("model", config.model.path)
@@ -187,19 +186,19 @@ def build_builtins(config: RunConfig) -> RunConfig:
 
 
 def _built_model(config: RunConfig) -> Path:
-    return cache_dir() / config.model.path.removeprefix(_BUILTIN)
+    return cache_dir() / config.model.path.removeprefix(BUILTIN)
 
 
 def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
     """Takes over the built path of an existing run's `builtin:`, even if an older version built it."""
     replace = msgspec.structs.replace
     base = str(_cache_base()) + os.sep
-    if config.data.root.startswith(_BUILTIN) and old.data.root.startswith(base):
+    if config.data.root.startswith(BUILTIN) and old.data.root.startswith(base):
         config = replace(config, data=replace(config.data, root=old.data.root))
     held_out, before = config.data.eval_root or "", old.data.eval_root or ""
-    if held_out.startswith(_BUILTIN) and before.startswith(base):
+    if held_out.startswith(BUILTIN) and before.startswith(base):
         config = replace(config, data=replace(config.data, eval_root=before))
-    if config.model.path.startswith(_BUILTIN) and old.model.path.startswith(base):
+    if config.model.path.startswith(BUILTIN) and old.model.path.startswith(base):
         config = replace(config, model=replace(config.model, path=old.model.path))
     return config
 
@@ -232,7 +231,7 @@ def _build(kind: str, spec: str) -> str:
 
 def needs_building(config: RunConfig) -> bool:
     """Returns whether a model must be built first, which takes a while."""
-    ours = not config.trainer.is_guest and config.model.path.startswith(_BUILTIN)
+    ours = not config.trainer.is_guest and config.model.path.startswith(BUILTIN)
     return ours and not _built_model(config).is_dir()
 
 

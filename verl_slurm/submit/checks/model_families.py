@@ -10,7 +10,7 @@ from verl_slurm.base.bounded import read_model_config
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.families import FAMILIES, family_complaints, family_notes
-from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.config.schema import BUILTIN, DistributedConfig, RunConfig
 from verl_slurm.submit.checks.inputs import BUILTIN_MODELS
 
 __all__ = ["check_family", "check_model_shape", "said_of", "shape_complaints"]
@@ -18,8 +18,8 @@ __all__ = ["check_family", "check_model_shape", "said_of", "shape_complaints"]
 
 def said_of(path: str) -> dict[str, Any]:
     """Returns the content of the config.json of `model.path`, now or once a `builtin:` is built."""
-    if path.startswith("builtin:"):
-        return BUILTIN_MODELS[path.removeprefix("builtin:")]
+    if path.startswith(BUILTIN):
+        return BUILTIN_MODELS[path.removeprefix(BUILTIN)]
     return read_model_config(Path(path))
 
 

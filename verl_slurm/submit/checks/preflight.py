@@ -30,7 +30,7 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
@@ -179,7 +179,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     """
     check_names(config)
     require_engine(config)
-    if not config.model.path.startswith("builtin:"):
+    if not config.model.path.startswith(BUILTIN):
         check_model("model.path", Path(config.model.path), written)
     said = said_of(config.model.path)
     check_engine(config, config.model.path, said)
@@ -193,7 +193,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     for name, key, root in roots:
         if root is None:
             continue
-        text, note = (root, "") if root.startswith("builtin:") else check_data(config, key)
+        text, note = (root, "") if root.startswith(BUILTIN) else check_data(config, key)
         taken.append((name, text))
         notes += [note] if note else []
     return [*taken, ("reward", config.model.reward)], notes
