@@ -59,7 +59,7 @@ def test_paths_are_renamed_by_files_rename() -> None:
 
 BY_NAME = {
     "demo.py",  # its own run
-    "base/bounded_work.py",  # /proc
+    "base/mounts.py",  # /proc
     "base/processes.py",  # /proc
     "doctor/fire_drill.py",  # its own directory
     "submit/checks/inputs.py",  # the package's own sources
@@ -112,7 +112,7 @@ _CLAIM = re.compile(
 
 ENFORCED = {
     "verl_slurm/base/files.py": "os.rename",
-    "verl_slurm/cli/render.py": "T20",
+    "verl_slurm/cli/show/render.py": "T20",
     "docs/architecture.md": "one way down",
     "verl_slurm/__init__.py": "test_what_python_looks_for_first_imports_what_is_loaded_already",
     "verl_slurm/base/search_path.py": "test_what_python_looks_for_first_imports_what_is_loaded_already",
@@ -206,7 +206,7 @@ def _impure(source: str) -> list[str]:
 
 def test_a_pure_module_reads_no_clock_and_draws_no_random_number() -> None:
     pure = _pure()
-    assert len(pure) > 60
+    assert len(pure) > 45
     assert {_name(path): found for path in pure if (found := _impure(path.read_text()))} == {}
 
 

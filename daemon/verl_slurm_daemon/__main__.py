@@ -14,7 +14,7 @@ from pathlib import Path
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.prctl import forbid_core_dumps
+from verl_slurm.base.processes import forbid_core_dumps
 from verl_slurm_daemon.agent.agent_log import quiet_streams
 from verl_slurm_daemon.processes import WARNINGS
 

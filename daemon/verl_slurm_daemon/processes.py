@@ -30,8 +30,7 @@ from types import FrameType
 
 import psutil
 
-from verl_slurm.base.prctl import die_with_parent
-from verl_slurm.base.processes import stat_fields
+from verl_slurm.base.processes import die_with_parent, stat_fields
 
 __all__ = [
     "RELAYED",

@@ -5,8 +5,15 @@ import os
 
 import pytest
 
-from verl_slurm.base.errors import CheckpointCorrupt, DataError, VerlSlurmError, WireError
-from verl_slurm.base.restarts import is_transient_storage_error, restart_may_help, underlying
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    DataError,
+    VerlSlurmError,
+    WireError,
+    is_transient_storage_error,
+    restart_may_help,
+    underlying,
+)
 
 
 def _behind(number: int) -> DataError:

@@ -24,8 +24,8 @@ from verl_slurm.checkpoint.format.tensor_index import (
 )
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.cli import render
-from verl_slurm.cli.checkpoints import checkpoints_table
+from verl_slurm.cli.checkpoint.verify import checkpoints_table
+from verl_slurm.cli.show import render
 from verl_slurm.config.load import dump, load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.cache import HashCache, default_path, text_of

@@ -15,7 +15,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
 from verl_slurm.checkpoint.inspect.describe import sparkline
 from verl_slurm.checkpoint.store.commit import commit
-from verl_slurm.cli.inspection import _consumed
+from verl_slurm.cli.checkpoint.inspection import _consumed
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import RuntimeState
 

@@ -9,9 +9,9 @@ import pytest
 
 from tests.journals import append_event
 from tests.many_runs import make_run
-from verl_slurm.cli import render
-from verl_slurm.cli.interruptions import interruption_facts, interruption_words, interruptions_table
-from verl_slurm.cli.spans import span
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.render import span
+from verl_slurm.cli.show.run_tables import interruption_facts, interruption_words, interruptions_table
 from verl_slurm.journal.folds.outages import Outage
 
 Cli = Callable[..., Any]

@@ -12,8 +12,8 @@ import pytest
 
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli import render
-from verl_slurm.cli.listing import runs_table
+from verl_slurm.cli.run.listing import runs_table
+from verl_slurm.cli.show import render
 from verl_slurm.runs.glance import glance
 from verl_slurm.slurm.client import SlurmClient
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.cli.test_checkpoints import make_run
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.steps import steps_table
+from verl_slurm.cli.show.run_tables import steps_table
 from verl_slurm.journal.steps import append_step
 
 Cli = Callable[..., Any]

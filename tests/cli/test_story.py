@@ -7,8 +7,8 @@ import pytest
 
 from tests.journals import make_event, make_events
 from verl_slurm.base.one_line import json_line
-from verl_slurm.cli import render
-from verl_slurm.cli.story import Story, for_people, progress, tell
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.story import Story, for_people, progress, tell
 from verl_slurm.journal.files import parse_event
 from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.requeue_rules import refuse_requeue

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.checks.observability import observability_complaints
+from verl_slurm.config.checks.shared import observability_complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.observability import ObservabilityConfig
+from verl_slurm.config.schema import ObservabilityConfig
 
 
 @pytest.mark.scenario("M13")

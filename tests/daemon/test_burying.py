@@ -10,7 +10,7 @@ _UNDERTAKER = """
 import asyncio, os, subprocess, sys
 from verl_slurm_daemon import processes as burying
 from verl_slurm_daemon.processes import bury_orphans
-from verl_slurm.base.prctl import become_subreaper
+from verl_slurm.base.processes import become_subreaper
 
 async def main():
     become_subreaper()

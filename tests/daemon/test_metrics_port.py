@@ -18,8 +18,7 @@ from tests.harness import ROOT
 from tests.journals import make_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.observability import ObservabilityConfig
-from verl_slurm.config.schema import DistributedConfig, RunConfig
+from verl_slurm.config.schema import DistributedConfig, ObservabilityConfig, RunConfig
 from verl_slurm.journal.events import Other
 from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import append_step

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from verl_slurm.base.errors import DatasetDrift
+from verl_slurm.base.mounts import Mount, mount_of, mounts, parse_mounts
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import cache as hash_cache
 from verl_slurm.dataset.fingerprint import record as prints
@@ -24,7 +25,6 @@ from verl_slurm.dataset.fingerprint.cache import (
 )
 from verl_slurm.dataset.fingerprint.entries import FileDigest, sealed
 from verl_slurm.dataset.fingerprint.hashing import Digests
-from verl_slurm.dataset.fingerprint.mounts import Mount, mount_of, mounts, parse_mounts
 from verl_slurm.dataset.fingerprint.record import (
     Survey,
     check_dataset,

@@ -5,9 +5,15 @@ import pytest
 from tests.journals import make_event
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.cluster_rules import judge_cluster, judge_deadlines, kill_wait_s
-from verl_slurm.doctor.findings import Finding, worst
-from verl_slurm.doctor.save_time import SaveTime, expected_save, measured_save
+from verl_slurm.doctor import Finding, worst
+from verl_slurm.doctor.cluster_rules import (
+    SaveTime,
+    expected_save,
+    judge_cluster,
+    judge_deadlines,
+    kill_wait_s,
+    measured_save,
+)
 from verl_slurm.slurm.facts import PartitionFacts
 
 CONF = {

@@ -9,8 +9,7 @@ import pytest
 
 from verl_slurm.base.errors import SlurmRefused
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import drill_job
-from verl_slurm.doctor.findings import Finding
+from verl_slurm.doctor import Finding, drill_job
 from verl_slurm.doctor.fire_drill import _rival_argv
 from verl_slurm.doctor.node_probe import ClockServer, NodeReport, ask_clock, look_at_node
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes

@@ -34,8 +34,9 @@ from verl_slurm.checkpoint.format import manifest, schema
 from verl_slurm.checkpoint.format.tensor_index import parse_index
 from verl_slurm.checkpoint.store.frozen import check_frozen
 from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
-from verl_slurm.cli.steps import steps_table
-from verl_slurm.cli.story import Story, progress
+from verl_slurm.cli.run.alert_receiver import runs_to_save
+from verl_slurm.cli.show.run_tables import steps_table
+from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
@@ -52,7 +53,6 @@ from verl_slurm.journal.folds.progress import failed_starts, stuck_restarts
 from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import last_steps, step_seconds
-from verl_slurm.runs.alerts import runs_to_save
 from verl_slurm.runs.record import has_ended, last_job, steps_done
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.runtime_state.samples import read_samples

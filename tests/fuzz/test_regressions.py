@@ -12,7 +12,7 @@ from tests.fuzz import engine, specimens
 from tests.fuzz.table import TARGETS
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.paths import CHECKPOINT_NAME
-from verl_slurm.cli.story import progress, tell
+from verl_slurm.cli.show.story import progress, tell
 from verl_slurm.journal.files import parse_event
 from verl_slurm.runtime_state import codec, segment
 

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.scenario("SEC09"), pytest.mark.slow]
 # A library that catches everything, and goes on.
 STUBBORN = """
 import sys
-from verl_slurm.base.bounded_work import bounded_work
+from verl_slurm.export.skeleton import bounded_work
 try:
     with bounded_work(64 << 20, float(sys.argv[1])):
         {work}

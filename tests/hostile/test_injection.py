@@ -23,8 +23,7 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.one_line import json_line, printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import dump, parse_config
-from verl_slurm.config.observability import ObservabilityConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.journal.events import (
     KINDS,

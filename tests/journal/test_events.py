@@ -12,7 +12,7 @@ import pytest
 from tests.journals import make_event
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.story import tell
+from verl_slurm.cli.show.story import tell
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.events import KINDS, Event, Other
 from verl_slurm.journal.files import append_event, parse_event, read_events, to_json

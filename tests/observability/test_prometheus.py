@@ -19,8 +19,7 @@ from tests.journals import make_event, read_events
 from tests.observability.conftest import RULES, Server, fetch, free_port
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.observability import ObservabilityConfig
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.runs.follow import follow_lines
 from verl_slurm.wire.messages import Progress
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.quickstart.builtin import resolve_data, resolve_model
+from verl_slurm.quickstart import build_once
+from verl_slurm.quickstart.__main__ import resolve_data, resolve_model
 from verl_slurm.quickstart.data import build_data, sums
-from verl_slurm.quickstart.install import build_once
 
 pytestmark = pytest.mark.torch
 

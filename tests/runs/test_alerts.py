@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import WireError
-from verl_slurm.runs.alerts import ACTION, decide_saves, runs_to_save
+from verl_slurm.cli.run.alert_receiver import ACTION, decide_saves, runs_to_save
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 

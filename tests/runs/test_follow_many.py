@@ -13,8 +13,7 @@ from tests.many_runs import make_run
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.runs import follow_many as fleet_follow
-from verl_slurm.runs.follow_many import FleetWatch, Followed, state_after
-from verl_slurm.runs.inotify import Watches
+from verl_slurm.runs.follow_many import FleetWatch, Followed, Watches, state_after
 from verl_slurm.slurm.client import SlurmClient
 
 Act = Callable[[], object]

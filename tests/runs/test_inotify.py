@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.runs.inotify import Watches
+from verl_slurm.runs.follow_many import Watches
 
 
 def test_files_that_grow_and_directories_that_get_entries_are_heard_of(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 
 from verl_slurm.slurm.cause import CauseKind, Trigger, decide_cause
 from verl_slurm.slurm.facts import JobFacts
-from verl_slurm.slurm.full_state import ended_as
-from verl_slurm.slurm.parse import parse_job
+from verl_slurm.slurm.parse import ended_as, parse_job
 
 GOLDEN = Path(__file__).parent / "golden"
 EARLY = datetime.fromtimestamp(1795222232, UTC)

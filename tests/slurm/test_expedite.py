@@ -13,7 +13,7 @@ import pytest
 from verl_slurm.config.schema import RunConfig, SlurmConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.expedite import offered
+from verl_slurm.slurm.requeue_rules import offered
 from verl_slurm.submit.executor import render_script
 from verl_slurm.submit.plan import SubmissionPlan
 

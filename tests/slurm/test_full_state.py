@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.slurm.full_state import ended_as
+from verl_slurm.slurm.parse import ended_as
 
 NEWER = Path(__file__).parent / "golden" / "newer"
 

@@ -12,9 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.harness import SMALL, LiveRun
 from verl_slurm.base.files import write_file
+from verl_slurm.cli.run.alert_receiver import ACTION
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.runs.alerts import ACTION
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 

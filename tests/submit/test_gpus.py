@@ -7,14 +7,14 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import DistributedConfig, RunConfig
-from verl_slurm.submit.checks import gpus
-from verl_slurm.submit.checks.gpus import gpu_note
+from verl_slurm.submit.checks import preflight
+from verl_slurm.submit.checks.preflight import gpu_note
 
 CUDA = msgspec.structs.replace(RunConfig(), distributed=DistributedConfig(device="cuda"))
 
 
 def _torch(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    monkeypatch.setattr(gpus, "version", lambda _: version)
+    monkeypatch.setattr(preflight, "version", lambda _: version)
 
 
 def test_a_torch_for_cpus_is_a_note_on_slurm_and_refused_on_this_machine(

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.changes import refuse_changes
-from verl_slurm.config.layout import LAYOUT_KEYS, keep_step
+from verl_slurm.config.changes import LAYOUT_KEYS, keep_step, refuse_changes
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_environment
@@ -14,6 +13,7 @@ from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.inputs import (
     BUILTIN_DATA,
     BUILTIN_MODELS,
+    RULES,
     absolute,
     build_builtins,
     built_before,
@@ -21,7 +21,6 @@ from verl_slurm.submit.checks.inputs import (
     needs_building,
 )
 from verl_slurm.submit.checks.preflight import choose_cluster, partition_complaint
-from verl_slurm.submit.checks.rewards import RULES
 
 
 def config(*overrides: str) -> RunConfig:
@@ -208,7 +207,7 @@ def test_this_machine_is_chosen_only_where_there_is_no_slurm(
 
 @pytest.mark.torch
 def test_the_names_known_here_are_the_names_there_are() -> None:
-    from verl_slurm.quickstart.builtin import _HEAD_DIMS, resolve_data, resolve_model
+    from verl_slurm.quickstart.__main__ import _HEAD_DIMS, resolve_data, resolve_model
     from verl_slurm.quickstart.model import _config, _tokenizer
     from verl_slurm.trainer.reward.scoring import RULES as REAL_RULES
 

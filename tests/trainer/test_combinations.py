@@ -23,7 +23,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
-from verl_slurm.config.metric_names import eval_metrics, step_metrics
+from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -25,7 +25,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
-from verl_slurm.config.metric_names import eval_metrics, step_metrics
+from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,

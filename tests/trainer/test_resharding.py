@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.layout import keep_step, require_same_step
+from verl_slurm.config.changes import keep_step, require_same_step
 from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.rng import capture

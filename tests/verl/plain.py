@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tests.processes import python_path
-from verl_slurm.config.guest import flattened
+from verl_slurm.config.load import flattened
 from verl_slurm.verl.composing import words_of
 from verl_slurm.verl.overrides import user_settings
 

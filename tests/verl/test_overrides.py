@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.guest import flattened
+from verl_slurm.config.load import flattened
 from verl_slurm.verl.inputs import said_settings
 from verl_slurm.verl.overrides import (
     OwnSettings,

@@ -19,7 +19,7 @@ from typing import NoReturn, Protocol
 
 from verl_slurm.base.errors import KeyRefused, PermissionRefused
 from verl_slurm.base.files import create_file, read_private, require_safe_folder
-from verl_slurm.base.prctl import forbid_core_dumps
+from verl_slurm.base.processes import forbid_core_dumps
 
 __all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
 

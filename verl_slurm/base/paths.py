@@ -24,7 +24,7 @@ RUN/                        0700
   partial/checkpoints/      the same for partial saves, which are never resumed
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: their expected content
   run_id                    16 hex digits that tell this run from others of its name, in shared tiers
-  work/epoch_000003/        where a guest (config/guest.py) of that attempt writes uncommitted files
+  work/epoch_000003/        where a guest (config/schema.py) of that attempt writes uncommitted files
   logs/                     the output of lead, agents and ranks
   tensorboard/
 ```

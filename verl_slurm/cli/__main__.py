@@ -1,23 +1,40 @@
-"""`verl-slurm`: runs the command line and turns an error into a line and an exit code."""
+"""`verl-slurm`: runs the command line and turns an error into a line and an exit code.
+
+Standard streams that are closed, full or no longer read are replaced: each has one defined end, and none a traceback.
+
+| standard output           | what happens                                                            |
+| ------------------------- | ----------------------------------------------------------------------- |
+| closed (`>&-`)            | as with /dev/null: the command does its work and keeps its own exit code |
+| its reader left (`head`)  | the command ends in silence with 141, as a program that SIGPIPE ends     |
+| full (`> /dev/full`)      | one line on standard error, exit code 33                                |
+
+Errors of writing to standard error are ignored: there is no other stream to report them on.
+"""
 
 # ruff: noqa: E402 - nothing is imported before the search path is known to be safe
 from verl_slurm.base.search_path import leave_working_directory
 
 leave_working_directory("verl-slurm", __name__)
 
+import errno
+import io
+import os
 import signal
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import click
 
 from verl_slurm.base.errors import OutputRefused, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.packages import PackageMissing
-from verl_slurm.cli.streams import OutputFailed, discard_output, use_checked_streams
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = ["main"]
 
@@ -32,7 +49,7 @@ def main(args: list[str] | None = None) -> int:
         args: without the program's name; default: `sys.argv`.
     """
     if args is None:
-        use_checked_streams()
+        _use_checked_streams()
     words = sys.argv[1:] if args is None else args
     with _signals_unwind() as received:
         code = _run_and_flush(words)
@@ -44,8 +61,8 @@ def _run_and_flush(words: list[str]) -> int:
         code = _run(words)
         sys.stdout.flush()
         return code
-    except OutputFailed as failed:
-        discard_output()
+    except _OutputFailed as failed:
+        _discard_output()
         if failed.reader_left:
             return int(ExitCode.PIPE)
         return _report(
@@ -102,7 +119,7 @@ def _run(words: list[str]) -> int:
         return int(ExitCode.OK)
     except click.ClickException as error:
         if "--json" in words:
-            from verl_slurm.cli import render
+            from verl_slurm.cli.show import render
 
             render.json_value({"error": error.format_message(), "exit_code": int(ExitCode.USAGE)})
         error.show()
@@ -124,10 +141,66 @@ def _run(words: list[str]) -> int:
 
 
 def _report(error: VerlSlurmError, words: list[str]) -> int:
-    from verl_slurm.cli import render
+    from verl_slurm.cli.show import render
 
     render.error(error, as_json="--json" in words)
     return int(error.exit_code)
+
+
+class _OutputFailed(BaseException):
+    """Standard output takes no more. No `Exception`: commands that go on after an error must not go on after this."""
+
+    def __init__(self, cause: OSError) -> None:
+        super().__init__(cause)
+        self.cause = cause
+
+    @property
+    def reader_left(self) -> bool:
+        return self.cause.errno == errno.EPIPE
+
+
+class _Output(io.FileIO):
+    def write(self, data: "ReadableBuffer", /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            raise _OutputFailed(error) from None
+
+
+class _Complaints(io.FileIO):
+    def write(self, data: "ReadableBuffer", /) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError:
+            return memoryview(data).nbytes
+
+
+def _use_checked_streams() -> None:
+    """Replaces this process's standard streams by those described above. Call it once, before anything is opened."""
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # If it stayed closed, the next file that is opened would get the number, and prints would end up in it.
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdout = _text(_Output(1, "w", closefd=False), sys.__stdout__)
+    sys.stderr = _text(_Complaints(2, "w", closefd=False), sys.__stderr__)
+
+
+def _discard_output() -> None:
+    """Discards the output that is still buffered, instead of failing once more at exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.close(null)
+
+
+def _text(raw: io.FileIO, before: io.TextIOWrapper | None) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=before.encoding if before is not None else "utf-8",
+        errors=before.errors if before is not None else "backslashreplace",
+        line_buffering=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The group of commands. Imports click and the exit codes and little else: `--help` must answer at once.
 
-A command's module is imported when the command is used. Each module offers one `click.Command` (or group) under the
-name given here.
+A command's module is imported when the command is used: the first word of its entry names it, below this package. Each
+module offers one `click.Command` (or group) under the name given here.
 """
 
 from importlib import import_module
@@ -26,45 +26,69 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "init": Entry("config", "init", "Write a commented configuration for your own model and data."),
-    "config": Entry("config", "config", "Every key of a configuration: type, default, meaning."),
-    "submit": Entry("submit", "submit", "Check a configuration, and start the run it describes."),
-    "status": Entry("runs", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
-    "list": Entry("listing", "list_runs", "The runs below a directory, or the checkpoints of a run."),
-    "samples": Entry("samples", "samples", "What the policy says: prompts, responses and rewards of a step."),
-    "watch": Entry("watch", "watch", "Follow a run, or many, over all requeues until they end."),
-    "logs": Entry("logs", "logs", "What the daemon, its agents or the ranks of a run print."),
-    "cancel": Entry("jobs", "cancel", "End a run's job for good; it will not be requeued."),
-    "requeue": Entry("jobs", "requeue", "Save, end this job, and have it start again."),
+    "init": Entry("setup.config", "init", "Write a commented configuration for your own model and data."),
+    "config": Entry("setup.config", "config", "Every key of a configuration: type, default, meaning."),
+    "submit": Entry("run.submit", "submit", "Check a configuration, and start the run it describes."),
+    "status": Entry(
+        "run.status", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."
+    ),
+    "list": Entry("run.listing", "list_runs", "The runs below a directory, or the checkpoints of a run."),
+    "samples": Entry(
+        "run.samples", "samples", "What the policy says: prompts, responses and rewards of a step."
+    ),
+    "watch": Entry("run.watch", "watch", "Follow a run, or many, over all requeues until they end."),
+    "logs": Entry("run.logs", "logs", "What the daemon, its agents or the ranks of a run print."),
+    "cancel": Entry("run.jobs", "cancel", "End a run's job for good; it will not be requeued."),
+    "requeue": Entry("run.jobs", "requeue", "Save, end this job, and have it start again."),
     "alert-receiver": Entry(
-        "alert_receiver", "alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."
+        "run.alert_receiver", "alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."
     ),
-    "update-reward": Entry("update_reward", "update_reward", "Replace the reward while the run goes on."),
-    "checkpoints": Entry("checkpoints", "checkpoints", "The checkpoints of a run, newest first."),
-    "verify": Entry("checkpoints", "verify", "Read checkpoints back, every byte, against their SHA-256."),
+    "update-reward": Entry("run.update_reward", "update_reward", "Replace the reward while the run goes on."),
+    "checkpoints": Entry("checkpoint.verify", "checkpoints", "The checkpoints of a run, newest first."),
+    "verify": Entry(
+        "checkpoint.verify", "verify", "Read checkpoints back, every byte, against their SHA-256."
+    ),
     "compare": Entry(
-        "checkpoints", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
+        "checkpoint.verify", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
     ),
-    "inspect": Entry("inspection", "inspect", "What is in a checkpoint: position, sizes, tensors, history."),
-    "diff": Entry("inspection", "diff", "How two checkpoints differ: schema, config, topology, data."),
-    "export": Entry("export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
-    "adopt": Entry("adopt", "adopt", "Judge what plain verl has saved, and take it over into a run."),
-    "prune": Entry("prune", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."),
+    "inspect": Entry(
+        "checkpoint.inspection", "inspect", "What is in a checkpoint: position, sizes, tensors, history."
+    ),
+    "diff": Entry(
+        "checkpoint.inspection", "diff", "How two checkpoints differ: schema, config, topology, data."
+    ),
+    "export": Entry(
+        "checkpoint.export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."
+    ),
+    "adopt": Entry(
+        "checkpoint.adopt", "adopt", "Judge what plain verl has saved, and take it over into a run."
+    ),
+    "prune": Entry(
+        "checkpoint.upkeep", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."
+    ),
     "scrub": Entry(
-        "scrub", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
+        "checkpoint.upkeep", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
     ),
     "tiers": Entry(
-        "tiers", "tiers", "What of a run lies in which storage tier, and whether it was read back."
+        "checkpoint.tiers", "tiers", "What of a run lies in which storage tier, and whether it was read back."
     ),
     "offload": Entry(
-        "tiers", "offload", "Copy verified checkpoints on to the run's tiers, drop what is too old."
+        "checkpoint.tiers",
+        "offload",
+        "Copy verified checkpoints on to the run's tiers, drop what is too old.",
     ),
-    "fetch-back": Entry("tiers", "fetch_back", "Bring a checkpoint back from a tier, verified."),
-    "fingerprint": Entry("checkpoints", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."),
-    "key": Entry("key", "key", "Make a key to encrypt and sign checkpoints with, or show its id."),
-    "doctor": Entry("doctor", "doctor", "Look at a cluster as a run will find it, and say what to change."),
-    "demo": Entry("demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
-    "devcluster": Entry("devcluster", "command", "A real Slurm cluster of several nodes on this machine."),
+    "fetch-back": Entry("checkpoint.tiers", "fetch_back", "Bring a checkpoint back from a tier, verified."),
+    "fingerprint": Entry(
+        "checkpoint.verify", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."
+    ),
+    "key": Entry("checkpoint.key", "key", "Make a key to encrypt and sign checkpoints with, or show its id."),
+    "doctor": Entry(
+        "setup.doctor", "doctor", "Look at a cluster as a run will find it, and say what to change."
+    ),
+    "demo": Entry("setup.demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
+    "devcluster": Entry(
+        "setup.devcluster", "command", "A real Slurm cluster of several nodes on this machine."
+    ),
 }
 
 

@@ -8,7 +8,7 @@ from this table.
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
 from verl_slurm.config.schema import RunConfig
 

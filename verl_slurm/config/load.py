@@ -21,12 +21,20 @@ from verl_slurm.base.files import require_own
 from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks.shared import check
-from verl_slurm.config.guest import flattened
 from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 
-__all__ = ["differences", "dump", "known_keys", "load", "load_own", "load_resolved", "parse_config"]
+__all__ = [
+    "differences",
+    "dump",
+    "flattened",
+    "known_keys",
+    "load",
+    "load_own",
+    "load_resolved",
+    "parse_config",
+]
 
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
@@ -151,6 +159,22 @@ def known_keys() -> Mapping[str, object]:
     """Maps every dotted key of a config to its type annotation, sections left out."""
     # Cached: resolving type hints is slow, and each key of each config is looked up here.
     return MappingProxyType(dict(_leaves(RunConfig, "")))
+
+
+def flattened(section: dict[str, typing.Any], prefix: str = "") -> dict[str, typing.Any]:
+    """Returns `section` with its nested maps as dotted keys; later ones win. Lists and empty maps stay as they are."""
+    flat: dict[str, typing.Any] = {}
+    for key, value in section.items():
+        whole = key
+        if prefix:
+            bare, path = key.lstrip("+~"), prefix.lstrip("+~")
+            mark = key.removesuffix(bare) or prefix.removesuffix(path)
+            whole = f"{mark}{path}.{bare}"
+        inner = flattened(value, whole) if isinstance(value, dict) and value else {whole: value}
+        for name in inner:
+            flat.pop(name, None)  # keep the order: a later key is also later in the words for verl
+        flat |= inner
+    return flat
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, object]]:

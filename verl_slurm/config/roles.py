@@ -1,12 +1,16 @@
-"""Decides from the configuration what a run trains and on which data, for all code that counts, saves or finds it.
-Pure."""
+"""Decides from the configuration what a run trains, on which data, and which numbers it yields. Pure.
+
+All code that counts, saves or finds these asks here. The trainer makes the numbers and imports torch, so their names
+are repeated here. Tests compare them with real rows (tests/trainer/test_evaluating.py, test_combinations.py).
+"""
 
 from pathlib import Path
 from typing import Literal
 
 from verl_slurm.config.schema import DataConfig, RunConfig, TrainConfig
 
-__all__ = ["ROLES", "Role", "data_root", "trained_roles"]
+__all__ = ["EVAL_PREFIX", "ROLES", "Role", "data_root", "eval_metrics", "step_metrics", "trained_roles"]
+
 
 Role = Literal["actor", "critic"]
 ROLES: tuple[Role, ...] = ("actor", "critic")
@@ -25,3 +29,26 @@ def data_root(config: RunConfig) -> Path | None:
     if config.trainer.is_guest and config.data.root == DataConfig().root:
         return None
     return Path(config.data.root)
+
+
+EVAL_PREFIX = "eval/"
+"""Prefix of the names of an evaluation's numbers."""
+
+_STEP = (
+    *("reward", "reward_std", "kl", "kl_coef", "response_tokens", "sampler_gap"),
+    *("policy_loss", "entropy", "policy_kl", "policy_clip", "actor_grad_norm", "learning_rate"),
+)
+_CRITIC = ("value_loss", "value_clip", "critic_grad_norm", "critic_learning_rate", "explained_variance")
+_EVAL = ("reward", "reward_std", "response_tokens", "finished", "prompts")
+
+
+def step_metrics(config: RunConfig) -> tuple[str, ...]:
+    """Lists the numbers of every step of this run, without `step`, `reward_number` and times (checkpoints store no
+    times)."""
+    critic = _CRITIC if "critic" in trained_roles(config.train) else ()
+    return (*_STEP, *critic, *(("kl_loss",) if config.train.kl_in == "loss" else ()))
+
+
+def eval_metrics() -> tuple[str, ...]:
+    """Lists the further numbers of a step that was evaluated."""
+    return tuple(EVAL_PREFIX + name for name in _EVAL)

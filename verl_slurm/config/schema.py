@@ -4,28 +4,36 @@ A login node checks all of it without torch. msgspec refuses unknown keys and wr
 (`$.train.steps`). `load.py` turns that report into a `ConfigError` with the nearest known key.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from verl_slurm.config.guest import GuestConfig, VerlSection
-from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.tiers import TierConfig
 
 __all__ = [
+    "BUILTIN",
     "Attention",
     "CheckpointConfig",
     "DaemonConfig",
     "DataConfig",
     "DistributedConfig",
     "EncryptionConfig",
+    "GuestConfig",
     "ModelConfig",
+    "ObservabilityConfig",
     "RolloutConfig",
     "RunConfig",
     "SlurmConfig",
     "StepInterval",
     "TrainConfig",
+    "VerlSection",
 ]
+
+
+VerlSection = dict[str, Any]
+"""verl's own Hydra keys, passed on unchanged. In a file they may be nested or dotted (`trainer.total_epochs: 2`); here
+they are dotted. As in Hydra, `+` before a key adds one that verl's own configuration lacks."""
+
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -35,10 +43,40 @@ NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
+BUILTIN = "builtin:"
+"""Prefix of the names of models and data that the project makes itself."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every section: frozen, keyword-only, closed."""
+
+
+class GuestConfig(_Section, frozen=True):
+    """Selects the training loop that runs.
+
+    A *guest* is a loop outside this project: one of verl's own trainers, or a program of the user's. The daemon serves
+    it like ours; its saves become ordinary checkpoints of the run.
+    """
+
+    backend: Literal["native", "verl", "command"] = "native"
+    """`native`: our trainer, as `model`, `data`, `rollout` and `train` describe it. `verl`: the package `verl`,
+    unpatched, as the section `verl` describes it. `command`: any program that calls `verl_slurm.run()`
+    (docs/guests.md)."""
+    entry: Literal["ppo", "sft"] = "ppo"
+    """verl: `ppo` is `verl.trainer.main_ppo` on Ray (PPO, GRPO and the like), `sft` its SFT trainer."""
+    command: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
+    """command: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. It is started
+    as torchrun would, on `distributed.dp_size` ranks over all nodes. A relative file is resolved from the directory of
+    the YAML."""
+
+    @property
+    def is_guest(self) -> bool:
+        return self.backend != "native"
+
+    @property
+    def on_ray(self) -> bool:
+        """Returns whether one process on the first node leads and Ray, instead of the agents, starts the others."""
+        return self.backend == "verl" and self.entry == "ppo"
 
 
 class ModelConfig(_Section, frozen=True):
@@ -378,6 +416,25 @@ class DaemonConfig(_Section, frozen=True):
     """From the start of the ranks to their first message."""
 
 
+class ObservabilityConfig(_Section, frozen=True):
+    """Sets what the daemon shows to Prometheus (docs/observability.md). Nothing here changes what is computed."""
+
+    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65534)] | None = None
+    """Port on which the lead answers `GET /metrics` and `/healthz`; each node's agent answers at this port + 1. If a
+    port is taken, another one is used. 0: any free ports. `targets_dir` holds the ports in use. null: no port is open.
+    """
+    metrics_host: Literal["127.0.0.1", "0.0.0.0"] = "127.0.0.1"  # noqa: S104 - with a token
+    """`0.0.0.0`: every interface of each node, for a Prometheus on another machine; requires a `token_file`."""
+    token_file: str | None = None
+    """An absolute path of a 0600 file. A request for /metrics must carry its content (`Authorization: Bearer`). Other
+    users of a node can reach 127.0.0.1, too."""
+    targets_dir: str | None = None
+    """An absolute directory, made 0700, in which this run publishes its ports for Prometheus. Several runs may share
+    it, because Prometheus takes no pattern for a directory. null: RUN/control/metrics."""
+    learning_numbers: bool = False
+    """Also export the newest step's reward, KL, losses and learning rate."""
+
+
 class RunConfig(_Section, frozen=True):
     """Joins all sections."""
 
@@ -387,7 +444,6 @@ class RunConfig(_Section, frozen=True):
     seed: NonNegative = 0
     deterministic: bool = True
     trainer: GuestConfig = GuestConfig()
-    """`config/guest.py`."""
     verl: VerlSection = {}
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -398,7 +454,6 @@ class RunConfig(_Section, frozen=True):
     slurm: SlurmConfig = SlurmConfig()
     daemon: DaemonConfig = DaemonConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
-    """`config/observability.py`."""
     tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
     """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive."""
     tiers_every_min: Positive = 15

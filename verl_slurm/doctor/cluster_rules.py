@@ -11,20 +11,32 @@ The rules rest on measurements with 22.05.8 and on the manual pages slurm.conf(5
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+import msgspec
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor.findings import Finding, good, warn
-from verl_slurm.doctor.save_time import SaveTime
+from verl_slurm.doctor import Finding, good, warn
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.slurm.facts import PartitionFacts
 
-__all__ = ["judge_cluster", "judge_deadlines", "kill_wait_s"]
+__all__ = ["SaveTime", "expected_save", "judge_cluster", "judge_deadlines", "kill_wait_s", "measured_save"]
+
 
 _OLDEST = (22, 5)
 _LEAST_JOB_AGE_S = 60
 _END_OF_STEP = "the end of a step and a save"
 """A guest saves at no other time (`loops.reach`)."""
 _SMALL_STEPS = "keep checkpoint.every_steps small (verl: verl.trainer.save_freq), and steps short"
+
+
+class SaveTime(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of a save, from the safe point until it is on shared storage."""
+
+    seconds: float
+    basis: str
+    """The source of the number, in words."""
 
 
 def judge_cluster(
@@ -191,3 +203,29 @@ def kill_wait_s(conf: Mapping[str, str]) -> int:
 def _seconds(conf: Mapping[str, str], name: str, default: int) -> int:
     match = re.match(r"\d+", conf.get(name, ""))
     return int(match[0]) if match else default
+
+
+_LAST = 8
+"""Saves looked at: storage today differs from storage a week ago."""
+
+
+def measured_save(events: Iterable[Event]) -> SaveTime | None:
+    """Returns the slowest of a run's last saves; None: it has not saved yet.
+
+    Args:
+        events: of the run's journal, oldest first.
+    """
+    seconds = [seconds for _, seconds in measured_saves(events, _LAST)]
+    if not seconds:
+        return None
+    return SaveTime(seconds=max(seconds), basis=f"the slowest of this run's last {len(seconds)} saves")
+
+
+def expected_save(num_bytes: int, bytes_per_s: float) -> SaveTime:
+    """Returns the expected time. Args: num_bytes: of one checkpoint. bytes_per_s: measured write speed, fsync
+    included.
+    """
+    size, speed = num_bytes / 1e9, bytes_per_s / 1e6
+    return SaveTime(
+        seconds=num_bytes / bytes_per_s, basis=f"{size:.3g} GB at {speed:.0f} MB/s, as measured just now"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import msgspec
 
 from verl_slurm.base.one_line import counted
-from verl_slurm.doctor.findings import Finding, bad, good, warn
+from verl_slurm.doctor import Finding, bad, good, warn
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.places import judge_place
 

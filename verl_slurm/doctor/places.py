@@ -16,7 +16,7 @@ import msgspec
 
 from verl_slurm.base.files import open_new, rename
 from verl_slurm.base.mounts import file_system
-from verl_slurm.doctor.findings import Finding, bad, good, warn
+from verl_slurm.doctor import Finding, bad, good, warn
 
 __all__ = ["PlaceReport", "judge_place", "probe_place"]
 

@@ -22,10 +22,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig
 
-from verl_slurm.base.bounded_work import bounded_work
 from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.export.model_dir import TOKENIZER_FILES
-from verl_slurm.export.skeleton import Role, Skeleton
+from verl_slurm.export.skeleton import Role, Skeleton, bounded_work
 from verl_slurm.export.source import Source, cast_dtype
 
 __all__ = ["SHARD_BYTES", "plan_shards", "write_hf"]

@@ -5,24 +5,30 @@ order of the parameters, by which AdamW's own state dict counts. This takes no m
 no code of the model directory.
 """
 
+import math
 import re
+import resource
+import signal
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from verl_slurm.base.bounded import read_model_config
-from verl_slurm.base.bounded_work import bounded_work
 from verl_slurm.base.errors import DataError
 from verl_slurm.causal_lm import ValueModel
 from verl_slurm.checkpoint.format.tensor_index import TensorEntry
 from verl_slurm.save.ranks.tensors import model_tensors
 
-__all__ = ["Role", "Skeleton", "build_skeleton", "check_fit"]
+__all__ = ["Role", "Skeleton", "bounded_work", "build_skeleton", "check_fit"]
+
 
 Role = Literal["actor", "critic"]
 
@@ -169,3 +175,44 @@ def check_fit(skeleton: Skeleton, found: dict[str, TensorEntry], *, where: objec
             expected=skeleton.config.architectures[0],
             remedy="name the base model that the run was started from with --model DIR",
         )
+
+
+_MOST_SECONDS = 300.0
+
+
+class _Overtime(BaseException):
+    """Not an Exception: libraries catch those and continue."""
+
+
+@contextmanager
+def bounded_work(num_bytes: int, seconds: float = _MOST_SECONDS) -> Iterator[None]:
+    """Limits memory and time of a library that reads other users' files and has no limits of its own.
+
+    Limits the whole process; for the main thread of a process that does this work alone.
+
+    Memory beyond `num_bytes` raises a MemoryError, or the library's own error for it. Python code that runs beyond
+    `seconds` gets a TimeoutError. A loop in C never reaches Python's signal handler: after twice that processor time
+    the kernel ends the process by SIGXCPU.
+    """
+
+    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _Overtime
+
+    # Not RLIMIT_AS: a thread reserves 64 MB of addresses that it never touches.
+    data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + num_bytes
+    cpu = math.ceil(time.process_time() + 2 * seconds)
+    before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CPU)}
+    former = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        for kind, wanted in ((resource.RLIMIT_DATA, data), (resource.RLIMIT_CPU, cpu)):
+            limits = [one for one in (wanted, *before[kind]) if one != resource.RLIM_INFINITY]
+            resource.setrlimit(kind, (min(limits), before[kind][1]))
+        yield
+    except _Overtime:
+        raise TimeoutError(f"no end after {seconds:g} s") from None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind, limits_before in before.items():
+            resource.setrlimit(kind, limits_before)
+        signal.signal(signal.SIGALRM, former)

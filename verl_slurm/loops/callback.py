@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn, Self
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError
-from verl_slurm.base.restarts import restart_may_help
+from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session

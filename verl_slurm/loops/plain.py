@@ -26,11 +26,10 @@ from typing import Self
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest, sweep_work

@@ -20,11 +20,10 @@ from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError, WireError
+from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError, WireError, restart_may_help
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.prctl import die_with_parent
-from verl_slurm.base.restarts import restart_may_help
+from verl_slurm.base.processes import die_with_parent
 from verl_slurm.base.scratch import Scratch
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.config.load import load_own

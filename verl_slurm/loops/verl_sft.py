@@ -16,9 +16,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
 from verl_slurm.verl.composing import checked_settings, compose

@@ -6,15 +6,64 @@ A separate process, because the command line that needs it must not import torch
 import sys
 from pathlib import Path
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.quickstart.builtin import resolve_data, resolve_model
+from verl_slurm.config.schema import BUILTIN
 
-__all__ = ["main"]
+__all__ = ["main", "resolve_data", "resolve_model"]
+
+
+_HEAD_DIMS = {"tiny": 16, "tiny32": 32}
+"""Built-in model -> the width of its attention heads."""
+
+
+def resolve_model(spec: str, cache: Path) -> Path:
+    """Returns the directory that `model.path` names; a built-in one is built under `cache` once.
+
+    Raises:
+        ConfigError: no such built-in model.
+        DataError: something else lies at its place.
+    """
+    if not spec.startswith(BUILTIN):
+        return Path(spec)
+    name = spec.removeprefix(BUILTIN)
+    if name not in _HEAD_DIMS:
+        raise ConfigError(
+            "no such built-in model",
+            where="model.path",
+            found=spec,
+            expected=" or ".join(BUILTIN + known for known in _HEAD_DIMS),
+            remedy="set model.path",
+        )
+    from verl_slurm.quickstart.model import build_model
+
+    return build_model(cache / name, head_dim=_HEAD_DIMS[name])
+
+
+def resolve_data(spec: str, cache: Path) -> Path:
+    """Returns the data root that `data.root` names; `builtin:arithmetic` is written under `cache` once.
+
+    Raises:
+        ConfigError: no such built-in data set.
+        DataError: something else lies at its place.
+    """
+    if not spec.startswith(BUILTIN):
+        return Path(spec)
+    if spec != "builtin:arithmetic":
+        raise ConfigError(
+            "no such built-in data set",
+            where="data.root",
+            found=spec,
+            expected="builtin:arithmetic",
+            remedy="set data.root",
+        )
+    from verl_slurm.quickstart.data import build_data
+
+    return build_data(cache / "arithmetic")
 
 
 def main(argv: list[str]) -> int:
-    """"""
+    """Prints the directory; returns the exit code."""
     if len(argv) != 3 or argv[0] not in ("model", "data"):
         sys.stderr.write("usage: python -m verl_slurm.quickstart model|data SPEC CACHE\n")
         return ExitCode.USAGE

@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from verl_slurm.base.errors import DataError
-from verl_slurm.quickstart.install import build_once
+from verl_slurm.quickstart import build_once
 
 __all__ = ["build_data", "sums"]
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.quickstart import build_once
 from verl_slurm.quickstart.data import sums
-from verl_slurm.quickstart.install import build_once
 
 __all__ = ["build_model", "worked"]
 

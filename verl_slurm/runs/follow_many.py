@@ -11,8 +11,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import TracebackType
 
 import msgspec
+from inotify_simple import INotify, flags
 
 from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.base.exit_codes import ExitCode
@@ -32,14 +34,72 @@ from verl_slurm.journal.events import (
 )
 from verl_slurm.journal.files import parse_event
 from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of
-from verl_slurm.runs.inotify import Watches
 
-__all__ = ["FleetWatch", "Followed", "state_after"]
+__all__ = ["FleetWatch", "Followed", "Watches", "state_after"]
+
 
 _LOOK_S = 5.0
 """Seconds between looks at sizes, if inotify is silent."""
 _ASK_S = 60.0
 """Minimum seconds between questions to the scheduler."""
+
+
+class Watches:
+    """Watches files that grow, and directories that get entries: one descriptor for all, and no thread.
+
+    watchdog, which follows a single run, has a thread for every path that it watches: 1,003 threads and 21 MB for
+    1,000 runs. Sites limit the threads of a user on login nodes.
+    """
+
+    def __init__(self) -> None:
+        self._inotify = INotify()
+        self._paths: dict[int, Path] = {}
+
+    def __enter__(self) -> "Watches":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._inotify.close()
+
+    def add_file(self, path: Path) -> bool:
+        """Reports `path` from now on when it grows; returns False if there is no such file.
+
+        Raises:
+            OSError: no more may be watched (`fs.inotify.max_user_watches`), or permission is missing.
+        """
+        return self._add(path, flags.MODIFY)
+
+    def add_directory(self, path: Path) -> bool:
+        """Reports `path` from now on when an entry is added. As `add_file`."""
+        return self._add(path, flags.MOVED_TO | flags.CREATE)
+
+    def _add(self, path: Path, mask: int) -> bool:
+        try:
+            self._paths[self._inotify.add_watch(path, mask)] = path
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
+        return True
+
+    def wait(self, timeout_s: float) -> set[Path] | None:
+        """Returns the watched paths that something happened to; empty: nothing did within the time.
+
+        Returns:
+            None: the kernel dropped events; look at everything.
+        """
+        changed: set[Path] = set()
+        for event in self._inotify.read(timeout=int(timeout_s * 1000)):
+            if event.mask & flags.Q_OVERFLOW:
+                return None
+            path = self._paths.get(event.wd)
+            if event.mask & flags.IGNORED:
+                self._paths.pop(event.wd, None)
+            elif path is not None:
+                changed.add(path)
+        return changed
 
 
 class Followed(msgspec.Struct, kw_only=True):

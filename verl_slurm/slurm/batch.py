@@ -42,7 +42,7 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
     """Returns keyword arguments of submitit's `SlurmExecutor.update_parameters`.
 
     Args:
-        expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`expedite.py`).
+        expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`requeue_rules.py`).
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True

@@ -25,7 +25,7 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
 So Restarts decides first, then the state, then PreemptTime: in the grace time a user's scancel still shows
 PreemptTime, and only COMPLETING with Restarts unchanged tells it from the preemption. Where that does not tell either
 (--no-requeue, PreemptMode=CANCEL), a PreemptTime before EndTime is a scancel's, 23.11 and newer say it in JSON
-(`full_state.py`: ended_as), and where there is no grace time to cancel in, EndTime = PreemptTime says it; else a job
+(`parse.ended_as`), and where there is no grace time to cancel in, EndTime = PreemptTime says it; else a job
 that may be requeued counts as cancelled: no cancel is ever undone.
 
 What a lead never sees of its own job, from Slurm's source: BOOT_FAIL, CONFIGURING, DEADLINE (before its start:

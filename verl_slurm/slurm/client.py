@@ -17,10 +17,9 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
-from verl_slurm.slurm.expedite import names_expedite, offered
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
-from verl_slurm.slurm.full_state import ended_as
 from verl_slurm.slurm.parse import (
+    ended_as,
     parse_config,
     parse_config_time,
     parse_default_partition,
@@ -32,7 +31,7 @@ from verl_slurm.slurm.parse import (
     parse_states,
     parse_usable_nodes,
 )
-from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
+from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
 from verl_slurm.slurm.runner import Completed, run_command
 
 __all__ = ["SlurmClient"]
@@ -211,7 +210,7 @@ class SlurmClient:
         return parse_config(text), parse_config_time(text)
 
     async def offers_expedite(self) -> bool:
-        """Returns `expedite.offered`; no answer counts as no."""
+        """Returns `requeue_rules.offered`; no answer counts as no."""
         try:
             said = (await self.run(commands.sbatch_help())).stdout
             # An sbatch before 25.11 does not know the option; then slurmctld is not asked.

@@ -51,7 +51,7 @@ def show_job(job_id: int) -> list[str]:
 
 
 def show_job_json(job_id: int) -> list[str]:
-    """Shows the same as JSON, if scontrol can (see full_state.py)."""
+    """Shows the same as JSON, if scontrol can (see `parse.ended_as`)."""
     return [*show_job(job_id), "--json"]
 
 

@@ -69,10 +69,10 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     failed_node: str | None = None
     """The node that Slurm gave up, while the job completes; 23.02 and newer."""
     expedited: bool = False
-    """Queued with `--requeue=expedite` (25.11 and newer): see `expedite.py`."""
+    """Queued with `--requeue=expedite` (25.11 and newer): see `requeue_rules.py`."""
     ended_as: str | None = None
     """The coming state of a COMPLETING job, e.g. PREEMPTED, if it was asked for and Slurm reports it
-    (`full_state.py`)."""
+    (`parse.ended_as`)."""
 
     @property
     def target(self) -> str:

@@ -11,10 +11,13 @@ usual local `2026-11-21T00:42:58` is understood too. All datetimes here are in U
 import re
 from datetime import UTC, datetime
 
+import msgspec
+
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
 __all__ = [
+    "ended_as",
     "parse_config",
     "parse_config_time",
     "parse_default_partition",
@@ -28,6 +31,7 @@ __all__ = [
     "parse_time",
     "parse_usable_nodes",
 ]
+
 
 _NOTHING = frozenset({"", "None", "N/A", "Unknown", "(null)", "NONE"})
 # keys whose value is the rest of the line, blanks included
@@ -320,3 +324,45 @@ def parse_hostnames(text: str) -> list[str]:
         if re.fullmatch(r"[A-Za-z0-9][\w.-]{0,254}", name, re.ASCII) is None:
             raise _unreadable(f"host name {name!r}")
     return names
+
+
+_ENDS = frozenset(
+    {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "TIMEOUT",
+    }
+)
+
+
+class _Job(msgspec.Struct):
+    job_id: int = 0
+    job_state: str | list[str] = []
+
+
+class _Answer(msgspec.Struct):
+    jobs: list[_Job] = []
+
+
+def ended_as(text: str, job_id: int) -> str | None:
+    """Reads from `scontrol show job ID --json` what a COMPLETING job will be; None: no known end, or no such answer.
+
+    The text shows one word of a state that has several, and COMPLETING hides the others: a job that its user cancels
+    and one that Slurm ends for a preemption look alike (all versions). From 23.11 on the JSON lists all of them.
+    22.05's scontrol has no such option and 23.02's JSON has the one word: then the answer stays unknown.
+    """
+    try:
+        answer = msgspec.json.decode(text, type=_Answer)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
+        return None
+    states = [job.job_state for job in answer.jobs if job.job_id == job_id]
+    if len(states) != 1 or isinstance(states[0], str):
+        return None
+    ends = [state for state in states[0] if state in _ENDS]
+    return ends[0] if len(ends) == 1 else None

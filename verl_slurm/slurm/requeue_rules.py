@@ -1,5 +1,22 @@
-"""Decides what may be requeued, what became of a requeue, and which answers of Slurm count. Pure."""
+"""Decides what may be requeued and how, what became of a requeue, and which answers of Slurm count. Pure.
 
+`--requeue=expedite`: the job comes back at once, before all others, on nodes that are kept for it. Slurm's source
+(25.11, job_mgr.c; release notes: "Expedited Requeue") means this for our runs:
+
+* a node is lost: the job is requeued as before, but is eligible at once instead of after cred_expire (120 s). It is
+  first in the queue, and the remaining nodes are kept for it. That is the purpose: in a full cluster a requeued job
+  waits for days.
+* `scontrol requeue`, a preemption with PreemptMode=REQUEUE: no 120 s; its place in the queue is unchanged.
+* while it waits so (JobState=EXPEDITING) its user cannot change it: neither a start time nor nodes to avoid.
+* a batch process that leaves with an error is requeued if an Epilog failed. Otherwise the job is HELD instead of
+  FAILED, up to 25.11.2 even after exit code 0. So a lead that ends permanently sets `Requeue=0` first
+  (`SlurmAllocation.withdraw`), as before every such end.
+
+It needs a new enough sbatch and `SlurmctldParameters=enable_expedited_requeue`; without the latter the job is refused.
+Both are read; no version is compared.
+"""
+
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Literal
 
@@ -8,7 +25,7 @@ import msgspec
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.runner import Completed
 
-__all__ = ["RequeueOutcome", "is_answer", "refuse_requeue"]
+__all__ = ["RequeueOutcome", "is_answer", "names_expedite", "offered", "refuse_requeue"]
 
 
 class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,3 +98,19 @@ def is_answer(done: Completed) -> bool:
     """Returns whether slurmctld answered a failed request, as opposed to one killed or lost on its way. Pure."""
     said = done.stderr.lower()
     return done.exit_code >= 0 and not any(words in said for words in _NO_ANSWER)
+
+
+def names_expedite(sbatch_help: str) -> bool:
+    """Returns whether this sbatch knows `--requeue=expedite`."""
+    return "--requeue[=expedite]" in sbatch_help
+
+
+def offered(sbatch_help: str, conf: Mapping[str, str]) -> bool:
+    """Returns whether Slurm accepts a job that asks for `--requeue=expedite`.
+
+    Args:
+        sbatch_help: what `sbatch --help` prints.
+        conf: `scontrol show config`.
+    """
+    words = {word.strip().lower() for word in conf.get("SlurmctldParameters", "").split(",")}
+    return names_expedite(sbatch_help) and "enable_expedited_requeue" in words

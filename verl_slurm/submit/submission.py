@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.bounded import FINGERPRINT, read_regular
-from verl_slurm.base.errors import DatasetDrift, Fenced, NotFound
+from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.packages import require_packages
@@ -24,9 +24,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.run_config import trained_with
-from verl_slurm.config.changes import refuse_changes
-from verl_slurm.config.in_place import require_in_place
-from verl_slurm.config.layout import keep_step
+from verl_slurm.config.changes import keep_step, refuse_changes, require_in_place
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
@@ -34,11 +32,9 @@ from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.liveness import job_state, settle
-from verl_slurm.runs.record import has_begun, has_ended, last_job, steps_done
+from verl_slurm.runs.record import has_begun, has_ended, last_job, require_run, steps_done
 from verl_slurm.submit.checks.deadlines import check_deadlines
-from verl_slurm.submit.checks.gpus import gpu_note
-from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before
-from verl_slurm.submit.checks.loops import check_guest
+from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before, check_guest
 from verl_slurm.submit.checks.model_families import check_family
 from verl_slurm.submit.checks.preflight import (
     check_inputs,
@@ -50,6 +46,7 @@ from verl_slurm.submit.checks.preflight import (
     check_surroundings,
     check_written,
     choose_cluster,
+    gpu_note,
     source_note,
 )
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
@@ -59,7 +56,15 @@ from verl_slurm.submit.executor import render_script, submit_job
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.relative_paths import Places, given_keys
 
-__all__ = ["Submitted", "carry_out", "check_drift", "only_submitter", "plan_submission", "refuse_living"]
+__all__ = [
+    "Submitted",
+    "carry_out",
+    "check_drift",
+    "hold_run",
+    "plan_submission",
+    "plan_verl_run",
+]
+
 
 Confirm = Callable[[prints.Drift], bool]
 
@@ -157,7 +162,7 @@ def plan_submission(
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        refuse_living(paths)
+        _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
     if config.trainer.backend == "verl":
@@ -216,7 +221,7 @@ def carry_out(
     with ExitStack() as held:
         with ExitStack() as undo:
             _make_root(undo, paths.root)
-            held.enter_context(only_submitter(paths))
+            held.enter_context(_only_submitter(paths))
             if paths.run_yaml.exists() is plan.new_run:
                 raise Fenced(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
@@ -258,7 +263,7 @@ def carry_out(
     )
 
 
-def refuse_living(paths: RunPaths) -> None:
+def _refuse_living(paths: RunPaths) -> None:
     """Raises Fenced if the run has a job."""
     try:
         job = last_job(paths)
@@ -386,7 +391,7 @@ def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def only_submitter(paths: RunPaths) -> Iterator[None]:
+def _only_submitter(paths: RunPaths) -> Iterator[None]:
     """Holds a lock: two `submit`s of one run at once would queue two jobs."""
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -401,3 +406,46 @@ def only_submitter(paths: RunPaths) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def plan_verl_run(target: Path, overrides: Sequence[str] = ()) -> SubmissionPlan:
+    """Plans the run of verl that `target` is or describes, to take over checkpoints; makes nothing.
+
+    Args:
+        target: a run's directory, or a YAML file.
+        overrides: `key=value` words, for a run that does not exist yet.
+
+    Raises:
+        ConfigError: its loop is not verl's; or overrides for an existing run, which `submit` is for.
+        NotFound, DataError, PermissionRefused, NoRoom, Fenced: `plan_submission`.
+    """
+    # As for a run that is only prepared: Slurm's verdict is asked for at submission.
+    plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False)
+    if plan.config.trainer.backend != "verl":
+        raise ConfigError(
+            "only a run of verl can take over checkpoints of verl",
+            where=target,
+            found=f"trainer.backend: {plan.config.trainer.backend}",
+            expected="trainer.backend: verl",
+            remedy="set it (and trainer.entry: ppo or sft), or leave the run out: then only the tracker is repaired",
+        )
+    return plan
+
+
+@contextmanager
+def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
+    """Yields the run, made if it does not exist. While this holds, no job of it is alive and no other submit is at
+    work.
+
+    A run that was made stays if the work with it fails: it is then a prepared run.
+
+    Raises:
+        Fenced: it has a job, or another process holds it.
+    """
+    paths = RunPaths(plan.run_dir)
+    if plan.new_run:
+        carry_out(plan, prepare_only=True)
+    require_run(paths)
+    with _only_submitter(paths):
+        _refuse_living(paths)
+        yield paths, load_resolved(paths.run_yaml)

@@ -21,8 +21,8 @@ from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.changes import require_in_place
 from verl_slurm.config.checks.tiers import LOCAL_TIER
-from verl_slurm.config.in_place import require_in_place
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import TierCopied, TierFailed, TierRemoved, TierUnreachable
 from verl_slurm.journal.files import append_event

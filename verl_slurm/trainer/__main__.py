@@ -11,10 +11,9 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.restarts import restart_may_help, underlying
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from verl_slurm.config.metric_names import EVAL_PREFIX
+from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch, PromptData

@@ -16,7 +16,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.decide.best import Best, is_new_best
 from verl_slurm.checkpoint.decide.notice import Notice
 from verl_slurm.checkpoint.format.components import partial_domains
-from verl_slurm.config.metric_names import EVAL_PREFIX
+from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_slurm.checkpoint.decide.notice import Notice
-from verl_slurm.config.metric_names import EVAL_PREFIX
+from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.trainer.measures import console

@@ -160,7 +160,7 @@ def adopt_steps(
 ) -> list[Adoption]:
     """Makes each row of `adopt` a checkpoint of the run, newest first.
 
-    No other process may work on the run meanwhile: the caller holds it (`submit.adoption`).
+    No other process may work on the run meanwhile: the caller holds it (`submission.hold_run`).
 
     Args:
         link: hard links instead of copies, see `copying`.

@@ -11,11 +11,13 @@ port's token leaves the row, and its body is kept from then on.
 
 import asyncio
 import hmac
+import os
+import pwd
 import re
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,12 +29,15 @@ __all__ = [
     "Caps",
     "HttpReply",
     "HttpRequest",
+    "Listener",
     "has_token",
+    "listener_of",
     "parse_head",
     "read_token",
     "replace_token",
     "serve_http",
 ]
+
 
 _TOKEN = re.compile(r"[!-~]{32,256}")
 
@@ -258,3 +263,50 @@ def _rendered(reply: HttpReply, caps: Caps) -> bytes:
     if reply.status == 401:
         lines.append("WWW-Authenticate: Bearer")
     return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+_LISTEN = "0A"
+_TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
+
+
+class Listener(NamedTuple):
+    """Identifies who listens.
+
+    Attributes:
+        uid: None: none is listed. The port is bound without listening yet, or /proc cannot be read.
+    """
+
+    uid: int | None
+
+    @property
+    def stranger(self) -> bool:
+        """Returns whether it may be another user. Root does not count: it could read the token anyway."""
+        return self.uid not in (os.geteuid(), 0)
+
+    @property
+    def name(self) -> str:
+        if self.uid is None:
+            return "a process that /proc/net/tcp does not show"
+        try:
+            return f"uid {self.uid} ({pwd.getpwuid(self.uid).pw_name})"
+        except KeyError:
+            return f"uid {self.uid}"
+
+
+def listener_of(port: int) -> Listener:
+    """Finds who listens on `port` of this machine, at any address, from /proc/net/tcp, which every user may read.
+
+    If several do, another user's listener comes before ours.
+    """
+    found = set()
+    for table in _TABLES:
+        try:
+            lines = table.read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if len(fields) > 7 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
+                found.add(int(fields[7]))
+    strangers = found - {os.geteuid(), 0}
+    return Listener(min(strangers or found, default=None))

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from verl_slurm.base.prctl import die_with_parent
+from verl_slurm.base.processes import die_with_parent
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 __all__ = ["die_with_launcher"]

@@ -8,7 +8,7 @@ from pathlib import Path
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.prctl import become_subreaper
+from verl_slurm.base.processes import become_subreaper
 from verl_slurm.config.load import load_own
 from verl_slurm.journal.events import Ended
 from verl_slurm.journal.files import read_events

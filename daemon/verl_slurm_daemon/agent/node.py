@@ -25,7 +25,7 @@ from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.prctl import become_subreaper
+from verl_slurm.base.processes import become_subreaper
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.environment import SlurmJob

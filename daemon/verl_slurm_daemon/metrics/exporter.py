@@ -18,8 +18,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, read_token, serve_http
-from verl_slurm.wire.listeners import listener_of
+from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, listener_of, read_token, serve_http
 
 __all__ = ["Exporter"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from verl_slurm.checkpoint.format import Topology
+from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.config.schema import DistributedConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.models import (

@@ -28,7 +28,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
-from verl_slurm.config.layout import keep_step
+from verl_slurm.config.changes import keep_step
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.config.metric_names import EVAL_PREFIX
+from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import CheckpointConfig
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Checks a guest's loop (`guest.py`) beyond the types: the keys that it needs, and the keys that it does not read.
+"""Checks a guest's loop (`GuestConfig`) beyond the types: the keys that it needs, and the keys that it does not read.
 
 A key that no code reads would be silently ignored, so it is refused, and the complaint names the right place. Pure.
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import DistributedConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 
 __all__ = ["guest_complaints"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import RunConfig
 
 __all__ = [

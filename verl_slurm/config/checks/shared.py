@@ -7,19 +7,17 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.config.checks.algorithm import algorithm_complaints
-from verl_slurm.config.checks.complaint import Complaint
-from verl_slurm.config.checks.data import data_complaints
+from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.loops import guest_complaints
-from verl_slurm.config.checks.observability import observability_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
-from verl_slurm.config.checks.train import train_complaints
+from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
-from verl_slurm.config.schema import ContainerConfig, RunConfig
+from verl_slurm.config.schema import ContainerConfig, ObservabilityConfig, RunConfig
 
-__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints"]
+__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_complaints"]
+
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
@@ -75,7 +73,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     parts: list[Callable[[RunConfig], Iterable[Complaint]]]
     parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
     if not config.trainer.is_guest:
-        parts[3:3] = [data_complaints, _batches, rollout_complaints, train_complaints]
+        parts[3:3] = [data_complaints, batch_complaints, rollout_complaints, train_complaints]
     found = [complaint for part in parts for complaint in part(config)]
     found += observability_complaints(config.observability)
     return [*found, *tier_complaints(config.tiers)]
@@ -134,47 +132,6 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
             f"{shape.ranks_per_node}, one for each rank of a node",
             f"set slurm.gpus_per_node={shape.ranks_per_node}",
         )
-
-
-def _batches(config: RunConfig) -> Iterator[Complaint]:
-    yield from algorithm_complaints(config)
-    train, rollout = config.train, config.rollout
-    for key, whole, part in (
-        (
-            "rollout.micro_batch_size_per_device",
-            train.batch_size_per_device,
-            rollout.micro_batch_size_per_device,
-        ),
-        ("train.mini_batch_size_per_device", train.batch_size_per_device, train.mini_batch_size_per_device),
-        (
-            "train.micro_batch_size_per_device",
-            train.mini_batch_size_per_device,
-            train.micro_batch_size_per_device,
-        ),
-    ):
-        if whole % part:
-            yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
-    pieces, stages = (
-        train.mini_batch_size_per_device // train.micro_batch_size_per_device,
-        config.distributed.pp_size,
-    )
-    if stages > 1 and pieces < stages:
-        yield Complaint(
-            "distributed.pp_size",
-            f"{stages} stages, and mini-batches of {pieces} micro-batches",
-            "as many micro-batches as stages, or more: 1F1B keeps them all at work",
-            f"e.g. train.micro_batch_size_per_device={max(train.mini_batch_size_per_device // stages, 1)}",
-        )
-    if train.warmup_steps > train.steps:
-        yield Complaint(
-            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
-        )
-
-
-def _divisor(whole: int, near: int) -> int:
-    """Returns a divisor of `whole`, at most `near` and not far below it. For a mistyped number of 16 digits it is a
-    small one."""
-    return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
 
 
 def _times(config: RunConfig) -> Iterator[Complaint]:
@@ -351,3 +308,28 @@ def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Compla
             "a path without `,` and `:` where there is a container",
             "runtimes read those as separators: choose another path",
         )
+
+
+_FIRST_FREE_PORT = 1024
+"""Ports below it are reserved for root."""
+
+
+def observability_complaints(wanted: ObservabilityConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the section."""
+    if wanted.metrics_port and wanted.metrics_port < _FIRST_FREE_PORT:
+        yield Complaint(
+            "observability.metrics_port",
+            str(wanted.metrics_port),
+            "0 (any free one), or 1024 to 65534",
+            "take e.g. 9464",
+        )
+    if wanted.metrics_host != "127.0.0.1" and wanted.token_file is None:
+        yield Complaint(
+            "observability.metrics_host",
+            f"{wanted.metrics_host}, which the whole network reaches, and no token_file",
+            "observability.token_file, that not everybody reads how the run is doing",
+            "umask 077; openssl rand -hex 32 > FILE, on storage that all nodes see",
+        )
+    for key, path in (("token_file", wanted.token_file), ("targets_dir", wanted.targets_dir)):
+        if path is not None and not (path.startswith("/") and path.isprintable()):
+            yield Complaint(f"observability.{key}", repr(path), "an absolute path", "give the whole path")

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
-from verl_slurm.config.checks.complaint import Complaint
+from verl_slurm.config.checks import Complaint
 from verl_slurm.config.tiers import TierConfig
 
 __all__ = ["LOCAL_TIER", "endpoint_problem", "is_s3", "tier_complaints"]

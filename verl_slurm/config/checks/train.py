@@ -1,13 +1,120 @@
-"""Checks learning rates, evaluation and retention by results, beyond their types. Pure."""
+"""Checks the sections `data` and `train`: algorithm, batches, learning rates, evaluation, what is kept. Pure."""
 
 import difflib
 from collections.abc import Iterator
 
-from verl_slurm.config.checks.complaint import Complaint
-from verl_slurm.config.metric_names import eval_metrics, step_metrics
+from verl_slurm.config.checks import Complaint
+from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["train_complaints"]
+__all__ = ["batch_complaints", "data_complaints", "train_complaints"]
+
+
+def data_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the data section."""
+    data = config.data
+    for key, pattern in (("data.files", data.files), ("data.eval_files", data.eval_files)):
+        # A pattern that leaves the root would name files outside the fingerprint.
+        if pattern is not None and ({"", "..", "."} & set(pattern.split("/")) or not pattern.isprintable()):
+            yield Complaint(
+                key,
+                repr(pattern),
+                "a pattern relative to the root, without `..`",
+                f"e.g. {key}: data/train-*.parquet",
+            )
+    if data.eval_files is not None and data.eval_root is None:
+        yield Complaint(
+            "data.eval_files",
+            f"{data.eval_files}, and no data.eval_root",
+            "the directory where they are",
+            f"set data.eval_root={data.root}",
+        )
+    if not data.chat_template.strip() or not data.chat_template.isprintable():
+        yield Complaint(
+            "data.chat_template",
+            repr(data.chat_template),
+            "auto, none or a path",
+            "e.g. data.chat_template: auto",
+        )
+
+
+def batch_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """Yields every complaint about sizes that must divide each other, and about the algorithm's own needs."""
+    yield from _algorithm(config)
+    train, rollout = config.train, config.rollout
+    for key, whole, part in (
+        (
+            "rollout.micro_batch_size_per_device",
+            train.batch_size_per_device,
+            rollout.micro_batch_size_per_device,
+        ),
+        ("train.mini_batch_size_per_device", train.batch_size_per_device, train.mini_batch_size_per_device),
+        (
+            "train.micro_batch_size_per_device",
+            train.mini_batch_size_per_device,
+            train.micro_batch_size_per_device,
+        ),
+    ):
+        if whole % part:
+            yield Complaint(key, str(part), f"a divisor of {whole}", f"e.g. {key}={_divisor(whole, part)}")
+    pieces, stages = (
+        train.mini_batch_size_per_device // train.micro_batch_size_per_device,
+        config.distributed.pp_size,
+    )
+    if stages > 1 and pieces < stages:
+        yield Complaint(
+            "distributed.pp_size",
+            f"{stages} stages, and mini-batches of {pieces} micro-batches",
+            "as many micro-batches as stages, or more: 1F1B keeps them all at work",
+            f"e.g. train.micro_batch_size_per_device={max(train.mini_batch_size_per_device // stages, 1)}",
+        )
+    if train.warmup_steps > train.steps:
+        yield Complaint(
+            "train.warmup_steps", str(train.warmup_steps), f"at most train.steps={train.steps}", "lower it"
+        )
+
+
+def _divisor(whole: int, near: int) -> int:
+    """Returns a divisor of `whole`, at most `near` and not far below it. For a mistyped number of 16 digits it is a
+    small one."""
+    return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
+
+
+def _algorithm(config: RunConfig) -> Iterator[Complaint]:
+    """Checks the group size, the advantage and the KL penalty."""
+    train, group = config.train, config.rollout.samples_per_prompt
+    if train.algorithm == "grpo" and group < 2:
+        yield Complaint(
+            "rollout.samples_per_prompt",
+            str(group),
+            "2 or more with train.algorithm=grpo: a response is judged by the others to its prompt",
+            "e.g. rollout.samples_per_prompt=8",
+        )
+    if train.algorithm != "grpo" and train.advantage_scale != "std":
+        yield Complaint(
+            "train.advantage_scale",
+            f"{train.advantage_scale}, with train.algorithm={train.algorithm}",
+            "std: PPO's advantages are whitened over the batch",
+            "remove it, or set train.algorithm=grpo",
+        )
+    for key, size in (
+        ("rollout.micro_batch_size_per_device", config.rollout.micro_batch_size_per_device),
+        ("train.batch_size_per_device", train.batch_size_per_device),
+    ):
+        if size % group:
+            yield Complaint(
+                key,
+                str(size),
+                f"a multiple of rollout.samples_per_prompt={group}: a prompt's responses stay together",
+                f"e.g. {key}={-(-size // group) * group}",
+            )
+    if train.kl_in == "loss" and train.kl_estimator == "k1":
+        yield Complaint(
+            "train.kl_estimator",
+            "k1, with train.kl_in=loss",
+            "k3: the gradient of k1 is zero on average",
+            "set train.kl_estimator=auto",
+        )
 
 
 def train_complaints(config: RunConfig) -> list[Complaint]:

@@ -16,7 +16,7 @@ the same content. ctime carries the argument: the kernel sets it at each write, 
 mtime is seen) and when an inode is made (so a reused inode number, on NFS or a local disk, is seen), and no program can
 set it. Two kinds of files are therefore never cached, and read at each look:
 
-* files on a file system for which this is not known (see `mounts`);
+* files on a file system for which this is not known (see `base.mounts`);
 * files whose stamp was less than a minute old, or in the future, when the hashing began (git calls them racy). They
   could be written again without a new stamp: within the same clock tick (0.01 s), or second (2 s on old file systems),
   by the clock of a server that differs from ours, or through a mapping: a dirty page gets no new stamp until it was
@@ -41,9 +41,9 @@ import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.mounts import Mount, mount_of, mounts
 from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.dataset.fingerprint.hashing import Digests
-from verl_slurm.dataset.fingerprint.mounts import Mount, mount_of, mounts
 from verl_slurm.dataset.fingerprint.walk import Line, parse_line
 
 __all__ = [

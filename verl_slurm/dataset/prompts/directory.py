@@ -13,11 +13,12 @@ from pathlib import Path
 
 from verl_slurm.base.bounded import Limit, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import DataError, DatasetDrift
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.choice import choose
 from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
 
-__all__ = ["Content", "data_files", "no_rows", "plural", "prompts_below"]
+__all__ = ["Content", "data_files", "no_rows", "prompts_below"]
 
 Content = tuple[int, str]
 """Bytes and SHA-256 of a file as it was fingerprinted."""
@@ -93,15 +94,10 @@ def no_rows(root: Path, num_files: int, key: str) -> DataError:
     return DataError(
         "the data root holds no prompts",
         where=root,
-        found=f"{plural(num_files, 'file')} without a row",
+        found=f"{counted(num_files, 'file')} without a row",
         expected="at least one row",
         remedy=f"set {key}",
     )
-
-
-def plural(count: int, word: str) -> str:
-    """Returns `1 file`, `2 files`."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
 
 
 def _files_key(key: str) -> str:

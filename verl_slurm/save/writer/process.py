@@ -15,7 +15,7 @@ import msgspec
 from verl_slurm.base.errors import KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import load_keys
-from verl_slurm.base.prctl import die_with_parent
+from verl_slurm.base.processes import die_with_parent
 from verl_slurm.checkpoint.hashing import process_hasher
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena

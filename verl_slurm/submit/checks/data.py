@@ -10,15 +10,15 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, DataError
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.base.one_line import counted
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, read_template
-from verl_slurm.dataset.prompts.directory import data_files, plural
+from verl_slurm.dataset.prompts.directory import data_files
 from verl_slurm.dataset.prompts.look import Look, Wanted
 
 __all__ = ["check_data"]
 
 _TIMEOUT_S = 120.0
-_BUILTIN = "builtin:"
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
                 found=os.strerror(errno.EACCES),
                 remedy=f"chmod u+r {path}",
             )
-    model = None if config.model.path.startswith(_BUILTIN) else Path(config.model.path)
+    model = None if config.model.path.startswith(BUILTIN) else Path(config.model.path)
     if data.chat_template in ("auto", "none"):
         template = model is not None and has_template(model)
     else:
@@ -66,7 +66,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
     )
     kind = "conversations" if found.conversations else "prompts"
     rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
-    text = f"{root}: {plural(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
+    text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
     note = ""
     if not found.whole:
         note = f"{key}: only the first {found.rows} rows were looked at; the ranks read them all"

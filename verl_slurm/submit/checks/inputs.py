@@ -1,4 +1,4 @@
-"""Prepares a run's model and data: makes paths absolute, builds built-ins, checks that the rest exists.
+"""Prepares a run's model, data and reward: makes paths absolute, builds built-ins, checks that the rest exists.
 
 Torch-free: a child process builds built-ins, once, in the user's cache.
 """
@@ -13,26 +13,34 @@ from typing import Any
 import msgspec
 
 import verl_slurm
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.packages import require_packages
-from verl_slurm.base.paths import CHECKPOINT_NAME
-from verl_slurm.config.schema import RunConfig
-from verl_slurm.submit.checks.rewards import absolute_reward
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.config.load import load_resolved
+from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
+from verl_slurm.config.roles import data_root
+from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import input_keys
 
 __all__ = [
     "BUILTIN_DATA",
     "BUILTIN_MODELS",
+    "RULES",
     "absolute",
+    "absolute_reward",
     "build_builtins",
     "built_before",
     "cache_dir",
+    "check_guest",
     "check_names",
+    "check_reward",
     "needs_building",
+    "refuse_guests",
 ]
 
-_BUILTIN = "builtin:"
+
 # The names that quickstart and the trainer offer. These import torch, so the names are repeated here; a test compares
 # them.
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {
@@ -85,13 +93,13 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
     places = places if isinstance(places, Places) else Places(places)
     path, replace = places.path, msgspec.structs.replace
     model, data, checkpoint = config.model, config.data, config.checkpoint
-    if not model.path.startswith(_BUILTIN):
+    if not model.path.startswith(BUILTIN):
         model = replace(model, path=path("model.path", model.path))
     base = places.base_of_reward(model.reward)
     model = replace(model, reward=absolute_reward(model.reward, base))
-    if not data.root.startswith(_BUILTIN):
+    if not data.root.startswith(BUILTIN):
         data = replace(data, root=path("data.root", data.root))
-    if data.eval_root is not None and not data.eval_root.startswith(_BUILTIN):
+    if data.eval_root is not None and not data.eval_root.startswith(BUILTIN):
         data = replace(data, eval_root=path("data.eval_root", data.eval_root))
     if data.chat_template not in ("auto", "none"):
         data = replace(data, chat_template=path("data.chat_template", data.chat_template))
@@ -140,9 +148,9 @@ def check_names(config: RunConfig) -> None:
         ConfigError: lists the names that exist.
     """
     for key, value, prefix, names in (
-        ("model.path", config.model.path, _BUILTIN, BUILTIN_MODELS),
-        ("data.root", config.data.root, _BUILTIN, BUILTIN_DATA),
-        ("data.eval_root", config.data.eval_root or "", _BUILTIN, BUILTIN_DATA),
+        ("model.path", config.model.path, BUILTIN, BUILTIN_MODELS),
+        ("data.root", config.data.root, BUILTIN, BUILTIN_DATA),
+        ("data.eval_root", config.data.eval_root or "", BUILTIN, BUILTIN_DATA),
     ):
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
             raise ConfigError(
@@ -163,13 +171,13 @@ def build_builtins(config: RunConfig) -> RunConfig:
     if config.trainer.is_guest:
         return config
     replace = msgspec.structs.replace
-    if config.data.root.startswith(_BUILTIN):
+    if config.data.root.startswith(BUILTIN):
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
     held_out = config.data.eval_root
-    if held_out is not None and held_out.startswith(_BUILTIN):
+    if held_out is not None and held_out.startswith(BUILTIN):
         beside = Path(_build("data", held_out)).parent / "heldout"  # as `quickstart.data` lays it out
         config = replace(config, data=replace(config.data, eval_root=str(beside)))
-    if config.model.path.startswith(_BUILTIN):
+    if config.model.path.startswith(BUILTIN):
         # A model is there as a whole or not at all. The look is cheap; the child imports torch.
         there = _built_model(config)
         path = str(there) if there.is_dir() else _build("model", config.model.path)
@@ -178,19 +186,19 @@ def build_builtins(config: RunConfig) -> RunConfig:
 
 
 def _built_model(config: RunConfig) -> Path:
-    return cache_dir() / config.model.path.removeprefix(_BUILTIN)
+    return cache_dir() / config.model.path.removeprefix(BUILTIN)
 
 
 def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
     """Takes over the built path of an existing run's `builtin:`, even if an older version built it."""
     replace = msgspec.structs.replace
     base = str(_cache_base()) + os.sep
-    if config.data.root.startswith(_BUILTIN) and old.data.root.startswith(base):
+    if config.data.root.startswith(BUILTIN) and old.data.root.startswith(base):
         config = replace(config, data=replace(config.data, root=old.data.root))
     held_out, before = config.data.eval_root or "", old.data.eval_root or ""
-    if held_out.startswith(_BUILTIN) and before.startswith(base):
+    if held_out.startswith(BUILTIN) and before.startswith(base):
         config = replace(config, data=replace(config.data, eval_root=before))
-    if config.model.path.startswith(_BUILTIN) and old.model.path.startswith(base):
+    if config.model.path.startswith(BUILTIN) and old.model.path.startswith(base):
         config = replace(config, model=replace(config.model, path=old.model.path))
     return config
 
@@ -223,5 +231,93 @@ def _build(kind: str, spec: str) -> str:
 
 def needs_building(config: RunConfig) -> bool:
     """Returns whether a model must be built first, which takes a while."""
-    ours = not config.trainer.is_guest and config.model.path.startswith(_BUILTIN)
+    ours = not config.trainer.is_guest and config.model.path.startswith(BUILTIN)
     return ours and not _built_model(config).is_dir()
+
+
+# The rules that the trainer offers; it imports torch, so the names are repeated here, and a test compares them.
+RULES = ("arithmetic",)
+
+
+def absolute_reward(text: str, base: Path) -> str:
+    """Makes the path in `text`, if it has one, absolute against `base`. A text that is no reward stays as it is."""
+    spec = parse_reward(text)
+    if spec is None or not (spec.kind == "classifier" or spec.is_file):
+        return text
+    return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
+
+
+def check_reward(text: str) -> None:
+    """Refuses a reward that does not exist, as far as can be seen without running it.
+
+    Args:
+        text: paths absolute.
+
+    Raises:
+        ConfigError: none of the forms, no such rule, module or function.
+        DataError: not a model directory, or a source that cannot be parsed.
+    """
+    spec = parse_reward(text)
+    if spec is None:
+        raise ConfigError(
+            "no such reward", where="model.reward", found=text, expected=FORMS, remedy="set model.reward"
+        )
+    if spec.kind == "rule" and spec.name not in RULES:
+        raise ConfigError(
+            "no such built-in",
+            where="model.reward",
+            found=text,
+            expected=" or ".join(f"rule:{name}" for name in RULES),
+            remedy="set model.reward",
+        )
+    if spec.kind == "classifier":
+        check_model("model.reward", Path(spec.name))
+    if spec.kind == "python":
+        check_function(spec, source_file(spec))
+
+
+def check_guest(config: RunConfig) -> list[str]:
+    """Checks that the program and its data exist; returns the items found good.
+
+    Args:
+        config: paths absolute.
+
+    Raises:
+        NotFound: the program is not there.
+        DataError: `data.root` is not.
+    """
+    checked = []
+    program = config.trainer.command[:1]
+    if program and program[0].endswith(".py"):
+        if not Path(program[0]).is_file():
+            raise NotFound(
+                "no such program",
+                where=program[0],
+                expected="a Python file that the nodes see, too",
+                remedy="set trainer.command, or submit from where its path begins",
+            )
+        checked.append("program")
+    root = data_root(config)
+    if root is not None:
+        if not root.is_dir():
+            found = "a file" if root.exists() else "nothing"
+            raise DataError("no such data directory", where=root, found=found, remedy="set data.root")
+        checked.append("data")
+    return checked
+
+
+def refuse_guests(run: RunPaths) -> None:
+    """Refuses an operation that our own trainer alone supports while it runs.
+
+    Raises:
+        ConfigError: the run's loop is a guest's.
+    """
+    trainer = load_resolved(run.run_yaml).trainer
+    if trainer.is_guest:
+        raise ConfigError(
+            "the reward is the program's own",
+            where=run.run_yaml,
+            found=f"trainer.backend: {trainer.backend}",
+            expected="trainer.backend: native",
+            remedy="change the program, and submit the run again",
+        )

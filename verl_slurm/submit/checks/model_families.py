@@ -1,21 +1,25 @@
-"""Checks before queueing that the trainer supports this model's family, and that the configuration fits it."""
+"""Checks before queueing that the trainer supports this model's family, that the configuration fits it, and that it
+divides into the parts that `distributed` asks for. Reads its config.json, without torch.
+"""
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_slurm.base.bounded import read_model_config
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
-from verl_slurm.config.families import family_complaints, family_notes
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.checks import Complaint
+from verl_slurm.config.families import FAMILIES, family_complaints, family_notes
+from verl_slurm.config.schema import BUILTIN, DistributedConfig, RunConfig
 from verl_slurm.submit.checks.inputs import BUILTIN_MODELS
 
-__all__ = ["check_family", "said_of"]
+__all__ = ["check_family", "check_model_shape", "said_of", "shape_complaints"]
 
 
 def said_of(path: str) -> dict[str, Any]:
     """Returns the content of the config.json of `model.path`, now or once a `builtin:` is built."""
-    if path.startswith("builtin:"):
-        return BUILTIN_MODELS[path.removeprefix("builtin:")]
+    if path.startswith(BUILTIN):
+        return BUILTIN_MODELS[path.removeprefix(BUILTIN)]
     return read_model_config(Path(path))
 
 
@@ -41,3 +45,80 @@ def check_family(config: RunConfig) -> list[str]:
             remedy=found.remedy,
         )
     return family_notes(config, said)
+
+
+_NORMS_OF_ALL_HEADS = ("use_qk_norm", "qk_layernorm")
+"""Keys of config.json that put a norm beside the cut projections, with a weight for each head (Cohere, Phi)."""
+
+
+def check_model_shape(distributed: DistributedConfig, model_path: str, said: Mapping[str, Any]) -> None:
+    """Refuses a shape that this model cannot be cut into.
+
+    Args:
+        model_path: for the message.
+        said: the content of its config.json.
+
+    Raises:
+        ConfigError: the first complaint.
+    """
+    if distributed.tp_size == distributed.pp_size == 1:
+        return
+    for found in shape_complaints(distributed, said):
+        raise ConfigError(
+            "the model cannot be divided like that",
+            where=f"{found.key}, {model_path}",
+            found=found.found,
+            expected=found.expected,
+            remedy=found.remedy,
+        )
+
+
+def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
+    """Yields the parts of `distributed` that do not go with a model whose config.json holds `said`. Pure."""
+    tp, pp = distributed.tp_size, distributed.pp_size
+    kind = str(said.get("model_type"))
+    whole = _kept_whole(kind, said)
+    for key, parts in (("tp_size", tp), ("pp_size", pp)):
+        if parts > 1 and whole[key]:
+            yield Complaint(
+                f"distributed.{key}",
+                f"a model of type {kind}: {whole[key]}",
+                f"a family with {key[:2]} in docs/models.md",
+                f"set {key}=1, and raise dp_size",
+            )
+            return
+    heads = said.get("num_attention_heads")
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": said.get("num_key_value_heads") or heads,
+        "intermediate_size": said.get("intermediate_size"),
+    }
+    for name, size in sizes.items():
+        if isinstance(size, int) and size % tp:
+            yield Complaint(
+                "distributed.tp_size", str(tp), f"a divisor of the model's {name}={size}", "lower it"
+            )
+    layers = said.get("num_hidden_layers")
+    if isinstance(layers, int) and layers < pp:
+        yield Complaint(
+            "distributed.pp_size", str(pp), f"at most the model's num_hidden_layers={layers}", "lower it"
+        )
+    if pp > 1 and said.get("tie_word_embeddings"):
+        yield Complaint(
+            "distributed.pp_size",
+            f"{pp}, with tie_word_embeddings",
+            "1: the first and the last stage cannot share a weight",
+            "set distributed.pp_size=1 and raise tp_size or dp_size",
+        )
+
+
+def _kept_whole(kind: str, said: Mapping[str, Any]) -> dict[str, str]:
+    """Returns why a model cannot be cut by tensors, and why not into stages; empty: it can."""
+    family = FAMILIES.get(kind)
+    if family is None:
+        return dict.fromkeys(("tp_size", "pp_size"), "it has not been tried")
+    norm = next((key for key in _NORMS_OF_ALL_HEADS if said.get(key)), "")
+    softcap = "final_logit_softcapping" if said.get("final_logit_softcapping") else ""
+    tp = f"{family.tp} in transformers' tensor-parallel plan" if family.tp else norm
+    pp = softcap if family.pp else "something besides embedding, layers, norm and head"
+    return {"tp_size": tp, "pp_size": pp}

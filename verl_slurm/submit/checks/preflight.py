@@ -7,6 +7,8 @@ import asyncio
 import os
 import shutil
 import stat
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
 
@@ -28,15 +30,13 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
-from verl_slurm.submit.checks.inputs import check_names
-from verl_slurm.submit.checks.model_families import said_of
+from verl_slurm.submit.checks.inputs import check_names, check_reward
+from verl_slurm.submit.checks.model_families import check_model_shape, said_of
 from verl_slurm.submit.checks.model_files import check_model
-from verl_slurm.submit.checks.model_shape import check_model_shape
-from verl_slurm.submit.checks.rewards import check_reward
 from verl_slurm.submit.plan import Cluster
 from verl_slurm.wire.http import read_token
 
@@ -51,6 +51,7 @@ __all__ = [
     "check_surroundings",
     "check_written",
     "choose_cluster",
+    "gpu_note",
     "partition_complaint",
     "source_note",
 ]
@@ -174,11 +175,11 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     Raises:
         ConfigError: no such built-in; the rollout engine is not installed, or cannot sample from the model; or the
             model cannot be divided as `distributed` says.
-        DataError: see `model_files`, `rewards` and `data_look`.
+        DataError: see `model_files`, `inputs` and `data`.
     """
     check_names(config)
     require_engine(config)
-    if not config.model.path.startswith("builtin:"):
+    if not config.model.path.startswith(BUILTIN):
         check_model("model.path", Path(config.model.path), written)
     said = said_of(config.model.path)
     check_engine(config, config.model.path, said)
@@ -192,7 +193,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     for name, key, root in roots:
         if root is None:
             continue
-        text, note = (root, "") if root.startswith("builtin:") else check_data(config, key)
+        text, note = (root, "") if root.startswith(BUILTIN) else check_data(config, key)
         taken.append((name, text))
         notes += [note] if note else []
     return [*taken, ("reward", config.model.reward)], notes
@@ -371,3 +372,43 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
     if facts.max_time_s is not None and limit_s > facts.max_time_s:
         return f"at most {facts.max_time_s // 60} min a job, {limit_s // 60} asked for"
     return ""
+
+
+# Linux, containers whose /proc hides the driver, WSL.
+_SIGNS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/dev/dxg"))
+
+
+def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SIGNS) -> str | None:
+    """Returns what speaks against `distributed.device: cuda`; None: nothing that is known here.
+
+    On Slurm it is a note and not a refusal: the nodes may have another environment than the machine that submits. The
+    ranks refuse at their start (trainer.place). For this machine it is certain, and refused.
+
+    Args:
+        signs: files of which one exists if there is an NVIDIA driver.
+
+    Raises:
+        ConfigError: `--cluster local`, and no driver or a torch without CUDA.
+    """
+    if config.distributed.device != "cuda":
+        return None
+    try:
+        torch = version("torch")
+    except PackageNotFoundError:
+        torch = ""
+    no_driver = not any(sign.exists() for sign in signs)
+    if cluster == "local" and (torch.endswith("+cpu") or no_driver):
+        raise ConfigError(
+            "this machine cannot give the ranks a GPU",
+            where="distributed.device=cuda",
+            found="no NVIDIA driver" if no_driver else f"torch {torch}, built without CUDA",
+            remedy="set distributed.device=cpu, or submit where there are GPUs"
+            if no_driver
+            else "pip install -c constraints/cuda.txt torch, or set distributed.device=cpu",
+        )
+    if torch.endswith("+cpu"):
+        return (
+            f"distributed.device=cuda, and torch {torch} of this environment is built without CUDA: "
+            "ranks that run in it will refuse; pip install -c constraints/cuda.txt torch"
+        )
+    return None

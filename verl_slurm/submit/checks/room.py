@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.config.roles import trained_roles
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import num_parameters
 from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of, said_settings
 from verl_slurm.verl.overrides import user_settings
@@ -105,7 +105,7 @@ def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
     if not config.checkpoint.store_frozen or config.trainer.is_guest:
         return 0, 0
     kind, _, reward = config.model.reward.partition(":")
-    sources = {Path(config.model.path)} if not config.model.path.startswith("builtin:") else set()
+    sources = {Path(config.model.path)} if not config.model.path.startswith(BUILTIN) else set()
     sources |= {Path(reward)} if kind == "classifier" else set()
     there = {_tree(paths.frozen / digest)[0] for digest in frozen_digests(paths)}
     to_come = [(size, count) for size, count in map(_tree, sources) if size not in there]
@@ -147,7 +147,7 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
     if config.trainer.is_guest:
         return _of_verl(config) if config.trainer.backend == "verl" else None
     model = config.model.path
-    parameters = None if model.startswith("builtin:") else num_parameters(Path(model))
+    parameters = None if model.startswith(BUILTIN) else num_parameters(Path(model))
     if parameters is None:
         return None
     copies = _PER_PARAMETER * len(trained_roles(config.train))

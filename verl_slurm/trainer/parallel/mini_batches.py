@@ -3,7 +3,7 @@
 A step's responses have one order, that of their sample ids. Each epoch of a step shuffles them by a function of (seed,
 step, epoch). The result is cut into mini-batches, and each mini-batch into one equal piece for each data-parallel rank,
 in rank order. So an update is the same in every shape with the same global batch and global mini-batch
-(`config.layout`): other shapes add the same terms in another order.
+(`config.changes`): other shapes add the same terms in another order.
 
 A rank therefore trains mostly on responses that other ranks sampled. One all-to-all per step, before the first update
 or the first one after a start, sends each rank the rows that it needs in any epoch. The buffers stay as they were

@@ -10,7 +10,7 @@ So those of all former ranks are put back into their global order and dealt out 
   on the number of ranks (`trainer.parallel.mini_batches`), so the remaining updates are the same ones.
 
 A step must consume the same data, or positions and prompts would no longer fit together: the global batch, the global
-mini-batch and the size of a generation micro-batch stay the same (`config.layout`).
+mini-batch and the size of a generation micro-batch stay the same (`config.changes`).
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
 
     Args:
         saved: of all former ranks, in their order, all at the same position.
-        old, new: shapes of the same step (`config.layout`).
+        old, new: shapes of the same step (`config.changes`).
 
     Returns:
         A state that `trainer.state.train_state.restore_state` takes. It lacks the generators of a rank that is new.

@@ -1,0 +1,1 @@
+"""Commands for checkpoints: look, verify, export, keep, and the key that seals them."""

@@ -1,0 +1,309 @@
+"""`verl-slurm adopt`."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.submit.plan import SubmissionPlan
+    from verl_slurm.verl.adopt import Adoption, Row
+    from verl_slurm.verl.shards import Judged
+    from verl_slurm.verl.tracker import Tracker
+
+__all__ = ["adopt"]
+
+_HOW = {
+    "clone": "cloned (shares blocks, no room taken)",
+    "copy": "copied",
+    "link": "hard-linked: the same files",
+}
+_COLOURS = {"whole": "green", "adopted": "green", "there": "green", "BROKEN": "red", "refused": "yellow"}
+
+
+@click.command(
+    epilog=exits(
+        ExitCode.CONFIG,
+        ExitCode.DATA,
+        ExitCode.PERMISSION,
+        ExitCode.CORRUPT,
+        ExitCode.NOT_FOUND,
+        ExitCode.FENCED,
+        ExitCode.NO_ROOM,
+    )
+)
+@click.argument("directory", type=PLACE, metavar="DIR")
+@click.argument("run", type=PLACE, required=False, metavar="[RUN]")
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--all", "take_all", is_flag=True, help="Take whole steps, too, that the run's retention would drop."
+)
+@click.option(
+    "--link",
+    is_flag=True,
+    help="Hard links instead of copies: no room taken, but plain verl must never save into DIR again.",
+)
+@click.option("--keep-tracker", is_flag=True, help="Leave DIR's tracker as it is.")
+@click.option("--dry-run", is_flag=True, help="Read and judge everything, change nothing.")
+@json_option
+def adopt(
+    directory: Path,
+    run: Path | None,
+    overrides: tuple[str, ...],
+    take_all: bool,
+    link: bool,
+    keep_tracker: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Judge the checkpoints that plain verl left in DIR, and take them over into RUN.
+
+    DIR is verl's trainer.default_local_dir, the one with global_step_N in it. Every byte of every step is read and
+    held against the CRC-32s that torch.save wrote: what is missing, empty, cut off or has a flipped bit is found.
+    Nothing is unpickled.
+
+    RUN is a run's directory, or a configuration with `trainer.backend: verl` that describes one. Whole steps become
+    its checkpoints, with a manifest and digests, as many as its retention keeps; `verl-slurm submit RUN` goes on from
+    the newest. They are cloned where the file system can share blocks, else copied, read back and judged again. What
+    is broken is named with its reason and stays where it is, as does all of DIR.
+
+    DIR's tracker (latest_checkpointed_iteration.txt) is pointed to the newest whole step: with an empty one verl
+    crashes for ever, without one it silently starts from step 0. Without RUN that is all that is done, so that plain
+    verl, too, resumes right. Done twice, it finds itself done.
+
+    \b
+    verl-slurm adopt checkpoints/gsm8k/grpo --dry-run
+    verl-slurm adopt checkpoints/gsm8k/grpo my.yaml name=grpo
+    verl-slurm submit my.yaml name=grpo
+    """
+    from verl_slurm.base.files import require_safe_folder
+    from verl_slurm.verl.shards import judge_all, list_steps, step_bytes
+    from verl_slurm.verl.tracker import look_at_tracker, write_tracker
+
+    directory = _require_directory(directory)
+    if run is not None:
+        # Other users could choose the steps, even though each is judged. `copying` ensures that the judged bytes are
+        # the copied ones.
+        require_safe_folder(
+            directory,
+            "others can put steps of theirs in the place of these",
+            "copy the steps to a directory of your own, and adopt again",
+        )
+    steps = list_steps(directory)
+    bar = render.Bar(enabled=not as_json)
+    with ExitStack() as held:
+        held.callback(bar.close)
+        # An impossible run is refused now, before the hours of reading.
+        plan = None if run is None else _planned(run, overrides)
+        counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
+        judged = judge_all(directory, on_bytes=counter)
+        tracker = look_at_tracker(directory, judged)
+        rows: list[Row] = []
+        done: list[Adoption] = []
+        if plan is not None:
+            rows, done = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
+        repaired, failed = False, ""
+        if tracker.needs_repair and tracker.wanted is not None and not keep_tracker and not dry_run:
+            try:
+                write_tracker(directory, tracker.wanted)
+                repaired = True
+            except OSError as error:  # an archive, or another user's: a run can take it over all the same
+                failed = error.strerror or str(error)
+    _say(directory, judged, rows, done, tracker, plan, repaired=repaired, dry_run=dry_run, as_json=as_json)
+    if failed:
+        render.warning(f"the tracker cannot be written: {failed}")
+    if tracker.wanted is None or any(one.error for one in done):
+        return ExitCode.CORRUPT
+    return ExitCode.PERMISSION if failed and plan is None else ExitCode.OK
+
+
+def _require_directory(directory: Path) -> Path:
+    from verl_slurm.checkpoint.format.specification import MANIFEST
+    from verl_slurm.verl.layout import step_of
+
+    here = directory.resolve()
+    if not here.is_dir():
+        raise NotFound("no such directory", where=directory, expected="verl's trainer.default_local_dir")
+    if step_of(here.name) is not None:
+        raise NotFound(
+            "one step of verl, not its directory", where=directory, remedy=f"verl-slurm adopt {here.parent}"
+        )
+    if (here / MANIFEST).exists():
+        raise NotFound(
+            "a checkpoint of a run already", where=directory, remedy=f"verl-slurm verify {here.parent.parent}"
+        )
+    if not any(step_of(path.name) is not None for path in here.iterdir()):
+        raise NotFound(
+            "no checkpoint of verl in there",
+            where=directory,
+            expected="global_step_N in it, as in verl's trainer.default_local_dir",
+        )
+    return here
+
+
+def _planned(run: Path, overrides: tuple[str, ...]) -> "SubmissionPlan":
+    from verl_slurm.submit.submission import plan_verl_run
+
+    return plan_verl_run(run, overrides)
+
+
+def _into_run(
+    held: ExitStack,
+    plan: "SubmissionPlan",
+    judged: "list[Judged]",
+    bar: render.Bar,
+    *,
+    take_all: bool,
+    link: bool,
+    dry_run: bool,
+) -> "tuple[list[Row], list[Adoption]]":
+    from verl_slurm.base.paths import RunPaths
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
+    from verl_slurm.journal.events import Adopted
+    from verl_slurm.journal.files import append_event
+    from verl_slurm.submit.submission import hold_run
+    from verl_slurm.verl.adopt import adopt_steps, is_adopted, plan_adoption, refuse_if_nothing_fits
+
+    config, paths = plan.config, RunPaths(plan.run_dir)
+    committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+    there = {info.step for info in committed}
+    rows = plan_adoption(
+        judged,
+        committed,
+        entry=config.trainer.entry,
+        world_size=config.distributed.world_size,
+        keep_last=config.checkpoint.keep_last,
+        keep_every=config.checkpoint.keep_every,
+        take_all=take_all,
+        another={one.step for one in judged if one.step in there and not is_adopted(paths, one)},
+    )
+    refuse_if_nothing_fits(rows)
+    if dry_run or not any(row.choice == "adopt" for row in rows):
+        return rows, []
+    held.enter_context(hold_run(plan))
+    chosen = [row.judged for row in rows if row.choice == "adopt"]
+    # Each is copied, and the copy read back.
+    counter = _Counter(bar, "copying and reading back", 2 * sum(one.num_bytes for one in chosen))
+    done = adopt_steps(paths, rows, link=link, on_bytes=counter)
+    names = [one.saved.name for one in done if one.saved is not None]
+    if names:
+        append_event(paths, Adopted(names, str(chosen[0].path.parent)))
+    return rows, done
+
+
+class _Counter:
+    """Adds up the bytes that were read, for the bar."""
+
+    def __init__(self, bar: render.Bar, text: str, total: int) -> None:
+        self._bar, self._text, self._total, self._done = bar, text, total, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        self._bar.show(self._text, self._done, self._total)
+
+
+def _say(
+    directory: Path,
+    judged: "list[Judged]",
+    rows: "list[Row]",
+    done: "list[Adoption]",
+    tracker: "Tracker",
+    plan: "SubmissionPlan | None",
+    *,
+    repaired: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    listed = _listed(judged, rows, done, dry_run=dry_run)
+    unchecked = sorted({name for one in judged if one.ok for name in one.unchecked})
+    if as_json:
+        value: dict[str, Any] = {
+            "directory": str(directory),
+            "run_dir": None if plan is None else str(plan.run_dir),
+            "dry_run": dry_run,
+            "steps": listed,
+            "tracker": {
+                "state": tracker.state,
+                "step": tracker.step,
+                "newest_whole": tracker.wanted,
+                "repaired": repaired,
+                "found": tracker.line,
+            },
+            "unchecked": unchecked,
+        }
+        render.json_value(value)
+        return
+    render.plain_table(
+        ["step", "", "ranks", "MB", "why"],
+        [
+            [
+                one["name"],
+                one["state"],
+                str(one["world_size"] or ""),
+                f"{one['num_bytes'] / 1e6:.1f}",
+                one["why"],
+            ]
+            for one in listed
+        ],
+        right=["ranks", "MB"],
+        colours=_COLOURS,
+    )
+    hows = {one.how for one in done if one.saved is not None}
+    for how in sorted(hows):
+        count = sum(1 for one in done if one.saved is not None and one.how == how)
+        render.line(f"{count} {_HOW[how]}; each verified with SHA-256 from here on")
+    if unchecked:
+        shown = ", ".join(unchecked[:3]) + (f" and {len(unchecked) - 3} more" if len(unchecked) > 3 else "")
+        render.line(f"without a checksum of their own, taken as they are: {shown}")
+    _say_tracker(tracker, repaired=repaired, dry_run=dry_run)
+    if plan is not None and not dry_run and any(one["state"] in ("adopted", "there") for one in listed):
+        render.line(f"go on with: verl-slurm submit {plan.run_dir}")
+
+
+def _say_tracker(tracker: "Tracker", *, repaired: bool, dry_run: bool) -> None:
+    if not tracker.needs_repair:
+        render.line(tracker.line)
+    elif repaired:
+        render.line(f"{tracker.line}: repaired")
+    elif tracker.wanted is None:
+        render.warning(f"{tracker.line}: left as it is; verl cannot resume here")
+    else:
+        render.warning(f"{tracker.line}: {'would be repaired' if dry_run else 'left as it is'}")
+
+
+def _listed(
+    judged: "list[Judged]", rows: "list[Row]", done: "list[Adoption]", *, dry_run: bool
+) -> list[dict[str, Any]]:
+    """Returns one entry per step, newest first, as JSON shows it."""
+    adopted = {one.judged.step: one for one in done}
+    by_step = {row.judged.step: row for row in rows}
+    listed = []
+    for one in judged:
+        row, made = by_step.get(one.step), adopted.get(one.step)
+        state, why = ("whole", "") if one.ok else ("BROKEN", one.one_line().partition(": ")[2])
+        if row is not None and one.ok:
+            state, why = row.choice, row.why
+        if made is not None:
+            state, why = ("adopted", why) if made.saved is not None else ("FAILED", made.error)
+        elif state == "adopt":
+            state = "would adopt" if dry_run else "adopt"
+        listed.append(
+            {
+                "name": one.name,
+                "step": one.step,
+                "state": state,
+                "why": why,
+                "world_size": one.world_size,
+                "num_bytes": one.num_bytes,
+                "problems": [{"path": p.path, "what": p.what, "kind": p.kind} for p in one.problems],
+                "checkpoint": made.saved.name if made is not None and made.saved is not None else None,
+                "how": made.how if made is not None and made.saved is not None else None,
+            }
+        )
+    return listed

@@ -1,0 +1,324 @@
+"""`verl-slurm checkpoints`, `verify`, `compare` and `fingerprint`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.checkpoint.decide.best import Rank
+    from verl_slurm.checkpoint.format.info import CheckpointInfo
+
+__all__ = [
+    "checkpoints",
+    "checkpoints_table",
+    "compare",
+    "fingerprint",
+    "one_checkpoint",
+    "print_checkpoints",
+    "verify",
+]
+
+
+_FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
+"""Columns that are dropped if the terminal is narrow, in this order."""
+
+
+@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("run", type=RUN)
+@json_option
+def checkpoints(run: RunPaths, as_json: bool) -> int:
+    """The checkpoints of RUN, newest first, from their manifests alone (`verify` reads the files).
+
+    \b
+    committed     whole by its manifest
+    torn          its writer died before the commit; never used, removed at the next start
+    quarantined   did not verify, set aside
+    foreign       not a checkpoint of ours
+
+    With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
+    that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
+    """
+    return print_checkpoints(run, as_json)
+
+
+def print_checkpoints(run: RunPaths, as_json: bool) -> int:
+    """Prints the table of `checkpoints RUN` and `list RUN`."""
+    from verl_slurm.checkpoint.decide.best import Best, rank_best
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
+    from verl_slurm.config.load import load_resolved
+
+    found = list_checkpoints(run)
+    try:
+        best = Best.of(load_resolved(run.run_yaml).checkpoint)
+    except VerlSlurmError:  # of another version: what there is can be listed all the same
+        best = Best(keep=0)
+    places = rank_best(found, best)
+    if as_json:
+        numbers = {name: place.number for name, place in places.items()}
+        render.json_value(
+            [asdict(info) | {"path": str(info.path), "best": numbers.get(info.name)} for info in found]
+        )
+        return ExitCode.OK
+    if not found:
+        render.line(f"no checkpoints in {run.checkpoints} yet")
+        return ExitCode.OK
+    metric = best.metric if best.keep else None
+    headings, lines = checkpoints_table(found, places, metric, render.width())
+    render.plain_table(headings, lines, right=("attempt", "ranks", "files", "MB"))
+    return ExitCode.OK
+
+
+def checkpoints_table(
+    found: "Sequence[CheckpointInfo]", places: "Mapping[str, Rank]", metric: str | None, width: int
+) -> tuple[list[str], list[list[str]]]:
+    """Returns headings and cells; columns that have no room are left out.
+
+    Args:
+        places: the ranks of the best checkpoints, by name.
+        metric: the metric that ranks them.
+        width: characters of a line.
+    """
+    columns: dict[str, list[str]] = {
+        "name": [info.name for info in found],
+        "kind": [info.kind for info in found],
+        "phase": [info.phase or "-" for info in found],
+    }
+    if metric is not None:
+        columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
+    columns |= {
+        "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
+        "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
+        "files": [str(info.num_files) for info in found],
+        "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],
+        "created": [info.created_utc or "-" for info in found],
+        "detail": [info.detail for info in found],
+    }
+    return render.fitting(columns, _FIRST_TO_GO, width)
+
+
+def _metric_words(value: float | None, place: "Rank | None") -> str:
+    if value is None:
+        return "-"
+    mark = "" if place is None else " best" if place.number == 1 else f" best {place.number}"
+    return f"{value:.4g}{mark}"
+
+
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
+@click.argument("place", type=PLACE)
+@key_option("The key that signed them, instead of what the run says.")
+@click.option("--without-key", is_flag=True, help="Do not ask who made them: their bytes need no key.")
+@json_option
+def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool) -> int:
+    """Read checkpoints back, every byte, and hold them against their manifests.
+
+    PLACE is a run (all its committed checkpoints) or one checkpoint directory. Nothing is changed. Every file
+    that is missing, extra, cut, altered or a link is named. Where the run has a key, each manifest must be signed
+    with it. Encrypted files are checked as they lie on disk.
+    """
+    from verl_slurm.checkpoint.store.run_config import keys_for
+    from verl_slurm.checkpoint.store.verify import verify as verify_directory
+
+    paths = _checkpoints_of(place)
+    keys = None if without_key else keys_for(place, key_file)
+    verdicts = [verify_directory(path, keys=keys) for path in paths]
+    good = all(verdict.ok for verdict in verdicts)
+    if as_json:
+        shown = [
+            {
+                "name": verdict.name,
+                "ok": verdict.ok,
+                "problems": [{"path": p.path, "what": p.what, "kind": p.kind} for p in verdict.problems],
+                "num_bytes": verdict.num_bytes,
+                "seconds": round(verdict.seconds, 4),
+            }
+            for verdict in verdicts
+        ]
+        render.json_value({"ok": good, "checkpoints": shown})
+    else:
+        for verdict in verdicts:
+            if verdict.ok:
+                size = verdict.num_bytes / 1e6
+                render.line(f"{verdict.name}  verified, {size:.1f} MB in {verdict.seconds:.2f} s")
+            for problem in verdict.problems:
+                render.line(f"{verdict.name}  BAD {problem.path}: {problem.what}")
+    if good:
+        return ExitCode.OK
+    return ExitCode.KEY if all(v.ok or v.needs_key for v in verdicts) else ExitCode.CORRUPT
+
+
+@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
+@click.argument("a", type=PLACE)
+@click.argument("b", type=PLACE)
+@click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
+@key_option("The key of both, instead of what their runs say.")
+@json_option
+def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json: bool) -> int:
+    """Are checkpoints A and B the same, bit for bit? Each is a checkpoint, a run (its newest), or a name with --run.
+
+    Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
+    first. Of what a loop that is not ours saved (docs/guests.md) the files are compared. Exit code 0 says the same,
+    19 different.
+    """
+    from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
+
+    try:
+        found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
+    except CheckpointCorrupt as error:
+        # What the comparing process said is a whole sentence already, with its remedy.
+        raise CheckpointCorrupt(str(error.found or error.what)) from None
+    except KeyRefused as error:
+        raise KeyRefused(str(error.found or error.what)) from None
+    if as_json:
+        render.json_value(msgspec.to_builtins(found) | {"same": found.same})
+        return ExitCode.OK if found.same else ExitCode.DIFFERENT
+    if found.same:
+        what = (
+            f"{counted(found.num_files, 'file')}"
+            if found.num_files
+            else f"{counted(found.num_tensors, 'tensor')}"
+        )
+        render.line(f"the same: {what}, {found.num_bytes / 1e6:.1f} MB, bit for bit")
+    else:
+        render.line(f"DIFFERENT in {counted(len(found.differing), 'place')}")
+    render.fields([("a", found.a), ("b", found.b)])
+    for name in found.differing:
+        render.line(f"  {name}")
+    return ExitCode.OK if found.same else ExitCode.DIFFERENT
+
+
+@click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
+@click.argument("place", type=PLACE)
+@click.option("--against", type=RUN, help="Compare with the data that this run started with.")
+@click.option("--full", is_flag=True, help="Read every file, whatever is remembered of it.")
+@json_option
+def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool) -> int:
+    """The SHA-256 tree hash of a data set; of a run, whether its data has changed since its first start.
+
+    PLACE is a data directory, or a run: then its data root is hashed and compared. On drift every added,
+    removed and changed file is listed, and the exit code is 16.
+
+    A file with the same path, device, inode, size, mtime and ctime as at the last look is not read again
+    (remembered in RUN/.dataset_hashes, or below ~/.cache/verl-slurm for a directory), unless it was younger than
+    a minute then, or lies on a file system whose ctime proves nothing (FUSE, SMB, images). To set an old mtime
+    after a change does not hide it, as that moves ctime. What can hide it: a clock set back, bytes changed
+    below the file system (bad disk, restored image), a write through a mapping on tmpfs, and on NFS, for a
+    minute, another node's write. --full reads every byte all the same, and names the files whose content
+    changed behind an unchanged stamp.
+    """
+    from verl_slurm.config.load import load_resolved
+    from verl_slurm.config.roles import data_root
+    from verl_slurm.dataset.fingerprint import record as prints
+    from verl_slurm.dataset.fingerprint.cache import default_path
+
+    root, cache = place, default_path(place)
+    if (place / "run.yaml").is_file():
+        against = against or RunPaths(place.resolve())
+        known = data_root(load_resolved(place / "run.yaml"))
+        if known is None:
+            raise NotFound(
+                "the run was not told which data it has",
+                where=place / "run.yaml",
+                remedy="set data.root, or give the data's directory",
+            )
+        root, cache = known, RunPaths(place.resolve()).hash_cache
+    seen = prints.survey(root, cache=cache, full=full)
+    now = seen.found
+    for notice in (*seen.notices, prints.remember(cache, seen)):
+        if notice:
+            render.warning(notice)
+    for name in seen.unnoticed:
+        render.warning(f"{name}: the content changed, its size and times did not (found by --full)")
+    old = None if against is None else prints.read(against)
+    if against is not None and old is None:
+        raise NotFound(
+            "the run has no fingerprint yet",
+            where=against.fingerprint,
+            remedy="it gets one when it is submitted",
+        )
+    drift = None if old is None else prints.drift(old, now)
+    changes = (
+        {}
+        if drift is None
+        else {"added": list(drift.added), "removed": list(drift.removed), "changed": list(drift.changed)}
+    )
+    same = not any(changes.values())
+    if as_json:
+        answer: dict[str, Any] = {
+            "root": str(root),
+            "digest": now.digest,
+            "num_files": len(now.files),
+            "num_read": seen.num_read,
+            "unnoticed": list(seen.unnoticed),
+        }
+        render.json_value(answer if old is None else answer | {"same": same} | changes)
+    else:
+        render.line(f"{now.digest}  {root}  {counted(len(now.files), 'file')}, {seen.num_read} read")
+        for kind, names in changes.items():
+            for name in names:
+                render.line(f"{kind:<8} {name}")
+        if old is not None:
+            render.line(
+                "the same as at the first start" if same else "the data has CHANGED since the first start"
+            )
+    return ExitCode.OK if same else ExitCode.DATASET_DRIFT
+
+
+def _checkpoints_of(place: Path) -> list[Path]:
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
+
+    if (place / "run.yaml").is_file():
+        # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
+        infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
+        found = [info.path for info in infos if not info.name.startswith(".")]
+        if not found:
+            raise NotFound("the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {place}")
+        return found
+    if not place.is_dir():
+        raise NotFound(
+            "no such run or checkpoint", where=place, remedy="`verl-slurm list DIR` shows the runs below DIR"
+        )
+    # A torn checkpoint has the name of one and no manifest: that is for `verify` to say.
+    if (
+        not CHECKPOINT_NAME.match(place.resolve().name.lstrip("."))
+        and not (place / "manifest.json").is_file()
+    ):
+        raise NotFound(
+            "neither a run nor a checkpoint",
+            where=place,
+            expected="run.yaml or manifest.json in it",
+            remedy="`verl-slurm list DIR` shows the runs below DIR",
+        )
+    return [place]
+
+
+def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
+    """Returns the checkpoint that a word names: a directory, a run (its newest), or with `run` a name in that run.
+
+    Raises:
+        NotFound: there is no such checkpoint.
+    """
+    from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+
+    if run is not None:
+        if not CHECKPOINT_NAME.fullmatch(str(place)):
+            raise NotFound(
+                "not a checkpoint's name",
+                where=place,
+                expected="one like step_000012, with --run",
+                remedy=f"`verl-slurm checkpoints {run.root}` lists them",
+            )
+        return _checkpoints_of(run.checkpoints / place)[0].resolve()
+
+    is_run = (place / "run.yaml").is_file()
+    return newest_checkpoint(place) if is_run else _checkpoints_of(place)[0].resolve()

@@ -1,0 +1,169 @@
+"""`verl-slurm list`: the runs below a directory, one line each."""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.render import ago, span
+
+if TYPE_CHECKING:
+    from verl_slurm.runs.glance import Glance, Seen
+
+__all__ = ["STATE_COLOURS", "list_runs", "runs_table"]
+
+_FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
+"""Columns that are dropped if the terminal is narrow, in this order."""
+STATE_COLOURS = {
+    **dict.fromkeys(("done", "running", "RUNNING"), "green"),
+    **dict.fromkeys(("queued", "PENDING", "suspended"), "yellow"),
+    **dict.fromkeys(("gone", "GONE", "failed", "no permission"), "red"),
+}
+
+
+@click.command("list", epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("place", type=PLACE, default="runs")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    help="Only runs in this state, e.g. running, queued, gone; may be given again.",
+)
+@json_option
+def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
+    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
+
+    \b
+    state   prepared, queued, starting, running, saving, ..., done, cancelled, failed with N;
+            gone: its job is no more, and its daemon said nothing; with a ?: nobody here knows whether it lives
+    interrupted, cost   how often, why last, and the time from the first sign to the first new rollout, in all
+            (with a +: the last one is not over)
+
+    Slurm is asked once for all runs; --state failed takes all that failed, whatever the exit code.
+    """
+    if (place / "run.yaml").is_file():
+        from verl_slurm.cli.checkpoint.verify import print_checkpoints
+
+        return print_checkpoints(RunPaths(place.resolve()), as_json)
+    from verl_slurm.runs.glance import ask_for, glance_at_all, state_of
+
+    runs = glance_at_all(place.resolve())
+    if not runs and not place.is_dir():
+        raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
+    seen, problem = ask_for(runs)
+    if problem:
+        render.warning(f"what has no end written down is shown as last heard of: {problem}")
+    told = [(run, state_of(run, seen.get(run.root))) for run in runs]
+    if states:
+        told = [(run, state) for run, state in told if state.rstrip("?").startswith(states)]
+    if as_json:
+        render.json_value([_facts(run, state, seen.get(run.root)) for run, state in told])
+        return ExitCode.OK
+    if not runs:
+        render.line(f"no runs in {place}; start one with verl-slurm submit quickstart")
+        return ExitCode.OK
+    if not told:
+        render.line(f"none of {counted(len(runs), 'run')} in {place} is {' or '.join(states)}")
+        return ExitCode.OK
+    headings, lines = runs_table(told, place.resolve(), render.width())
+    render.plain_table(headings, lines, right=("step", "of", "reward", "cost"), colours=STATE_COLOURS)
+    return ExitCode.OK
+
+
+def runs_table(
+    told: "Sequence[tuple[Glance, str]]", place: Path, width: int
+) -> tuple[list[str], list[list[str]]]:
+    """Returns headings and cells. Columns that have no room are left out; as a last resort the run's name is cut.
+
+    Args:
+        told: each run with its state.
+        width: characters of a line.
+    """
+    columns: dict[str, list[str]] = {
+        "run": [os.path.relpath(run.root, place) for run, _ in told],
+        "job": ["-" if run.job is None else run.job.job_id for run, _ in told],
+        "state": [state for _, state in told],
+        "step": [str(_step(run)) for run, _ in told],
+        "of": [str(run.status.get("steps") or "-") for run, _ in told],
+        "reward": [_reward(run.status) for run, _ in told],
+        "checkpoint": ["-" if run.checkpoint is None else run.checkpoint.name for run, _ in told],
+        "interrupted": [_interrupted(run) for run, _ in told],
+        "cost": [_cost(run) for run, _ in told],
+        "updated": [ago(run.status.get("updated")) for run, _ in told],
+    }
+
+    return render.fitting(columns, _FIRST_TO_GO, width, cut="run")
+
+
+def _step(run: "Glance") -> int:
+    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
+    step: int = run.status.get("step", 0)
+    if run.checkpoint is not None and not run.status.get("phase"):
+        return max(step, run.checkpoint.step)
+    return step
+
+
+def _reward(status: Mapping[str, Any]) -> str:
+    metrics = status.get("metrics")
+    reward = metrics.get("reward") if isinstance(metrics, dict) else None
+    return f"{reward:.3f}" if isinstance(reward, int | float) else "-"
+
+
+def _interrupted(run: "Glance") -> str:
+    if not run.interruptions:
+        return "-"
+    cause = str(run.last_interruption.get("cause", "?")).replace("_", " ")
+    return f"{run.interruptions}, {cause}"
+
+
+def _cost(run: "Glance") -> str:
+    if not run.interruptions:
+        return "-"
+    lasts = "" if run.last_interruption.get("seconds") is not None else "+"
+    return f"{span(run.interrupted_s)}{lasts}"
+
+
+def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
+    from verl_slurm.cli.show import story
+    from verl_slurm.journal.events import Ended
+    from verl_slurm.runs.glance import is_over
+
+    ended = run.word if isinstance(run.word, Ended) else None
+    return {
+        "run_dir": str(run.root),
+        "state": state,
+        "job_id": None if run.job is None else run.job.job_id,
+        "cluster": None if run.job is None else run.job.cluster,
+        "job_over": is_over(run) or (seen is not None and seen.alive is False),
+        "job_alive": None if seen is None else seen.alive,
+        "job_state": (seen.state or None) if seen is not None else None,
+        "job_detail": (seen.detail or None) if seen is not None else None,
+        "step": _step(run),
+        "status": run.status,
+        "checkpoint": None
+        if run.checkpoint is None
+        else {
+            "name": run.checkpoint.name,
+            "step": run.checkpoint.step,
+            "safe_point": run.checkpoint.safe_point,
+            "created_utc": run.checkpoint.created_utc,
+            "num_bytes": run.checkpoint.num_bytes,
+        },
+        "interruptions": {
+            "count": run.interruptions,
+            "seconds": run.interrupted_s,
+            "last": run.last_interruption or None,
+        },
+        "last_cause": story.tell(run.cause) if run.cause else None,
+        "outcome": ended.outcome if ended is not None and ended.is_final else None,
+        "ended": None if ended is None else story.tell(ended),
+        **({"error": run.error} if run.error else {}),
+    }

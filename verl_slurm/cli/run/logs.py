@@ -1,0 +1,177 @@
+"""`verl-slurm logs`: the output of a run's daemon, agents and ranks."""
+
+import errno
+import os
+import re
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+import click
+
+from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.options import RUN, Whole, exits, json_option
+from verl_slurm.cli.show import render
+
+__all__ = ["logs"]
+
+_LINE = 1 << 20
+"""Maximum bytes of a line that are read at once."""
+# Lines of other programs than the run's. In a healthy requeue srun and slurmstepd say "error", too.
+_MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [A-Z]+ ")
+
+
+@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("run", type=RUN)
+@click.option("-f", "--follow", is_flag=True, help="Go on as it grows, over all requeues; Ctrl-C ends it.")
+@click.option("-n", "--lines", "num_lines", type=Whole(min=0), help="Only the last N lines there are.")
+@click.option("--node", type=Whole(min=0), help="What the ranks of this node (0, 1, ...) print.")
+@click.option("--rank", type=Whole(min=0), help="The same, of the node that has this rank.")
+@click.option("--agent", is_flag=True, help="With --node: what the daemon's agent there saw and did instead.")
+@click.option("--all", "list_all", is_flag=True, help="List the log files instead.")
+@json_option
+def logs(
+    run: RunPaths,
+    follow: bool,
+    num_lines: int | None,
+    node: int | None,
+    rank: int | None,
+    agent: bool,
+    list_all: bool,
+    as_json: bool,
+) -> int:
+    """What the daemon of RUN prints (its newest job), or with --node or --rank the ranks of one node (newest start).
+
+    All ranks of a node print into one file, and each start has its own: with -f, a new start's file follows the last
+    line of the one before. With --node N --agent it is the log of the daemon's agent on that node. Agents keep their
+    own, because what they print is lost together with the node that the daemon runs on. Lines marked [Slurm] or
+    [submitit] are theirs: when a job is requeued or cancelled, Slurm reports the steps it ends as errors. With
+    --json each line is an object with its file.
+    """
+    if node is not None and rank is not None:
+        raise click.UsageError("--node and --rank both name a node: give one of them")
+    if rank is not None:
+        node = _node_of(run, rank)
+    if agent and node is None:
+        raise click.UsageError("--agent wants --node N: there is one agent a node")
+    if list_all:
+        names = [str(path) for path in sorted(_rank_logs(run)) + sorted(run.logs.glob("*_log.out"))]
+        if as_json:
+            render.json_value(names)
+        for name in () if as_json else names:
+            render.line(name)
+        return ExitCode.OK
+    show = _shower(follow, as_json)
+    if follow:
+        from verl_slurm.runs.follow import follow_newest
+
+        def newest() -> Path | None:
+            try:
+                return _newest(run, node, agent)
+            except NotFound:
+                return None
+
+        _lead_log(run)  # raises if there is no job yet
+        for path, line in follow_newest(run.logs, newest, num_lines):
+            show(path, line)
+        return ExitCode.OK
+    path = _newest(run, node, agent)
+    with _opened(path) as file:
+        if num_lines is not None:
+            file.seek(_last_lines(file, num_lines))
+        # A line without an end is shown in pieces.
+        for raw in iter(partial(file.readline, _LINE), b""):
+            show(path, raw.rstrip(b"\n"))
+    return ExitCode.OK
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return os.fdopen(open_regular(path), "rb")
+    except (TooMuch, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ELOOP:
+            raise
+        raise NotFound("the log is not a file", where=path, found=error) from None
+
+
+def _last_lines(file: BinaryIO, number: int) -> int:
+    """Returns the offset of the last lines. Keeps offsets and not lines, because each line may have a MiB."""
+    start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for that many lines
+    if start:
+        file.seek(start)
+        start += len(file.readline(_LINE))
+    starts = deque([start], maxlen=number + 1)
+    for raw in iter(partial(file.readline, _LINE), b""):
+        starts.append(starts[-1] + len(raw))
+    return starts[0]
+
+
+def _shower(follow: bool, as_json: bool) -> Callable[[Path, bytes], None]:
+    shown: list[Path] = []
+
+    def show(path: Path, line: bytes) -> None:
+        if as_json:
+            render.json_value({"file": str(path), "line": line.decode("utf-8", errors="replace")})
+            return
+        if follow and shown[-1:] != [path]:
+            if shown:
+                render.line(f"==> {path.name} <==")
+            shown[:] = [path]
+        render.raw_line(_MARKS.sub(_mark, line, count=1))
+
+    return show
+
+
+def _mark(found: re.Match[bytes]) -> bytes:
+    return (b"[submitit] " if found[0].startswith(b"submitit") else b"[Slurm] ") + found[0]
+
+
+def _node_of(run: RunPaths, rank: int) -> int:
+    from verl_slurm.config.load import load_resolved
+
+    shape = load_resolved(run.run_yaml).distributed
+    if rank >= shape.world_size:
+        raise NotFound(
+            "the run has no such rank",
+            where=run.root,
+            found=rank,
+            expected=f"0 to {shape.world_size - 1}",
+            remedy="run.yaml has the shape of the run",
+        )
+    return rank // shape.ranks_per_node
+
+
+def _newest(run: RunPaths, node: int | None, agent: bool) -> Path:
+    if node is None:
+        path = _lead_log(run)
+        if path.exists():
+            return path
+        raise NotFound(
+            "the job has printed nothing yet", where=path, remedy=f"see `verl-slurm status {run.root}`"
+        )
+    suffix = f".node_{node:04d}.{'agent.' if agent else ''}log"
+    mine = [path for path in _rank_logs(run) if path.name.endswith(suffix)]
+    if mine:
+        return max(mine)  # epoch and generation are in the name, with leading zeros
+    raise NotFound(
+        "no agent has written there" if agent else "no ranks have printed there",
+        where=run.logs,
+        expected=f"a file that ends in {suffix}",
+        remedy=f"`verl-slurm logs --all {run.root}` lists what there is",
+    )
+
+
+def _rank_logs(run: RunPaths) -> list[Path]:
+    return list(run.logs.glob("*.log"))
+
+
+def _lead_log(run: RunPaths) -> Path:
+    from verl_slurm.runs.record import last_job
+
+    job_id = last_job(run).job_id  # from the journal: in a run that was handed over it may name any path
+    return run.logs / f"{job_id.replace('/', '_')}_0_log.out"

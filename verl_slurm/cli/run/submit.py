@@ -1,0 +1,228 @@
+"""`verl-slurm submit`."""
+
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import click
+import msgspec
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.options import CONFIG, exits, json_option
+from verl_slurm.cli.run.watch import tell_until_end
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.dataset.fingerprint.record import Drift
+    from verl_slurm.submit.plan import SubmissionPlan
+
+__all__ = ["submit"]
+
+_VERL = "verl_slurm.verl_words"
+
+
+class _WithVerlWords(click.Command):
+    """Keeps the words after `--` apart, instead of taking them for more of the same arguments."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        at = args.index("--") if "--" in args else len(args)
+        ctx.meta[_VERL] = args[at + 1 :]
+        return super().parse_args(ctx, args[:at])
+
+
+@click.command(
+    cls=_WithVerlWords,
+    epilog=exits(
+        ExitCode.CONFIG,
+        ExitCode.DATA,
+        ExitCode.PERMISSION,
+        ExitCode.NO_SLURM,
+        ExitCode.SLURM_REFUSED,
+        ExitCode.DATASET_DRIFT,
+        ExitCode.NOT_FOUND,
+        ExitCode.FENCED,
+        ExitCode.NO_ROOM,
+        ExitCode.KEY,
+    )
+    + "\n\nWith --wait: the run's own exit code.",
+)
+@click.argument("config", type=CONFIG)
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
+@click.option(
+    "--cluster",
+    type=click.Choice(["auto", "slurm", "local"]),
+    default="auto",
+    show_default=True,
+    help="auto: Slurm where its commands are installed, else this machine.",
+)
+@click.option("--wait", is_flag=True, help="Follow the run over its requeues and exit with its code.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the exact batch script, make nothing.")
+@click.option(
+    "--prepare-only",
+    is_flag=True,
+    help="Make the run directory, queue nothing: for a script of sbatch/.",
+)
+@click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
+@click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
+@json_option
+@click.pass_context
+def submit(
+    ctx: click.Context,
+    config: Path,
+    overrides: tuple[str, ...],
+    cluster: Literal["auto", "slurm", "local"],
+    wait: bool,
+    dry_run: bool,
+    prepare_only: bool,
+    force_resume: bool,
+    yes: bool,
+    as_json: bool,
+) -> int:
+    """Check CONFIG, and start the run it describes.
+
+    CONFIG is a YAML file, the directory of a run that is to go on, or the name of a shipped example (quickstart).
+    KEY=VALUE words change single values, e.g. train.steps=50. Everything is checked before anything is queued: keys
+    and types, model and data, write permission, the partition, and Slurm's own answer to the very script.
+
+    Relative paths in CONFIG go by its directory; relative paths in KEY=VALUE words, and run_dir, by where you are.
+
+    A run lives in its run directory. To submit the same configuration again goes on from the newest checkpoint
+    that verifies; another configuration in the same directory is refused.
+
+    \b
+    verl-slurm submit quickstart
+    verl-slurm submit my.yaml name=big slurm.partition=gpu distributed.nodes=4 distributed.dp_size=32
+    verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
+    verl-slurm submit verl_grpo -- trainer.total_epochs=3   # words for verl itself
+    """
+    from verl_slurm.submit.checks.inputs import needs_building
+    from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
+
+    if prepare_only and (wait or cluster == "local"):
+        other = "--wait" if wait else "--cluster local"
+        raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
+
+    plan = plan_submission(
+        config,
+        list(overrides),
+        verl=ctx.meta[_VERL],
+        cluster="slurm" if prepare_only else cluster,
+        ask_slurm=not prepare_only,
+    )
+    if dry_run:
+        check_drift(plan, _Confirm(True) if force_resume else None)
+        _print_plan(plan, as_json)
+        return ExitCode.OK
+    for note in plan.notes:
+        render.warning(note)
+    if needs_building(plan.config):
+        render.warning("building the built-in model, once; this takes half a minute")
+    paths = RunPaths(plan.run_dir)
+    offset = paths.events.stat().st_size if paths.events.exists() else 0
+    done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)
+    for note in done.notes[len(plan.notes) :]:
+        render.warning(note)
+    if as_json:
+        extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
+        render.json_value(msgspec.to_builtins(done) | {"inputs": dict(plan.inputs)} | extra)
+    elif done.job_id is None:
+        for name, taken in plan.inputs:
+            render.warning(f"{name}: {taken}")
+        render.line(f"prepared {done.run_dir}; submit it with")
+        render.line(shlex.join(_sbatch_words(plan, paths)))
+    else:
+        where = "on Slurm" if done.cluster == "slurm" else "on this machine"
+        kind = "a new run" if done.new_run else "goes on"
+        render.fields(
+            [
+                ("job", f"{done.job_id} {where}, {counted(plan.config.distributed.nodes, 'node')}, {kind}"),
+                *plan.inputs,
+                ("run directory", done.run_dir),
+                ("follow it", f"verl-slurm watch {done.run_dir}"),
+                ("its state", f"verl-slurm status {done.run_dir}"),
+                ("end it", f"verl-slurm cancel {done.run_dir}"),
+            ]
+        )
+        if done.changed:
+            render.fields([("changed", ", ".join(done.changed))])
+    if wait and done.job_id is not None:
+        return tell_until_end(paths, offset, as_json=as_json)
+    return ExitCode.OK
+
+
+def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
+    from verl_slurm.submit.executor import local_command, render_script
+
+    text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
+    if as_json:
+        render.json_value(
+            {
+                "cluster": plan.cluster,
+                "run_dir": str(plan.run_dir),
+                "new_run": plan.new_run,
+                "resumes_from": plan.resumes_from,
+                "inputs": dict(plan.inputs),
+                "checked": _checked(plan),
+                "notes": plan.notes,
+                "script": text,
+            }
+        )
+        return
+    for note in plan.notes:
+        render.warning(note)
+    render.warning("dry run: nothing is made or queued. Checked:")
+    for what in _checked(plan):
+        render.warning(f"  good  {what}")
+    render.warning(_beginning(plan))
+    render.warning(f"run directory {plan.run_dir}")
+    for part in text.rstrip("\n").split("\n"):
+        render.line(part)
+
+
+def _checked(plan: "SubmissionPlan") -> list[str]:
+    return [*plan.checked, *(["the data is that of the first start"] if plan.begun else [])]
+
+
+def _beginning(plan: "SubmissionPlan") -> str:
+    if plan.new_run:
+        return "a new run"
+    if not plan.begun:
+        return "the run exists and has not begun: it would start from the beginning with this configuration"
+    wanted = plan.config.checkpoint.resume_from
+    if wanted is None:
+        return "the run goes on from the beginning, as checkpoint.resume_from=null says"
+    if wanted != "auto":
+        return f"the run goes on from {wanted}, as checkpoint.resume_from says"
+    if plan.resumes_from is None:
+        return "the run goes on; it has no checkpoint yet, its rollouts are used again"
+    return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies"
+
+
+def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
+    """Returns the command that queues a prepared run."""
+    from verl_slurm.base.shipped import shipped
+    from verl_slurm.slurm.batch import batch_script, sbatch_options
+
+    template = shipped(f"sbatch/{batch_script(plan.config)}")
+    return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
+
+
+class _Confirm:
+    """Shows what changed in the data, and asks."""
+
+    def __init__(self, yes: bool) -> None:
+        self._yes = yes
+
+    def __call__(self, drift: "Drift") -> bool:
+        for kind, names in (("added", drift.added), ("removed", drift.removed), ("changed", drift.changed)):
+            for name in names:
+                render.warning(f"data {kind}: {name}")
+        if self._yes:
+            return True
+        if not os.isatty(0):
+            render.warning("nobody to ask here: repeat with --yes to accept these changes")
+            return False
+        return click.confirm("Go on with this data? Results will differ from the first start's", err=True)

@@ -1,0 +1,107 @@
+"""`verl-slurm update-reward`: replaces the reward of a run that goes on."""
+
+from pathlib import Path
+
+import click
+
+from verl_slurm.base.errors import SlurmMissing, SlurmRefused
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.run.jobs import ask_for_save
+from verl_slurm.cli.show import render
+
+__all__ = ["update_reward"]
+
+_EXITS = exits(
+    ExitCode.CONFIG,
+    ExitCode.DATA,
+    ExitCode.CORRUPT,
+    ExitCode.NOT_FOUND,
+)
+_LATER = "it counts from the next start on"
+_UNTOLD = "it is written down, and taken at the next start, or after the next save that anybody asks for"
+
+
+@click.command("update-reward", epilog=_EXITS)
+@click.argument("run", type=RUN, required=False)
+@click.argument("new", required=False)
+@click.option("--checkpoint", type=PLACE, help="With --new-model: the run, or a checkpoint in it.")
+@click.option("--new-model", metavar="NEW", help="With --checkpoint: what NEW may be.")
+@click.option(
+    "--warm-start-steps",
+    type=Whole(0, 1_000_000),
+    default=10,
+    show_default=True,
+    help="Steps over which its scores come from the former one's scale to their own. 0: at once.",
+)
+@json_option
+@click.pass_context
+def update_reward(
+    ctx: click.Context,
+    run: RunPaths | None,
+    new: str | None,
+    checkpoint: Path | None,
+    new_model: str | None,
+    warm_start_steps: int,
+    as_json: bool,
+) -> int:
+    """Have RUN score with the reward NEW from the end of a step on, without stopping it.
+
+    \b
+    NEW is what model.reward may be, or a directory:
+      classifier:DIR            a Hugging Face sequence classifier with one label
+      python:FILE.py:FUNCTION   a function of (prompts, responses, answers) that returns one float each
+      python:MODULE:FUNCTION    the same, of a module that the job can import
+      rule:NAME                 a rule of verl-slurm
+
+    The run saves, loads NEW beside the present reward and has it score the last responses. Only then the present
+    one is let go; if anything fails it stays, and `verl-slurm status RUN` says why. The step of the replacement is
+    written down first, so a run that is interrupted replaces its reward at the same step again.
+
+    A run without a living job gets NEW at its next start. So does one whose job could not be told, because Slurm
+    refused that or gave no answer: the wish is written down by then, a warning says so, and the exit code is 0.
+    """
+    from verl_slurm.journal.events import RewardAsked
+    from verl_slurm.journal.files import append_event
+    from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
+    from verl_slurm.wire.reward_plan import ask_for_reward
+
+    if checkpoint is not None and new_model is not None and run is None:
+        run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
+    elif run is None or new is None or checkpoint is not None or new_model is not None:
+        raise click.UsageError("give RUN and NEW, or --checkpoint and --new-model", ctx)
+    refuse_guests(run)
+    here = Path.cwd()
+    if ":" not in new and (here / Path(new).expanduser()).is_dir():
+        new = f"classifier:{new}"
+    reward = absolute_reward(new, here)
+    check_reward(reward)
+    request = ask_for_reward(run, reward, warm_start_steps)
+    append_event(run, RewardAsked(reward, request.number, warm_start_steps))
+    problem = None
+    try:
+        when = _wake(run)
+    except (SlurmMissing, SlurmRefused) as error:
+        when, problem = _UNTOLD, error.one_line()
+        render.warning(f"the run's job could not be told: {problem}")
+    if as_json:
+        said = {"run_dir": str(run.root), "request": request.number, "reward": reward, "when": when}
+        render.json_value(said | {"warm_start_steps": warm_start_steps, "problem": problem})
+    else:
+        render.line(f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}")
+    return ExitCode.OK
+
+
+def _run_of(place: Path) -> Path:
+    """Returns the run's directory for a checkpoint in RUN/checkpoints; any other place as it is."""
+    return place.parents[1] if CHECKPOINT_NAME.fullmatch(place.name) and len(place.parents) > 1 else place
+
+
+def _wake(run: RunPaths) -> str:
+    """Makes the run look at the request, by the signal with which an operator asks for a save; returns when it counts.
+
+    Raises:
+        SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.
+    """
+    return "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER

@@ -1,0 +1,144 @@
+"""`verl-slurm watch`: prints the events of one run, or of many, as they come."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verl_slurm.base.errors import NotFound
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.show import render, story
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.files import to_json
+
+if TYPE_CHECKING:
+    from verl_slurm.runs.follow_many import Followed
+
+__all__ = ["tell_until_end", "watch"]
+
+
+def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
+    """Tells a run's story from byte `offset` of its journal until it ends; returns its exit code."""
+    from verl_slurm.runs.follow import follow_run
+
+    if as_json:
+        return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
+    bottom = render.Progress()
+    teller = story.Story(verbose=verbose)
+
+    def on_event(event: Event) -> None:
+        if (text := teller.tell(event)) is not None:
+            bottom.line(text)
+
+    def on_status(status: dict[str, Any]) -> None:
+        if status.get("state") in ("running", "saving", "checking"):
+            bottom.show(int(status.get("step", 0)), story.progress(status))
+
+    try:
+        return follow_run(paths, offset, on_event, on_status)
+    except KeyboardInterrupt:
+        bottom.close()
+        render.warning(f"no longer following; the run goes on. Again: verl-slurm watch {paths.root}")
+        raise
+    finally:
+        bottom.close()
+
+
+@click.command(epilog=exits(ExitCode.NOT_FOUND) + "\n\nOtherwise the exit code with which the run ended.")
+@click.argument("places", metavar="RUN...", type=PLACE, nargs=-1, required=True)
+@click.option("-v", "--verbose", is_flag=True, help="With Slurm's own words as evidence of each cause.")
+@json_option
+def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
+    """Follow RUN from its first event until it ends, over all its requeues.
+
+    Prints what the daemon wrote down (starts, causes, saves, verdicts, requeues), then each event as it happens
+    and the step it is at. Of a run that was submitted again after an end, the newest job decides when the run has
+    ended, and with which code. Ctrl-C ends the watching, not the run. With --json each event is one line.
+
+    With several runs, or a directory that holds some, each event from now on is told with its run's name, until none
+    lives any more; runs that come into the directory meanwhile are followed, too. The exit code is then 0, or the
+    highest one with which a run ended meanwhile.
+    """
+    from verl_slurm.runs.record import last_job, require_run
+
+    roots = [place.resolve() for place in places]
+    for root in roots:
+        if not root.exists():
+            raise NotFound(
+                "no such run or directory",
+                where=root,
+                remedy="`verl-slurm list DIR` shows the runs below DIR",
+            )
+    single = len(roots) == 1 and not _holds_runs(roots[0])
+    if not single:
+        return _watch_fleet(roots, as_json=as_json)
+    run = require_run(RunPaths(roots[0]))
+    last_job(run)
+    return tell_until_end(run, 0, as_json=as_json, verbose=verbose)
+
+
+def _holds_runs(place: Path) -> bool:
+    from verl_slurm.runs.glance import find_runs
+
+    try:
+        return not (place / "run.yaml").exists() and any(find_runs(place))
+    except PermissionError:
+        return False
+
+
+_LONGEST = 24
+"""Characters of a run's name in front of its events."""
+
+
+def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
+    """Prints the events of the runs in and below `places` until none lives; returns 0, or the highest exit code of a
+    run.
+
+    Raises:
+        NotFound: there are no runs.
+    """
+    from verl_slurm.runs.follow_many import FleetWatch
+
+    bottom = render.Progress()
+    tellers: dict[Path, story.Story] = {}
+    turns = 0
+
+    def on_event(run: "Followed", event: Event) -> None:
+        if as_json:
+            render.json_value({"run_dir": str(run.root), **to_json(event)})
+            return
+        text = tellers.setdefault(run.root, story.Story()).tell(event)
+        if text is not None:
+            name = run.root.name
+            short = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
+            bottom.line(f"{short:<{_LONGEST}}  {text}")
+
+    def on_turn() -> None:
+        nonlocal turns
+        counts = Counter(run.state for run in fleet.runs.values())
+        if as_json and not turns:
+            render.json_value({"event": "watching", "runs": len(fleet.runs), "states": counts})
+        elif not as_json and (not turns or bottom.is_live):
+            words = ", ".join(f"{count} {state}" for state, count in counts.most_common())
+            bottom.show(turns, f"{counted(len(fleet.runs), 'run')}: {words or 'none'}")
+        if not turns and fleet.problem:
+            render.warning(fleet.problem)
+        turns += 1
+
+    fleet = FleetWatch(places, on_event)
+    try:
+        code = fleet.follow(on_turn)
+    finally:
+        bottom.close()
+    if not fleet.runs:
+        raise NotFound(
+            "no run that was ever submitted",
+            where=", ".join(map(str, places)),
+            remedy="give run directories, or the directory that holds them",
+        )
+    return int(code)

@@ -1,0 +1,1 @@
+"""Commands before a first run: a configuration, the cluster, a demonstration."""

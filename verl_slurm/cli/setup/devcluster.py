@@ -1,0 +1,278 @@
+"""`verl-slurm devcluster`: a real Slurm of several nodes on this machine, to try things on."""
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import msgspec
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
+from verl_slurm.cli.options import Whole
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.devcluster.cluster import ClusterStatus
+
+__all__ = ["command"]
+
+
+class _Group(click.Group):
+    """Lists its commands in the order of use, not of the alphabet."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the whole first sentence of each: click cuts it off at 45 characters."""
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(limit=1000)) for name, each in self.commands.items()]
+            )
+
+
+class _Gpus(click.ParamType[int | str]):
+    name = "auto|N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return "auto" if value == "auto" else Whole(min=0).convert(value, param, ctx)
+
+
+_GPUS = _Gpus()
+_DIR = click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path, readable=False, file_okay=False),
+    envvar="VERL_SLURM_DEVCLUSTER",
+    help="Where the cluster lives. [default: ~/.cache/verl-slurm/devcluster, or $VERL_SLURM_DEVCLUSTER]",
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+
+
+def _say(as_json: bool, value: msgspec.Struct | dict[str, Any], text: str) -> None:
+    if as_json:
+        render.json_value(value)
+    else:
+        for line in text.splitlines():
+            render.line(line)
+
+
+@click.group(
+    "devcluster",
+    cls=_Group,
+    epilog=(
+        "Exit codes: 0 done, 10 an option is out of range, 13 Slurm's programs are missing, "
+        "14 Slurm refused, 18 no such cluster, job or node."
+    ),
+)
+def command() -> None:
+    """A real Slurm cluster of several nodes on this machine, in one private directory.
+
+    Real munged, slurmctld and one slurmd a node, as root or as anyone, beside any cluster that is there
+    already. Jobs go to the partition `preemptible`; those in `urgent` preempt them, as on a big cluster.
+
+    \b
+    verl-slurm devcluster start
+    eval "$(verl-slurm devcluster env)"       # squeue, sbatch, ... now mean this cluster
+    verl-slurm submit quickstart
+    verl-slurm devcluster preempt JOB         # JOB: the number that submit printed
+    verl-slurm devcluster stop                # ends everything on it, jobs too
+
+    Needs the Debian/Ubuntu packages slurm-wlm and munge (installed, not running).
+    """
+
+
+@command.command("start")
+@_DIR
+@click.option("--nodes", type=int, default=4, show_default=True, help="How many nodes.")
+@click.option(
+    "--grace",
+    "grace_s",
+    type=int,
+    default=30,
+    show_default=True,
+    help="Seconds from a preemption's warning to the end of the job; 0: no warning.",
+)
+@click.option(
+    "--preempt-mode",
+    type=click.Choice(["REQUEUE", "CANCEL", "SUSPEND"]),
+    default="REQUEUE",
+    show_default=True,
+    help="What becomes of a job that is preempted.",
+)
+@click.option(
+    "--kill-wait",
+    "kill_wait_s",
+    type=int,
+    default=15,
+    show_default=True,
+    help="Seconds from TERM to KILL.",
+)
+@click.option(
+    "--slurmd-timeout",
+    "slurmd_timeout_s",
+    type=int,
+    default=10,
+    show_default=True,
+    help="Seconds until a silent node counts as lost.",
+)
+@click.option(
+    "--cred-expire",
+    "cred_expire_s",
+    type=int,
+    default=None,
+    help="Life of a credential in seconds; a plain requeue waits that long. [default: Slurm's own, 120]",
+)
+@click.option(
+    "--gpus",
+    type=_GPUS,
+    default="0",
+    show_default=True,
+    help="GPUs of each node. auto: this machine's, dealt out to the nodes in turn. A number that this machine does not "
+    "have for every node: counted only, so that jobs which ask for GPUs start; they find none.",
+)
+@click.option(
+    "--user-signal/--no-user-signal",
+    "send_user_signal",
+    default=True,
+    show_default=True,
+    help="Warn the batch process at a preemption (`sbatch --signal=B:..`); without, steps get TERM at once.",
+)
+@_JSON
+def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
+    """Start the cluster and wait until all nodes are idle (a second or two).
+
+    Does nothing if it runs already, whatever the options: stop it first to change them.
+    """
+    from verl_slurm.devcluster.cluster import DevCluster
+    from verl_slurm.devcluster.conf import ClusterOptions
+
+    try:
+        options = msgspec.convert(chosen, ClusterOptions)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            "an option of the cluster is out of range",
+            found=error,
+            remedy="verl-slurm devcluster start --help",
+        ) from error
+    cluster = DevCluster(directory)
+    status = cluster.start(options)
+    _say(
+        as_json,
+        status,
+        f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up after {status.seconds:.1f} s "
+        f"in {status.directory}\n{_gpus(status)}To use it in this shell:  {_exports(cluster.env())}",
+    )
+
+
+@command.command("stop")
+@_DIR
+@_JSON
+def _stop(directory: Path | None, as_json: bool) -> None:
+    """End the cluster and everything that runs on it. Logs stay in its directory."""
+    from verl_slurm.devcluster.cluster import DevCluster
+
+    status = DevCluster(directory).stop()
+    text = f"stopped after {status.seconds:.1f} s; the logs are in {status.directory}/log"
+    if status.left:
+        text = f"these processes do not even die of SIGKILL: {status.left}"
+    _say(as_json, status, text)
+
+
+@command.command("status")
+@_DIR
+@_JSON
+def _status(directory: Path | None, as_json: bool) -> None:
+    """Whether it runs, and how Slurm sees its nodes."""
+    from verl_slurm.devcluster.cluster import DevCluster
+
+    status = DevCluster(directory).status()
+    lines = [f"{name}  {state}" for name, state in status.nodes.items()]
+    head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
+    _say(as_json, status, "\n".join([f"{head} {status.directory}", *lines, _gpus(status)]))
+
+
+@command.command("preempt")
+@click.argument("job", type=Whole(min=1))
+@_DIR
+@click.option(
+    "--hold",
+    "hold_s",
+    type=Whole(0, 3600),
+    default=3,
+    show_default=True,
+    help="Seconds that the urgent job keeps the nodes.",
+)
+@_JSON
+def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> None:
+    """Have Slurm really preempt JOB, and return when Slurm says that it does.
+
+    Submits a short job of higher priority that needs JOB's nodes. Slurm warns JOB, waits the grace time, ends
+    and requeues it, unless it has saved and requeued itself by then.
+    """
+    from verl_slurm.devcluster.cluster import DevCluster
+    from verl_slurm.devcluster.faults import preempt
+
+    done = preempt(DevCluster(directory), job, hold_s=hold_s)
+    if done.seen == "preempt_time":
+        what = f"is being preempted; its grace time ends at {done.deadline}"
+    elif done.seen == "suspended":
+        what = "is suspended, and goes on when the urgent job has ended"
+    else:
+        what = "was preempted and is queued again"
+    _say(as_json, done, f"job {job} {what} (by job {done.urgent_job_id}, after {done.seconds:.1f} s)")
+
+
+@command.command("fail-node")
+@click.argument("node")
+@_DIR
+@_JSON
+def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
+    """Cut NODE's power: SIGKILL its slurmd and every process of every job on it, at once."""
+    from verl_slurm.devcluster.cluster import DevCluster
+    from verl_slurm.devcluster.faults import fail_node
+
+    failure = fail_node(DevCluster(directory), node)
+    _say(
+        as_json,
+        failure,
+        f"{node}: {counted(len(failure.killed), 'process')} killed; Slurm will notice by itself",
+    )
+
+
+@command.command("restore-node")
+@click.argument("node")
+@_DIR
+@_JSON
+def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
+    """Start NODE again after fail-node, and wait until Slurm uses it."""
+    from verl_slurm.devcluster.cluster import DevCluster
+    from verl_slurm.devcluster.faults import restore_node
+
+    state = restore_node(DevCluster(directory), node)
+    _say(as_json, {"node": node, "state": state}, f"{node} is {state}")
+
+
+@command.command("env")
+@_DIR
+@_JSON
+def _env(directory: Path | None, as_json: bool) -> None:
+    """Print what a shell must export to use the cluster: eval "$(verl-slurm devcluster env)"."""
+    from verl_slurm.devcluster.cluster import DevCluster
+
+    env = DevCluster(directory).env()
+    _say(as_json, env, _exports(env))
+
+
+def _gpus(status: "ClusterStatus") -> str:
+    """Returns a line about the GPUs, or nothing without any."""
+    if not status.gpus:
+        return ""
+    each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())
+    kind = "GPUs of this machine" if status.gpus_are_real else "GPUs that are counted and not there"
+    return f"{kind}: {each}\n"
+
+
+def _exports(env: dict[str, str]) -> str:
+    return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())

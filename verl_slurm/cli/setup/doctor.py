@@ -1,0 +1,170 @@
+"""`verl-slurm doctor`: finds what in this cluster would cost a run, before it does."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.config.schema import RunConfig
+    from verl_slurm.doctor import Finding
+
+__all__ = ["doctor"]
+
+
+@click.command(
+    epilog=exits(
+        ExitCode.CONFIG, ExitCode.PERMISSION, ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.UNFIT
+    )
+)
+@click.option("--config", "source", type=CONFIG, help="The run it is for; default: the quick start's values.")
+@click.option("--partition", help="Instead of the configuration's slurm.partition.")
+@click.option("--nodes", type=Whole(1, 10_000), help="Instead of its distributed.nodes.")
+@click.option(
+    "--fire-drill",
+    "drill",
+    is_flag=True,
+    help="Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
+    "do they reach one another, does it run again. Once it has started it takes about 20 s, and then as long as Slurm "
+    "holds a requeued job back: 120 s, unless cred_expire in AuthInfo says otherwise.",
+)
+@click.option(
+    "--preempt-by",
+    metavar="PARTITION",
+    help="With --fire-drill: end the job by a preemption, by a job of this partition that takes the drill's nodes for "
+    "a second. What shares them with the drill is preempted, too.",
+)
+@click.option(
+    "--wait",
+    "wait_s",
+    type=Number(min=1.0),
+    default=600.0,
+    show_default=True,
+    help="Seconds to wait for the drill's job.",
+)
+@json_option
+def doctor(
+    source: Path | None,
+    partition: str | None,
+    nodes: int | None,
+    drill: bool,
+    preempt_by: str | None,
+    wait_s: float,
+    as_json: bool,
+) -> int:
+    """Look at this cluster as a run will find it: Slurm's settings, deadlines, storage, keys.
+
+    Each finding comes with its remedy. Nothing is queued without --fire-drill, and nothing stays behind.
+
+    \b
+    verl-slurm doctor
+    verl-slurm doctor --config my.yaml --fire-drill
+    """
+    from verl_slurm.doctor import worst
+
+    config = _config(source, partition, nodes)
+    findings = _look(config) + asyncio.run(_ask_slurm(config, drill, preempt_by, wait_s))
+    verdict = worst(findings)
+    if as_json:
+        render.json_value({"verdict": verdict, "findings": findings})
+    else:
+        _print(findings)
+    return ExitCode.UNFIT if verdict == "bad" else ExitCode.OK
+
+
+def _config(source: Path | None, partition: str | None, nodes: int | None) -> "RunConfig":
+    from verl_slurm.base.shipped import shipped
+    from verl_slurm.config.load import load
+    from verl_slurm.submit.checks.inputs import absolute
+    from verl_slurm.submit.relative_paths import Places
+
+    overrides = [f"slurm.partition={partition}"] if partition else []
+    if nodes is not None:
+        overrides.append(f"distributed.nodes={nodes}")
+        if source is None:
+            overrides.append(f"distributed.dp_size={nodes}")
+    source = source or Path(shipped("configs/quickstart.yaml"))
+    return absolute(load(source, overrides), Places(Path.cwd(), source))
+
+
+def _look(config: "RunConfig") -> "list[Finding]":
+    """Runs the checks that need no Slurm: storage and keys."""
+    from verl_slurm.base.errors import VerlSlurmError
+    from verl_slurm.base.keys import load_keys
+    from verl_slurm.doctor import bad, good
+    from verl_slurm.doctor.places import judge_place, probe_place
+
+    findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
+    for tier in config.tiers:
+        if tier.path is not None:
+            findings += judge_place(f"tier {tier.name}", probe_place(Path(tier.path)), must_outlive_node=True)
+    if config.checkpoint.encryption is not None:
+        try:
+            load_keys(config.checkpoint.encryption)
+            findings.append(good("key", "there, and closed to others"))
+        except VerlSlurmError as error:
+            findings.append(bad("key", error.one_line(), "see verl-slurm key --help"))
+    return findings
+
+
+async def _ask_slurm(
+    config: "RunConfig", drill: bool, preempt_by: str | None, wait_s: float
+) -> "list[Finding]":
+    from verl_slurm.base.paths import RunPaths
+    from verl_slurm.checkpoint.store.catalog import list_checkpoints
+    from verl_slurm.doctor import bad
+    from verl_slurm.doctor.cluster_rules import judge_cluster
+    from verl_slurm.slurm.client import SlurmClient
+    from verl_slurm.submit.checks.deadlines import save_time
+    from verl_slurm.submit.checks.preflight import partition_complaint
+
+    client = SlurmClient()
+    conf = await client.config()
+    name = config.slurm.partition
+    facts = await (client.partition(name) if name else client.default_partition())
+    paths = RunPaths(config.run_dir)
+    committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+    findings = judge_cluster(conf, facts, config, save_time(config, paths, committed))
+    if complaint := partition_complaint(config, facts):
+        return [
+            *findings,
+            bad("partition", f"{facts.name}: {complaint}", "another one, or other slurm settings"),
+        ]
+    if drill:
+        from verl_slurm.doctor.cluster_rules import kill_wait_s
+        from verl_slurm.doctor.fire_drill import fire_drill
+
+        bar = render.Bar()
+        try:
+            findings += await fire_drill(
+                config,
+                _existing(Path(config.run_dir)),
+                kill_wait_s(conf),
+                preempt_by=preempt_by,
+                wait_s=wait_s,
+                show=bar.show,
+            )
+        finally:
+            bar.close()
+    return findings
+
+
+def _existing(place: Path) -> Path:
+    while not place.is_dir():
+        place = place.parent
+    return place
+
+
+def _print(findings: "list[Finding]") -> None:
+    """Prints one line per finding, with its remedy below it."""
+    marks = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
+    for finding in findings:
+        mark, colour = marks[finding.verdict]
+        render.marked(f"{mark:<5}", colour, f"{finding.topic}: {finding.found}")
+        if finding.remedy:
+            render.line(f"      -> {finding.remedy}")

@@ -1,0 +1,1 @@
+"""What commands print: tables, bars, the story of a run."""

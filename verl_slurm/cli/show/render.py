@@ -1,0 +1,304 @@
+"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. ruff (T20) refuses `print` in
+all other modules of the library.
+
+Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
+or rewrite the terminal.
+"""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import click
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.one_line import json_line, printable
+from verl_slurm.base.shipped import with_places
+
+__all__ = [
+    "GAP",
+    "Bar",
+    "Progress",
+    "ago",
+    "error",
+    "fields",
+    "fitting",
+    "json_value",
+    "line",
+    "marked",
+    "plain_table",
+    "raw_line",
+    "safe",
+    "span",
+    "table",
+    "warning",
+    "width",
+    "wrapped",
+]
+
+
+_NO_TERMINAL = 240
+_LEAST = 8
+GAP = 2
+"""Blanks between the columns of `plain_table`."""
+
+
+def safe(text: object) -> str:
+    """Returns `text` without control characters, on one line."""
+    return printable(str(text))
+
+
+def line(text: object = "") -> None:
+    """Prints one line on standard output."""
+    print(safe(text), flush=True)
+
+
+def wrapped(text: object, *, indent: str = "") -> None:
+    """Prints a paragraph, in lines as wide as the terminal, at most 100."""
+    import textwrap
+
+    room = min(width(), 100)
+    for part in textwrap.wrap(
+        safe(text), room, initial_indent=indent, subsequent_indent=indent, break_long_words=False
+    ):
+        line(part)
+
+
+def marked(mark: str, colour: str, text: object) -> None:
+    """Prints a line that begins with a word, in colour on a terminal (unless NO_COLOR is set)."""
+    print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
+
+
+def raw_line(text: bytes) -> None:
+    """Prints one line of a log: tabs stay, everything else that is not text is escaped."""
+    decoded = text.decode("utf-8", errors="replace").rstrip("\r")
+    print("\t".join(safe(part) for part in decoded.split("\t")), flush=True)
+
+
+def warning(text: object) -> None:
+    """Prints one line on standard error."""
+    print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
+
+
+def json_value(value: object) -> None:
+    """Prints one JSON value on one line, for a script to read."""
+    print(json_line(value).decode(), flush=True)
+
+
+def error(problem: VerlSlurmError, *, as_json: bool) -> None:
+    """Prints the error as one line on standard error, and as JSON on standard output if JSON was asked for."""
+    if as_json:
+        json_value({"error": with_places(problem.one_line()), "exit_code": int(problem.exit_code)})
+    print(f"verl-slurm: {with_places(problem.one_line())}", file=sys.stderr, flush=True)
+
+
+def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
+    """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
+    coloured.
+    """
+    shown = [(name, safe(value)) for name, value in rows]
+    width = max((len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        painted = _coloured(value, colours) if colours and _paints() else value
+        print(f"{name:<{width}}  {painted}", flush=True)
+
+
+def width() -> int:
+    """Returns the characters of a line of the terminal; without one, those of a table."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else _NO_TERMINAL
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_right: bool = False) -> None:
+    """Prints a table with a header; numbers to the right. Without a terminal it is as wide as it needs to be.
+
+    Args:
+        to_the_right: align all columns so, for numbers that are text already.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    listed = [list(row) for row in rows]
+    for index, name in enumerate(columns):
+        numeric = to_the_right or (
+            bool(listed) and all(isinstance(row[index], int | float) for row in listed)
+        )
+        view.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in listed:
+        view.add_row(*(Text("" if cell is None else safe(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_NO_TERMINAL)
+    console.print(view)
+
+
+def plain_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[str] = (),
+    colours: Mapping[str, str] | None = None,
+) -> None:
+    """Prints a table of text as `table` shows it, for many rows: rich takes half a second for a thousand.
+
+    Args:
+        right: columns that are aligned to the right.
+        colours: colours on a terminal of cells that are, or begin with, one of these words.
+    """
+    lines = [list(columns), *([safe(cell) for cell in row] for row in rows)]
+    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    paint = _paints()
+    shown = []
+    for number, line_ in enumerate(lines):
+        cells = [
+            cell.rjust(room) if columns[index] in right else cell.ljust(room)
+            for index, (cell, room) in enumerate(zip(line_, widths, strict=True))
+        ]
+        if paint and number == 0:
+            cells = [click.style(cell, bold=True) for cell in cells]
+        elif paint and colours:
+            cells = [_coloured(cell, colours) for cell in cells]
+        shown.append((" " * GAP).join(cells).rstrip())
+    shown.insert(1, "─" * min(sum(widths) + GAP * (len(widths) - 1), width()))
+    print("\n".join(shown), flush=True)
+
+
+def fitting(
+    columns: dict[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
+) -> tuple[list[str], list[list[str]]]:
+    """Returns headings and lines for `plain_table`, with as many of the columns as have room. Pure.
+
+    Args:
+        columns: cells by heading, all of the same number.
+        first_to_go: headings that are dropped, in this order.
+        width: characters of a line.
+        cut: a column whose cells lose their beginnings if that was not enough.
+    """
+    columns = dict(columns)
+
+    def too_much() -> int:
+        rooms = [max(map(len, (name, *cells))) for name, cells in columns.items()]
+        return sum(rooms) + GAP * (len(rooms) - 1) - width
+
+    for name in first_to_go:
+        if too_much() <= 0:
+            break
+        columns.pop(name, None)
+    if cut in columns and (excess := too_much()) > 0:
+        room = max(max(map(len, columns[cut]), default=0) - excess, _LEAST)
+        columns[cut] = [cell if len(cell) <= room else f"…{cell[1 - room :]}" for cell in columns[cut]]
+    return list(columns), [list(line) for line in zip(*columns.values(), strict=True)]
+
+
+def _coloured(cell: str, colours: Mapping[str, str]) -> str:
+    colour = next((colour for word, colour in colours.items() if cell.startswith(word)), None)
+    return cell if colour is None else click.style(cell, fg=colour)
+
+
+def _paints() -> bool:
+    return sys.stdout.isatty() and "NO_COLOR" not in os.environ
+
+
+class Progress:
+    """The line at the bottom of a followed run: rewritten in place on a terminal, one line per step elsewhere."""
+
+    def __init__(self) -> None:
+        self._tty = sys.stdout.isatty()
+        self._shown = ""
+        self._step = -1
+
+    @property
+    def is_live(self) -> bool:
+        """Returns whether it is rewritten in place."""
+        return self._tty
+
+    def show(self, step: int, text: str) -> None:
+        """Shows the present state; `step`: whole steps done."""
+        text = safe(text)
+        if self._tty:
+            # A line that wraps could not be rewritten: the terminal takes back its last row alone.
+            text = text[: max(shutil.get_terminal_size().columns - 1, 1)]
+        if self._tty and text != self._shown:
+            print(f"\r\x1b[K{text}", end="", flush=True)
+            self._shown = text
+        elif not self._tty and step != self._step:
+            print(text, flush=True)
+        self._step = step
+
+    def line(self, text: str) -> None:
+        """Prints a line above it."""
+        if self._tty and self._shown:
+            print("\r\x1b[K", end="")
+        line(text)
+        if self._tty and self._shown:
+            print(self._shown, end="", flush=True)
+
+    def close(self) -> None:
+        """Leaves the last state standing."""
+        if self._tty and self._shown:
+            print(flush=True)
+        self._shown = ""
+
+
+class Bar:
+    """A bar for long work, on standard error if that is a terminal; removed when the work is done."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self._enabled = enabled and sys.stderr.isatty()
+        self._shown: Any = None
+        self._task: Any = None
+        self._text = ""
+
+    def show(self, text: str, done: int = 0, total: int = 0) -> None:
+        """Shows the present work, and how much of it is done; `total` 0: unknown."""
+        if not self._enabled:
+            return
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress as View
+
+        if self._shown is None:
+            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+            self._shown = View(*columns, console=Console(stderr=True), transient=True)
+            self._shown.start()
+        if text != self._text:
+            if self._task is not None:
+                self._shown.remove_task(self._task)
+            self._task = self._shown.add_task(safe(text), total=None)
+            self._text = text
+        self._shown.update(self._task, completed=done, total=total or None)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._shown is not None:
+            self._shown.stop()
+
+
+def span(seconds: float) -> str:
+    """Formats a duration: `0.3 s`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    for size, unit, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {unit} {rest} {smaller}" if rest else f"{whole // size} {unit}"
+    return f"{whole} s"
+
+
+def ago(time: object) -> str:
+    """Formats the time since `time` (ISO 8601): `3 min ago`; `-` if that is no time."""
+    try:
+        then = datetime.fromisoformat(str(time))
+    except ValueError:
+        return "-"
+    seconds = (datetime.now(UTC) - (then if then.tzinfo else then.replace(tzinfo=UTC))).total_seconds()
+    for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"

@@ -1,0 +1,175 @@
+"""Formats a run's interruptions, and its last steps: values in, columns and cells out."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from verl_slurm.cli.show import render
+from verl_slurm.cli.show.render import span
+from verl_slurm.journal.folds.outages import Outage, Outages
+
+__all__ = ["interruption_facts", "interruption_words", "interruptions_table", "steps_table"]
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Outage], float | None]], ...] = (
+    ("save", lambda one: one.save_s),
+    ("queue", lambda one: one.queue_s),
+    ("start", lambda one: one.start_s),
+    ("again", lambda one: one.again_s),
+)
+_FIRST_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
+
+
+def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
+    """Returns the sum, and each interruption with its parts (`outages.Outage`), for `--json`. One that lasts has its
+    time so far.
+    """
+    each = []
+    for one in outages.each:
+        lasts = one.seconds is None
+        row = {**msgspec.to_builtins(one), "tokens_lost": one.tokens_lost, "lasts": lasts}
+        each.append(row | ({"seconds": round(_so_far(one, now), 3)} if lasts else {}))
+    return {
+        "count": len(each),
+        "seconds": round(sum(row["seconds"] for row in each), 3),
+        "queue_s": round(sum(one.queue_s or 0.0 for one in outages.each), 3),
+        "tokens_lost": 0 if all(one.tokens_lost == 0 for one in outages.each) else None,
+        "each": each,
+    }
+
+
+def interruption_words(facts: Mapping[str, Any]) -> str:
+    """Formats `3 times (2 preemption, 1 crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was lost`."""
+    if not facts["count"]:
+        return "never"
+    counts = Counter(row["cause"] for row in facts["each"])
+    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in counts.most_common())
+    times = "once" if facts["count"] == 1 else f"{facts['count']} times"
+    words = (
+        f"{times} ({causes}): {span(facts['seconds'])} in all, {span(facts['queue_s'])} of it in the queue"
+    )
+    if facts["tokens_lost"] == 0:
+        return f"{words}; no token was lost"
+    some = sum(1 for row in facts["each"] if row["tokens_lost"] is None)
+    return f"{words}; {some} without a save, finished rollouts are in the ledger"
+
+
+def interruptions_table(
+    outages: Sequence[Outage], now: datetime, width: int
+) -> tuple[list[str], list[list[str]]]:
+    """Returns headings and cells, one line each; columns that have no room are left out.
+
+    Args:
+        width: characters of a line.
+    """
+    columns: dict[str, list[str]] = {
+        "interrupted": [_clock(one.began) for one in outages],
+        "cause": [one.cause.replace("_", " ") for one in outages],
+        "cost": [_cost(one, now) for one in outages],
+    }
+    for name, part in _COLUMNS:
+        columns[name] = ["-" if (seconds := part(one)) is None else span(seconds) for one in outages]
+    columns["tokens lost"] = ["0" if one.tokens_lost == 0 else "unfinished ones" for one in outages]
+    columns["resumed from"] = [_resumed(one) for one in outages]
+    return render.fitting(columns, _FIRST_TO_GO, width)
+
+
+def _cost(one: Outage, now: datetime) -> str:
+    if one.seconds is None:
+        return f"{span(_so_far(one, now))} so far"
+    return span(one.seconds) if one.back else f"{span(one.seconds)}, then the next"
+
+
+def _so_far(one: Outage, now: datetime) -> float:
+    return max((now - datetime.fromisoformat(one.began)).total_seconds(), 0.0)
+
+
+def _resumed(one: Outage) -> str:
+    return "-" if one.resumed is None else one.resumed or "the beginning"
+
+
+def _clock(time: str) -> str:
+    then = datetime.fromisoformat(time)
+    return then.replace(tzinfo=then.tzinfo or UTC).astimezone().strftime("%m-%d %H:%M:%S")
+
+
+_Form = Callable[[float], str]
+_STEP_COLUMNS: tuple[tuple[str, str, _Form], ...] = (
+    ("step", "step", "{:.0f}".format),
+    ("reward", "reward", "{:.3f}".format),
+    ("eval/reward", "eval", "{:.3f}".format),
+    ("kl", "KL", "{:.3g}".format),
+    ("policy_loss", "policy loss", "{:+.4f}".format),
+    ("value_loss", "value loss", "{:.4f}".format),
+    ("explained_variance", "expl. var.", "{:.2f}".format),
+    ("entropy", "entropy", "{:.2f}".format),
+    ("policy_clip", "clipped", "{:.1%}".format),
+    ("actor_grad_norm", "grad norm", "{:.2g}".format),
+    ("learning_rate", "lr", "{:.2g}".format),
+    ("response_tokens", "length", "{:.1f}".format),
+    ("tokens_per_second", "tok/s", "{:.0f}".format),
+    ("step_s", "s", "{:.1f}".format),
+    ("communication_share", "comm.", "{:.0%}".format),
+)
+"""Name in the row, heading, and format."""
+
+_OF_GUESTS: tuple[tuple[str, str], ...] = (
+    *(("critic/score/mean", "score"), ("critic/rewards/mean", "reward"), ("actor/pg_loss", "policy loss")),
+    *(("loss", "loss"), ("train/loss", "loss"), ("train_loss", "loss"), ("val/loss", "val. loss")),
+    *(("eval_loss", "eval. loss"), ("actor/grad_norm", "grad norm"), ("grad_norm", "grad norm")),
+    *(("lr", "lr"), ("response_length/mean", "length"), ("perf/throughput", "tok/s")),
+)
+"""The names that verl, Hugging Face and others use, the most telling first."""
+_MOST_OF_A_GUEST = 6
+
+_FIRST_STEPS_TO_GO = (
+    *("communication_share", "actor_grad_norm", "explained_variance", "response_tokens", "policy_clip"),
+    *("learning_rate", "entropy", "value_loss", "policy_loss", "step_s", "tokens_per_second", "kl"),
+)
+"""Columns that are dropped if there is no room for all, in this order."""
+_GAP = 3
+"""Columns between columns."""
+
+
+def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str], list[list[str]]]:
+    """Returns headings and cells, one line per step. A column that no row has is left out, and so are columns without
+    room.
+
+    For a loop that is not ours, shows its own numbers: the known ones first, then the others in the loop's order.
+
+    The rows come from a file, so a value may be anything; a value that is no number is shown as `-`.
+
+    Args:
+        width: characters of a line.
+    """
+    guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
+    shown = {
+        name: [heading, *(form(row[name]) if _is_number(row.get(name)) else "-" for row in rows)]
+        for name, heading, form in (*_STEP_COLUMNS[:1], *guests, *_STEP_COLUMNS[1:])
+        if any(_is_number(row.get(name)) for row in rows)
+    }
+    for name in (*_FIRST_STEPS_TO_GO, *(name for name, _, _ in reversed(guests))):
+        if sum(max(map(len, cells)) + _GAP for cells in shown.values()) - _GAP <= width:
+            break
+        shown.pop(name, None)
+    columns = list(shown.values())
+    return [cells[0] for cells in columns], [
+        [cells[line] for cells in columns] for line in range(1, len(rows) + 1)
+    ]
+
+
+def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, _Form], ...]:
+    ours = {name for name, _, _ in _STEP_COLUMNS} | {"attempt"}
+    said = {name: name for row in rows for name in row if name not in ours and _is_number(row[name])}
+    known = {name: heading for name, heading in _OF_GUESTS if name in said}
+    chosen = list((known | {name: known.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]
+    return tuple((name, heading, "{:.4g}".format) for name, heading in chosen)
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, float):
+        return True
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 53
