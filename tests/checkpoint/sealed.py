@@ -4,11 +4,12 @@ from pathlib import Path
 
 import msgspec
 
+from tests.builders import make_manifest
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-from verl_slurm.checkpoint.format.specification import PLAIN_FILES, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import PLAIN_FILES
 from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))
@@ -42,20 +43,7 @@ def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path
             else msgspec.structs.replace(entry, plain_size=len(PLAIN[entry.path]))
             for entry in entries
         ]
-    manifest = Manifest(
-        name=staging.final.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        world_size=1,
-        topology=Topology(dp=1),
-        files=tuple(entries),
-        created_utc="2025-01-01T00:00:00Z",
-        save_seconds=0.5,
-        encryption=msgspec.UNSET if cipher is None else cipher.record,
+    manifest = make_manifest(
+        step, files=tuple(entries), encryption=msgspec.UNSET if cipher is None else cipher.record
     )
     return commit(staging, manifest, epoch_check=lambda: None, keys=None if key is None else Keyring(key))

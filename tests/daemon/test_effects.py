@@ -16,13 +16,13 @@ from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
 from verl_slurm_daemon.link.channel import connect
 
+from tests.builders import run_config, write_config
 from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
@@ -81,7 +81,7 @@ class Scripted:
 
 def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[inputs.Input]"]:
     paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Input]()
-    write_file(paths.run_yaml, dump(RunConfig()))
+    write_config(paths)
     journal = Journal(paths, epoch=1, job_id="7")
     return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
 
@@ -271,7 +271,7 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
 
     async def story() -> tuple[inputs.Input, int]:
         paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Input](), Scripted()
-        config = RunConfig(checkpoint=CheckpointConfig(local_dir="/scratch"))
+        config = run_config(local_dir="/scratch")
         journal = Journal(paths, epoch=1, job_id="7")
         effects = Effects(paths, config, allocation, journal, 1, posted.put_nowait)
         effects.perform(act.Verify("step_000002"))

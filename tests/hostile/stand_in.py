@@ -263,9 +263,10 @@ _ASKED = {
 
 def save(paths: Any, step: int, epoch: int) -> str:
     """A small whole checkpoint through the real commit; its name."""
+    from tests.builders import make_manifest
     from verl_slurm.base.fence import require_epoch
     from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-    from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+    from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
     from verl_slurm.checkpoint.store.commit import begin, commit, seal
 
     files = {f"{name}/__0_0.bin": name.encode() * 500 for name in ("actor", "critic", "optimizer")}
@@ -277,21 +278,7 @@ def save(paths: Any, step: int, epoch: int) -> str:
         path = staging.directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data)
-    manifest = Manifest(
-        name=staging.final.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=epoch,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        world_size=1,
-        topology=Topology(dp=1),
-        files=tuple(seal(staging.directory, sorted(files))),
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=0.1,
-    )
+    manifest = make_manifest(step, epoch=epoch, files=tuple(seal(staging.directory, sorted(files))))
     commit(staging, manifest, epoch_check=lambda: require_epoch(paths, epoch))
     return staging.final.name
 

@@ -4,10 +4,9 @@ import threading
 from pathlib import Path
 from typing import TypeVar
 
+from tests.builders import write_config
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import FromRank, Progress, SaveFailed, SaveRequest
 
@@ -61,8 +60,7 @@ class Run:
     def __init__(self, root: Path, every_steps: int = 1000) -> None:
         root.mkdir(mode=0o700, parents=True)
         self.paths = RunPaths(root)
-        config = RunConfig(run_dir=str(root), checkpoint=CheckpointConfig(every_steps=every_steps))
-        self.paths.run_yaml.write_bytes(dump(config))
+        write_config(self.paths, every_steps=every_steps)
 
     def checkpoints(self) -> list[Path]:
         """The committed ones, oldest first."""

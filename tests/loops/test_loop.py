@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import verl_slurm
+from tests.builders import write_config
 from tests.loops.agent import Agent
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
@@ -20,8 +21,6 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.wire.messages import Finished, FromRank, Refused, Saved, SaveFailed, Stopped
@@ -72,12 +71,7 @@ class Alone:
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(private_dir(root))
-        config = RunConfig(
-            run_dir=str(root),
-            trainer=GuestConfig(backend="command", command=("train.py",)),
-            checkpoint=CheckpointConfig(every_steps=2, keep_last=2),
-        )
-        write_file(self.paths.run_yaml, dump(config))
+        write_config(self.paths, backend="command", command=("train.py",), every_steps=2, keep_last=2)
         self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
         self.model = nn.Linear(2, 2)
         self.seen: list[int] = []

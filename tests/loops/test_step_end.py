@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.builders import write_config
 from tests.loops.line import Line
 from verl_slurm.base.errors import Fenced
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import FreeSpace
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.loops import step_end
 from verl_slurm.loops.session import Session
 from verl_slurm.wire.messages import (
@@ -45,8 +44,7 @@ class Bench:
 
         self.paths, self.line = RunPaths(private_dir(root)), Line()
         if not self.paths.run_yaml.exists():
-            config = RunConfig(run_dir=str(root), checkpoint=CheckpointConfig(keep_last=3))
-            write_file(self.paths.run_yaml, dump(config))
+            write_config(self.paths, keep_last=3)
         self.epoch = take_epoch(self.paths, cluster="local", job_id="1", restart=0).epoch
         directory = self.paths.checkpoints / resume if resume else None
         self.session = Session(

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import write_config
 from tests.save.parts import runtime as plain_runtime
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
@@ -27,8 +28,7 @@ from verl_slurm.checkpoint.format.specification import (
 )
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import compare as compare_module
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
@@ -418,9 +418,7 @@ def test_comparing_encrypted_with_plain_compares_what_is_in_them(
 
 @pytest.fixture
 def configured(run: RunPaths, config: EncryptionConfig) -> RunPaths:
-    resolved = RunConfig(checkpoint=CheckpointConfig(encryption=config))
-    run.run_yaml.write_bytes(dump(resolved))
-    run.run_yaml.chmod(0o600)
+    write_config(run, encryption=config)
     return run
 
 

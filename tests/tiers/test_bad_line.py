@@ -12,10 +12,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import botocore.endpoint
-import msgspec
 import psutil
 import pytest
 
+from tests.builders import write_config
 from tests.hostile.chaos_proxy import Chaos, proxied
 from tests.journals import read_events
 from tests.tiers import s3_stand_in
@@ -24,7 +24,6 @@ from tests.tiers.radosgw import BUCKET, running
 from tests.tiers.s3_stand_in import Call, StandIn, Stored
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.fetch import fetch
@@ -195,8 +194,7 @@ def test_whoever_waits_for_a_black_hole_is_a_process_of_the_lowest_priority_and_
     save_small(10)
     with proxied(server.server_port) as chaos:
         behind = s3_config(server, endpoint=f"http://127.0.0.1:{chaos.port}")
-        config = msgspec.structs.replace(config_of(behind), run_dir=str(paths.root))
-        paths.run_yaml.write_bytes(dump(config))
+        write_config(paths, tiers=(behind,))
         asked, chaos.stall = threading.Event(), True
         chaos.on_stall = asked.set
         argv = [sys.executable, "-m", "verl_slurm.tiers", "sync", "--run", str(paths.root)]

@@ -12,26 +12,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
+from tests.builders import new_training, run_config
 from tests.ledger_stats import ledger_stats
 from tests.trainer.lives import Killed, live
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
 from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
     RunConfig,
-    TrainConfig,
 )
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.save.ranks.collective import Collective
@@ -142,43 +135,22 @@ class Runs:
     ranks: Collective
 
     def make(self, name: str, case: Case) -> RunPaths:
-        paths = RunPaths(self.root / name)
-        data = DataConfig(root=str(self.data))
-        best = CheckpointConfig(every_steps=1, keep_last=1)
-        if case.evaluated:
-            data = msgspec.structs.replace(data, eval_fraction=0.1)
+        values: dict[str, Any] = {"steps": STEPS, "sizes": (16, 8, 8), "ppo_epochs": 1}
+        values |= {"every_steps": 1, "keep_last": 1}
         if case.keep_best:
-            metric = "eval/reward" if case.evaluated else "reward"
-            best = msgspec.structs.replace(best, keep_best=1, best_metric=metric)
-        train = TrainConfig(
-            steps=STEPS,
-            batch_size_per_device=16,
-            mini_batch_size_per_device=8,
-            micro_batch_size_per_device=8,
-            ppo_epochs=1,
-        )
+            values |= {"keep_best": 1, "best_metric": "eval/reward" if case.evaluated else "reward"}
         if case.grpo:
-            train = msgspec.structs.replace(train, algorithm="grpo", kl_in="loss")
+            values |= {"algorithm": "grpo", "kl_in": "loss", "samples_per_prompt": 4}
         if case.evaluated:
-            train = msgspec.structs.replace(train, eval_every_steps=1, eval_prompts=10, eval_temperature=0.7)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._wide() if case.vllm else self.model)),
-            data=data,
-            rollout=RolloutConfig(
-                engine="vllm" if case.vllm else "hf",
-                micro_batch_size_per_device=8,
-                max_new_tokens=4,
-                samples_per_prompt=4 if case.grpo else 1,
-            ),
-            train=train,
-            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=best,
-        )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
+            values |= {
+                "eval_fraction": 0.1,
+                "eval_every_steps": 1,
+                "eval_prompts": 10,
+                "eval_temperature": 0.7,
+            }
+        if case.vllm:
+            values["engine"] = "vllm"
+        return new_training(self.root / name, self._wide() if case.vllm else self.model, self.data, **values)
 
     def _wide(self) -> Path:
         """With heads as wide as vLLM wants them."""
@@ -224,7 +196,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) 
             return kept[0]
 
         patch.setattr(setup, "build_engine", build_once)
-        config = RunConfig(distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
+        config = run_config(ranks=1)
         with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
             yield Runs(tmp_path_factory.mktemp("combinations"), tiny, sums_root, device, ranks)
             if kept:

@@ -17,24 +17,15 @@ import msgspec
 import pytest
 import torch
 
+from tests.builders import new_training, write_config
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.metric_names import eval_metrics, step_metrics
-from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
@@ -72,33 +63,21 @@ class Runs:
     def make(
         self, name: str, *, eval_every: int = 2, keep_best: int = 0, eval_root: Path | None = None
     ) -> RunPaths:
-        paths = RunPaths(self._root / name)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data), eval_root=str(eval_root))
-            if eval_root
-            else DataConfig(root=str(self._data), eval_fraction=0.1),
-            rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
-            train=TrainConfig(
-                steps=STEPS,
-                batch_size_per_device=8,
-                mini_batch_size_per_device=8,
-                micro_batch_size_per_device=4,
-                ppo_epochs=1,
-                eval_every_steps=eval_every,
-                eval_prompts=10,
-                eval_temperature=0.7,
-            ),
-            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(keep_best=keep_best)
-            if keep_best
-            else CheckpointConfig(every_steps=1),
+        return new_training(
+            self._root / name,
+            self._model,
+            self._data,
+            **({"eval_root": eval_root} if eval_root else {"eval_fraction": 0.1}),
+            sampled_at_once=4,
+            max_new_tokens=5,
+            steps=STEPS,
+            sizes=(8, 8, 4),
+            ppo_epochs=1,
+            eval_every_steps=eval_every,
+            eval_prompts=10,
+            eval_temperature=0.7,
+            **({"keep_best": keep_best} if keep_best else {"every_steps": 1}),
         )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
 
     def start(self, paths: RunPaths, line: Line | None = None) -> Ending:
         config = load.load_resolved(paths.run_yaml)
@@ -262,7 +241,7 @@ def test_an_evaluation_that_was_switched_off_meanwhile_is_passed_over(
     assert runs.start(paths, Line(22)) is Ending.STOPPED
     config = load.load_resolved(paths.run_yaml)
     train = msgspec.structs.replace(config.train, eval_every_steps=0)
-    write_file(paths.run_yaml, load.dump(msgspec.structs.replace(config, train=train)))
+    write_config(paths, msgspec.structs.replace(config, train=train))
     assert runs.start(paths) is Ending.FINISHED
     assert "eval/reward" not in _history(paths)[-1]
     assert _history(paths)[1] == _history(undisturbed)[1]

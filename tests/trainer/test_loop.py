@@ -27,11 +27,12 @@ import msgspec
 import psutil
 import pytest
 
+from tests.builders import new_training, run_config, train_config, write_config
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, load_keys, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -44,10 +45,6 @@ from verl_slurm.config.schema import (
     DataConfig,
     DistributedConfig,
     EncryptionConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
 )
 from verl_slurm.loops.session import Session
 from verl_slurm.quickstart import model as quickstart_model
@@ -81,11 +78,9 @@ from verl_slurm.wire.stopping import Stopper
 pytestmark = pytest.mark.torch
 
 STEPS, WORLD = 2, 2
-TRAIN = TrainConfig(
+TRAIN = train_config(
     steps=STEPS,
-    batch_size_per_device=16,
-    mini_batch_size_per_device=8,
-    micro_batch_size_per_device=4,
+    sizes=(16, 8, 4),
     ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,
@@ -114,20 +109,16 @@ class Runs:
         self._data = build_data(root / "data")
 
     def make(self, name: str, checkpoint: CheckpointConfig | None = None) -> RunPaths:
-        paths = RunPaths(self._root / name)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data)),
-            rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
+        return new_training(
+            self._root / name,
+            self._model,
+            self._data,
+            sampled_at_once=4,
+            max_new_tokens=5,
             train=TRAIN,
-            distributed=DistributedConfig(dp_size=WORLD, nodes=1, device="cpu"),
+            ranks=WORLD,
             checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
 
     def start(
         self,
@@ -264,7 +255,7 @@ def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     assert first.code == 0, first.err
     old = load.load_resolved(paths.run_yaml)
     wider = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=4, nodes=1, device="cpu"))
-    write_file(paths.run_yaml, load.dump(keep_step(old, wider)))
+    write_config(paths, keep_step(old, wider))
     second = runs.start(paths)
     assert second.code == 0, second.err
     assert "resumed step_000001_sp0004: step 1 score 0" in second.out
@@ -450,7 +441,7 @@ class _Saves:
 def _at_the_end(
     tmp_path: Path, saves: _Saves, saved_as: str = "", line: _Line | None = None
 ) -> tuple[Loop, _Line]:
-    config = RunConfig(train=TrainConfig(steps=STEPS))
+    config = run_config(steps=STEPS)
     state, line = fresh_state(config), line or _Line()
     state.position = Position(STEPS)
     session = Session(line, rank=0, world_size=1)
@@ -562,7 +553,7 @@ def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: Run
         file.write('{"prompt": "1+1=", "answer": "2"}\n')
     config = load.load_resolved(paths.run_yaml)
     config = msgspec.structs.replace(config, data=DataConfig(root=str(data)))
-    write_file(paths.run_yaml, load.dump(config))
+    write_config(paths, config)
     ended = runs.start(paths)
     assert ended.code != 0
     assert "rank 0: the data set is not the one the run started with" in ended.err

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from tests.builders import run_config
 from tests.journals import append_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import CheckpointConfig, RunConfig, StepInterval, TrainConfig
+from verl_slurm.config.schema import CheckpointConfig, StepInterval
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.pace import Pace
@@ -53,7 +54,7 @@ class Run:
 
     def __init__(self, root: Path, checkpoint: CheckpointConfig, ranks: Collective | None = None) -> None:
         self.now, self.line = 0.0, Line()
-        self.config = RunConfig(train=TrainConfig(steps=TOTAL), checkpoint=checkpoint)
+        self.config = run_config(steps=TOTAL, checkpoint=checkpoint)
         self.state: TrainState = fresh_state(self.config)
         self.paths = RunPaths(private_dir(root / "run"))
         ranks = ranks or Collective(None)

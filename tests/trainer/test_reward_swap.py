@@ -15,22 +15,13 @@ import pytest
 import safetensors.torch
 import torch
 
+from tests.builders import new_training, run_config
 from tests.trainer.lives import Killed, live
 from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import DataError, VerlSlurmError
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.contents import known_manifest
-from verl_slurm.config import load
-from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
 from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
@@ -90,26 +81,8 @@ class Place1:
         return self.root / "another.py"
 
     def make(self, name: str, *, store_frozen: bool = False, **model: str) -> RunPaths:
-        paths = RunPaths(self.root / name)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self.model), **model),
-            data=DataConfig(root=str(self.data)),
-            rollout=RolloutConfig(micro_batch_size_per_device=8, max_new_tokens=4),
-            train=TrainConfig(
-                steps=STEPS,
-                batch_size_per_device=16,
-                mini_batch_size_per_device=8,
-                micro_batch_size_per_device=8,
-                ppo_epochs=1,
-            ),
-            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1000, store_frozen=store_frozen),
-        )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
+        values = {"steps": STEPS, "sizes": (16, 8, 8), "ppo_epochs": 1, "store_frozen": store_frozen}
+        return new_training(self.root / name, self.model, self.data, **values, **model)
 
     def start(self, paths: RunPaths, script: Script, warm_steps: int = WARM_STEPS, new: str = "") -> Loop:
         """One incarnation, until it ends or is killed."""
@@ -130,7 +103,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path)
         for name, value in words.items():
             patch.setenv(name, value)
         probe.close()
-        config = RunConfig(distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
+        config = run_config(ranks=1)
         with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
             made = Place1(root, tiny, sums_root, device, ranks)
             made.source.write_text(SOURCE)

@@ -23,6 +23,7 @@ import msgspec
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks are forked
 
+from tests.builders import run_config, train_config
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -30,13 +31,7 @@ from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.layout import keep_step
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
     RunConfig,
-    TrainConfig,
 )
 from verl_slurm.save.ranks.boxes import local_part
 from verl_slurm.save.ranks.loader import read_whole
@@ -49,13 +44,11 @@ from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 PROMPTS = 16
-TRAIN = TrainConfig(
+TRAIN = train_config(
     # What the second one samples depends on what the first one has trained.
     steps=2,
-    batch_size_per_device=PROMPTS,
-    # Two of them: which rows are in which must not depend on the number of data-parallel ranks.
-    mini_batch_size_per_device=PROMPTS // 2,
-    micro_batch_size_per_device=4,
+    # Two mini-batches: which rows are in which must not depend on the number of data-parallel ranks.
+    sizes=(PROMPTS, PROMPTS // 2, 4),
     ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,
@@ -88,15 +81,19 @@ def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> Run
     # A pipeline wants as many micro-batches in a mini-batch as it has stages.
     micro = min(TRAIN.micro_batch_size_per_device, train.mini_batch_size_per_device // pp)
     train = msgspec.structs.replace(train, micro_batch_size_per_device=micro)
-    config = RunConfig(
+    config = run_config(
         name=start["run"],
-        run_dir=str(root / start["run"]),
-        model=ModelConfig(path=str(model)),
-        data=DataConfig(root=str(data)),
-        rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=4),
+        run_dir=root / start["run"],
+        path=model,
+        root=data,
+        sampled_at_once=4,
+        max_new_tokens=4,
         train=train,
-        distributed=DistributedConfig(dp_size=dp, tp_size=tp, pp_size=pp, nodes=1, device="cpu"),
-        checkpoint=CheckpointConfig(every_steps=1, keep_last=9),
+        ranks=dp,
+        tp_size=tp,
+        pp_size=pp,
+        every_steps=1,
+        keep_last=9,
     )
     for key, value in start.get("config", {}).items():
         section, _, name = key.partition(".")
