@@ -14,7 +14,7 @@ from torch import nn
 
 import verl_slurm
 from tests.builders import write_config
-from tests.loops.agent import Agent
+from tests.fakes.agent import Agent
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file

@@ -15,7 +15,7 @@ import pytest
 
 from tests.builders import write_manifest
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
-from tests.tiers.s3_stand_in import BUCKET, StandIn
+from tests.fakes.s3_server import BUCKET, StandIn
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id

@@ -16,12 +16,12 @@ import psutil
 import pytest
 
 from tests.builders import write_config
-from tests.hostile.chaos_proxy import Chaos, proxied
+from tests.fakes import s3_server
+from tests.fakes.faulty_proxy import Chaos, proxied
+from tests.fakes.s3_server import Call, StandIn, Stored
 from tests.journals import read_events
-from tests.tiers import s3_stand_in
 from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, opened, s3_config
 from tests.tiers.radosgw import BUCKET, running
-from tests.tiers.s3_stand_in import Call, StandIn, Stored
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.tiers import TierConfig
@@ -294,7 +294,7 @@ def test_each_flipped_bit_is_in_the_journal_and_the_checkpoint_is_whole_in_the_e
 def test_ten_thousand_foreign_keys_hide_nothing_and_are_left_alone(
     paths: RunPaths, save_small: Save, server: StandIn, tiers: list[OpenTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_stand_in, "PAGE", 1000)
+    monkeypatch.setattr(s3_server, "PAGE", 1000)
     save_small(10)
     run = tiers[0].run
     foreign = [f"{run}../../{number}" for number in range(5000)] + [f"{run}step_{n}/x" for n in range(5001)]

@@ -15,9 +15,9 @@ import pytest
 
 from tests.builders import write_config
 from tests.checkpoint.conftest import manifest_of, stage
+from tests.fakes.s3_server import BUCKET, StandIn, Stored
 from tests.hostile.measured import measured_program
 from tests.tiers.conftest import s3_config
-from tests.tiers.s3_stand_in import BUCKET, StandIn, Stored
 from verl_slurm.base.errors import TierError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir

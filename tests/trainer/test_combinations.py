@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from tests.builders import new_training, run_config
+from tests.fakes.attempts_in_process import Killed, live
 from tests.ledger_stats import ledger_stats
-from tests.trainer.lives import Killed, live
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.store.catalog import list_checkpoints

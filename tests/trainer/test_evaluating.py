@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.builders import new_training, write_config
+from tests.fakes.daemon import AtSafePoint
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.fence import take_epoch
@@ -31,27 +32,11 @@ from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Notice, Progress, Saved, SaveRequest
+from verl_slurm.wire.messages import Progress, Saved
 
 pytestmark = pytest.mark.torch
 
 STEPS = 3
-
-
-class Line(NoDaemon):
-    """Asks once, at the given safe point, as a daemon would."""
-
-    def __init__(self, at: int = -1, *, stop: bool = True) -> None:
-        self._at, self._stop, self._polls = at, stop, 0
-        self.messages: list[FromRank] = []
-
-    def request(self) -> SaveRequest | None:
-        number, self._polls = self._polls, self._polls + 1
-        return SaveRequest(request_id=1, stop=self._stop) if 0 <= self._at <= number else None
-
-    def send(self, message: FromRank) -> None:
-        self.messages.append(message)
 
 
 class Runs:
@@ -79,7 +64,7 @@ class Runs:
             **({"keep_best": keep_best} if keep_best else {"every_steps": 1}),
         )
 
-    def start(self, paths: RunPaths, line: Line | None = None) -> Ending:
+    def start(self, paths: RunPaths, line: AtSafePoint | None = None) -> Ending:
         config = load.load_resolved(paths.run_yaml)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -97,7 +82,7 @@ class Runs:
                     resume=choose_resume(paths, "auto").name or "",
                     device=device,
                     ranks=ranks,
-                    line=line or Line(),
+                    line=line or AtSafePoint(),
                 ).run()
 
 
@@ -179,14 +164,14 @@ def test_every_number_is_explained_in_the_document(undisturbed: RunPaths) -> Non
 
 def test_a_new_best_of_the_evaluation_is_saved_kept_and_told(runs: Runs) -> None:
     paths = runs.make("best", eval_every=1, keep_best=1)
-    line = Line()
+    line = AtSafePoint()
     assert runs.start(paths, line) is Ending.FINISHED
     values = [row["eval/reward"] for row in _history(paths)]
     bests = [step for step in range(1, STEPS + 1) if values[step - 1] > max([-1.0, *values[: step - 1]])]
-    saved = [m for m in line.messages if isinstance(m, Saved)]
+    saved = line.heard(Saved)
     assert [int(m.name[5:]) for m in saved] == sorted({*bests, STEPS})
     assert saved[0].reason == f"the best eval/reward so far: {values[0]:g}"
-    told = [m.text for m in line.messages if isinstance(m, Notice) and m.topic == "evaluation"]
+    told = line.notices("evaluation")
     assert [text.endswith("the best so far") for text in told] == [step in bests for step in (1, 2, 3)]
     manifest = read_manifest(paths.checkpoint(bests[-1]))
     assert isinstance(manifest.metrics, dict)
@@ -217,18 +202,18 @@ def test_a_run_stopped_in_the_middle_of_evaluations_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
     paths = runs.make("stopped")
-    line = Line(13)  # one piece of step 1's evaluation is done
+    line = AtSafePoint(13)  # one piece of step 1's evaluation is done
     assert runs.start(paths, line) is Ending.STOPPED
-    places = [m for m in line.messages if isinstance(m, Progress)]
+    places = line.heard(Progress)
     assert [(m.phase, m.index) for m in places[-2:]] == [("evaluate", 0), ("evaluate", 0)]
     verdict = verify(paths.checkpoints / "step_000001_sp0006")
     assert verdict.ok
     assert verdict.manifest is not None
     assert verdict.manifest.phase == "evaluate"
     # The second life begins with that evaluation (0-2), and is asked for a save in the middle of it, too.
-    assert runs.start(paths, Line(11)) is Ending.STOPPED  # 3-8 step 2, 9-11 its evaluation
+    assert runs.start(paths, AtSafePoint(11)) is Ending.STOPPED  # 3-8 step 2, 9-11 its evaluation
     assert (paths.checkpoints / "step_000002_sp0006").is_dir()
-    assert runs.start(paths, Line(1, stop=False)) is Ending.FINISHED
+    assert runs.start(paths, AtSafePoint(1, stop=False)) is Ending.FINISHED
     result = compare(undisturbed.checkpoint(STEPS), paths.checkpoint(STEPS))
     assert result.same, result.differing
     assert ledger_stats(paths).duplicates == ()
@@ -238,7 +223,7 @@ def test_an_evaluation_that_was_switched_off_meanwhile_is_passed_over(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
     paths = runs.make("switched")
-    assert runs.start(paths, Line(22)) is Ending.STOPPED
+    assert runs.start(paths, AtSafePoint(22)) is Ending.STOPPED
     config = load.load_resolved(paths.run_yaml)
     train = msgspec.structs.replace(config.train, eval_every_steps=0)
     write_config(paths, msgspec.structs.replace(config, train=train))
@@ -253,7 +238,7 @@ def test_held_out_prompts_that_changed_are_refused_for_they_decide_what_trains(
     held_out = tmp_path / "heldout"
     shutil.copytree(sums_root.parent / "heldout", held_out)
     paths = runs.make("drift", eval_root=held_out)
-    assert runs.start(paths, Line(7)) is Ending.STOPPED
+    assert runs.start(paths, AtSafePoint(7)) is Ending.STOPPED
     with (held_out / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "10+11=", "answer": "21"}\n')
     with pytest.raises(DataError, match="not what the run started with: eval_data"):

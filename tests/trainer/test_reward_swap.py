@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 
 from tests.builders import new_training, run_config
-from tests.trainer.lives import Killed, live
+from tests.fakes.attempts_in_process import Killed, live
 from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import DataError, VerlSlurmError
 from verl_slurm.base.files import private_dir

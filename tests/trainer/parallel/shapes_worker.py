@@ -24,6 +24,7 @@ import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks are forked
 
 from tests.builders import run_config, train_config
+from tests.fakes.daemon import AtSafePoint
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -40,7 +41,6 @@ from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 PROMPTS = 16
@@ -55,21 +55,6 @@ TRAIN = train_config(
     weight_decay=0.01,
     entropy_coef=0.01,
 )
-
-
-class Line(NoDaemon):
-    """Asks for a stop at one safe point, or dies there."""
-
-    def __init__(self, stop: int | None, kill: int | None) -> None:
-        self._stop, self._kill, self._polls = stop, kill, 0
-
-    def request(self) -> SaveRequest | None:
-        number, self._polls = self._polls, self._polls + 1
-        if number == self._kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return (
-            SaveRequest(request_id=1, stop=True) if self._stop is not None and number >= self._stop else None
-        )
 
 
 def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> RunConfig:
@@ -127,11 +112,18 @@ def require_loaded(loop: Loop, checkpoint: Path) -> None:
             assert torch.equal(local, part), f"{domain}/{name}"
 
 
+def line_of(stop: int | None, kill: int | None) -> AtSafePoint:
+    """Asks for a stop at one safe point, or kills the rank there."""
+    if kill is None:
+        return AtSafePoint(stop)
+    return AtSafePoint(kill, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def run_rank(config: RunConfig, stop: int | None, kill: int | None, ask: str | None) -> None:
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
         epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config, ask)))
-        line = Line(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
+        line = line_of(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
         config = load.load_resolved(paths.run_yaml)
         loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
         if resume:

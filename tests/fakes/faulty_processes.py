@@ -1,7 +1,10 @@
 """The real lead and the real agent, as processes, with one thing bent; and a rank that saves without torch.
 
-Started as a script in place of `python -m verl_slurm_daemon`: `stand_in.py lead|agent ...`, and by that agent
-`stand_in.py rank RUN EPOCH RESUME`. What is bent is said by `VS_HOSTILE`, a JSON object:
+They stand for `verl_slurm_daemon` and for the trainer. The real ones neither die before a given write nor eat memory
+when asked, and a real rank takes seconds to import torch. The rank computes nothing, and its tensors are no tensors.
+
+Started as a script in place of `python -m verl_slurm_daemon`: `faulty_processes.py lead|agent ...`, and by that agent
+`faulty_processes.py rank RUN EPOCH RESUME`. What is bent is said by `VS_HOSTILE`, a JSON object:
 
     dies_at      the lead kills itself with SIGKILL before so many of its calls that change a file
     eats         at `EAT` lead and agent take 64 MiB
@@ -11,7 +14,7 @@ Started as a script in place of `python -m verl_slurm_daemon`: `stand_in.py lead
     no_forks     pids cgroup of the lead: just before the rank says that it saved, its limit becomes 1
     no_files     just before that, the lead may open no more files
     orphans      the rank leaves so many processes that end without anybody who waits for them
-    strikes      not this rank, but the trainer's own, struck as `struck_rank.py` says
+    strikes      not this rank, but the trainer's own, struck as `faulty_rank.py` says
     marks        a file into which is written how far it has come
     talks        the rank says more than a small disk holds
     dies         the rank dies after each of its saves but the last
@@ -116,7 +119,7 @@ def agent() -> None:
             argv = real(*args)
             at = argv.index("verl_slurm.trainer")
             assert argv[at - 1] == "-m"
-            return [*argv[: at - 1], str(Path(__file__).with_name("struck_rank.py")), *argv[at + 1 :]]
+            return [*argv[: at - 1], str(Path(__file__).with_name("faulty_rank.py")), *argv[at + 1 :]]
 
         module.launcher_argv = struck
         sys.exit(main())

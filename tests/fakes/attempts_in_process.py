@@ -1,4 +1,8 @@
-"""One life of a run in this process: from what there is until it ends, or is killed where a test wants it."""
+"""One attempt of a run in this process: from what there is until it ends, or is killed where a test wants it.
+
+It stands for a rank's process under torchrun, whose start costs seconds. `Killed` is an exception, so what is being
+written is written to its end: tests of a rank that dies in a save use `faulty_rank.py`.
+"""
 
 import torch
 

@@ -1,5 +1,7 @@
 """A run of one rank without torch: real lead, real agent, real line; a Slurm of two shell scripts where one is wanted.
 
+The scripts stand for `srun` and `scontrol` of a job on one node. They know the few answers that the lead asks for, start
+no second attempt and keep no queue: a real cluster cannot be brought to lose a lead between two of its writes.
 Everything is awaited: the journal by inotify, processes by their end.
 """
 
@@ -26,7 +28,7 @@ __all__ = ["STAND_IN", "Stage", "control_group", "prepared"]
 
 PATIENCE_S = 300.0
 """For a run's end, and for a sign of life: four ranks that import torch on two busy cores take minutes."""
-STAND_IN = Path(__file__).with_name("stand_in.py")
+STAND_IN = Path(__file__).with_name("faulty_processes.py")
 _SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
 SLURM_NODEID=0 exec "$@"
