@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import python_path, tell
+from tests.processes import captured, python_path, tell
 
 pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
@@ -102,14 +102,7 @@ class Head:
             )
 
     def python(self, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *argv],
-            env=self.environ | environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
+        return captured([sys.executable, *argv], env=self.environ | environ, timeout=900)
 
     def all(self) -> list[psutil.Process]:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
@@ -169,13 +162,8 @@ def test_another_user_is_refused_at_each_port_where_ray_takes_calls(head: Head) 
         f"{ip if '.' in ip and ip != '0.0.0.0' else '127.0.0.1'}:{port}".replace("::ffff:", ""): words
         for (_, ip, port), words in listeners(head.process.pid).items()
     }
-    said = subprocess.run(
-        [*python_with("grpc"), "-c", WITH_OUR_PACKAGES + _STRANGER, *doors],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
+    said = captured(
+        [*python_with("grpc"), "-c", WITH_OUR_PACKAGES + _STRANGER, *doors], cwd="/", check=True, timeout=600
     ).stdout
     codes = {place: set(words) for place, *words in map(str.split, said.splitlines())}
     assert not [place for place, found in codes.items() if "OK" in found]
