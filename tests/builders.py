@@ -5,8 +5,10 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.base.fence import Epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.schema import current_schema
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology
@@ -14,6 +16,7 @@ from verl_slurm.config.load import dump
 from verl_slurm.config.schema import EncryptionConfig, RunConfig, TrainConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.runtime_state.format import RuntimeState
+from verl_slurm.wire.reward_plan import RewardSwitch
 
 _DEFAULTS = RunConfig()
 _KEYS = [
@@ -112,3 +115,23 @@ def make_manifest(step: int = 1, *, world_size: int = 1, **values: Any) -> Manif
 def write_manifest(directory: Path, step: int = 1, **values: Any) -> None:
     """Seals a manifest and writes it into a checkpoint's directory, which exists."""
     (directory / MANIFEST).write_bytes(render(sealed(make_manifest(step, **values))))
+
+
+def checkpoint_info(step: int, **values: Any) -> CheckpointInfo:
+    """The entry of a committed checkpoint at the end of `step`."""
+    name = f"step_{step:06d}"
+    return CheckpointInfo(
+        **({"kind": "committed", "name": name, "path": Path(name), "safe_point": 0} | values), step=step
+    )
+
+
+def owner(**values: Any) -> Epoch:
+    """The first owner of a run: a lead without Slurm."""
+    place: dict[str, Any] = {"epoch": 1, "cluster": "local", "job_id": "local-1", "restart": 0}
+    return Epoch(**(place | {"host": "a", "pid": 1, "taken": "2026-01-01T00:00:00+00:00"} | values))
+
+
+def reward_switch(reward: str, step: int, **values: Any) -> RewardSwitch:
+    """The first replacement of a run's reward, by a rule, without a warm start."""
+    fields: dict[str, Any] = {"request": 1, "digest": "", "warm_start_steps": 0, "recorded_utc": ""}
+    return RewardSwitch(reward=reward, step=step, **(fields | {"replaced": "rule:arithmetic"} | values))

@@ -18,9 +18,8 @@ import numpy as np
 import zstandard
 from verl_slurm_daemon.journal import Status
 
-from tests.builders import make_manifest, runtime_state
+from tests.builders import make_manifest, owner, reward_switch, runtime_state
 from tests.harness import ROOT
-from verl_slurm.base.fence import Epoch
 from verl_slurm.checkpoint.format import manifest, schema
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry, Manifest
 from verl_slurm.checkpoint.format.tensor_index import (
@@ -43,7 +42,7 @@ from verl_slurm.save.writer.protocol import Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
-from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest, RewardSwitch
+from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest
 
 KEY, EPOCH = b"k" * 32, 3
 _HASH = "ab" * 32
@@ -283,27 +282,18 @@ def seal_fingerprint(data: bytes) -> bytes:
 
 
 def epochs() -> Sequence[bytes]:
-    made = Epoch(
-        epoch=EPOCH,
-        cluster="slurm",
-        job_id="12_3",
-        restart=1,
-        host="node1",
-        pid=77,
-        taken="2025-01-01T00:00:00Z",
-    )
+    made = owner(epoch=EPOCH, cluster="slurm", job_id="12_3", restart=1, host="node1", pid=77)
     return [msgspec.json.encode(made)]
 
 
 def reward_plans() -> Sequence[bytes]:
     switches = tuple(
-        RewardSwitch(
+        reward_switch(
+            "classifier:/models/rm",
+            7 * number,
             request=number,
-            step=7 * number,
-            reward="classifier:/models/rm",
             digest="c0" * 32,
             warm_start_steps=10,
-            replaced="rule:arithmetic",
             recorded_utc="2025-01-01T00:00:00+00:00",
         )
         for number in (1, 2)

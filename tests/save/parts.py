@@ -88,16 +88,11 @@ def contents(step: int = 2, state: RuntimeState | None = None) -> SaveContents:
     )
 
 
-def provenance(epoch: int = 1) -> Provenance:
+def provenance(epoch: int = 1, **changes: Any) -> Provenance:
     """Of nobody in particular."""
-    return Provenance(
-        epoch=epoch,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        frozen={},
-        topology=Topology(dp=1),
-    )
+    fields: dict[str, Any] = {"schema_id": current_schema().schema_id, "dataset_fingerprint": "0" * 64}
+    fields |= {"parent": None, "frozen": {}, "topology": Topology(dp=1)}
+    return Provenance(epoch=epoch, **(fields | changes))
 
 
 def checkpoint_saver(

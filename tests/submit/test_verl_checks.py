@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.builders import write_manifest
+from tests.builders import checkpoint_info, write_manifest
 from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
@@ -50,10 +50,7 @@ def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0
 
 
 def saved(step: int, ranks: int) -> CheckpointInfo:
-    name = f"step_{step:06d}"
-    return CheckpointInfo(
-        kind="committed", name=name, path=Path(name), step=step, safe_point=0, world_size=ranks
-    )
+    return checkpoint_info(step, world_size=ranks)
 
 
 def test_a_run_that_is_as_it_should_be_is_said_to_be(place: Path) -> None:

@@ -5,7 +5,6 @@ stopped and killed in the middle of steps, around the step at which its reward i
 bits, the same best checkpoint, and no rollout sampled twice.
 """
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -15,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.builders import new_training, run_config
-from tests.fakes.attempts_in_process import Killed, live
+from tests.builders import new_training
+from tests.fakes.attempts_in_process import Killed, live, one_rank
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
@@ -31,7 +30,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
 from verl_slurm.wire.reward_plan import ask_for_reward, read_reward_plan
@@ -177,14 +175,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Runs]:
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        words = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (words | {"MASTER_PORT": port}).items():
-            patch.setenv(name, value)
-        probe.close()
+    with pytest.MonkeyPatch.context() as patch:
         build, kept = setup.build_engine, list[Any]()
 
         def build_once(config: RunConfig, model: Path, **rest: Any) -> Any:
@@ -196,13 +187,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) 
             return kept[0]
 
         patch.setattr(setup, "build_engine", build_once)
-        config = run_config(ranks=1)
-        with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
+        with one_rank() as (device, ranks):
             yield Runs(tmp_path_factory.mktemp("combinations"), tiny, sums_root, device, ranks)
             if kept:
                 _forget_groups()
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def _forget_groups() -> None:

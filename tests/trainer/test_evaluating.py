@@ -7,31 +7,24 @@ pieces of an evaluation:
 """
 
 import json
-import os
 import shutil
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from tests.builders import new_training, write_config
+from tests.fakes.attempts_in_process import begin, one_rank
 from tests.fakes.daemon import AtSafePoint
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.errors import DataError
-from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.metric_names import eval_metrics, step_metrics
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
-from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.messages import Progress, Saved
 
 pytestmark = pytest.mark.torch
@@ -65,33 +58,13 @@ class Runs:
         )
 
     def start(self, paths: RunPaths, line: AtSafePoint | None = None) -> Ending:
-        config = load.load_resolved(paths.run_yaml)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MASTER_ADDR", "127.0.0.1")
-            patch.setenv("MASTER_PORT", port)
-            for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-                patch.setenv(name, value)
-            with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
-                return build_loop(
-                    config,
-                    paths,
-                    epoch=take_epoch(paths, job_id="test", restart=0).epoch,
-                    resume=choose_resume(paths, "auto").name or "",
-                    device=device,
-                    ranks=ranks,
-                    line=line or AtSafePoint(),
-                ).run()
+        with one_rank() as (device, ranks):
+            return begin(paths, line or AtSafePoint(), device, ranks).run()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Runs]:
-    threads = torch.get_num_threads()
-    yield Runs(tmp_path_factory.mktemp("evaluating"), tiny, sums_root)
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("evaluating"), tiny, sums_root)
 
 
 @pytest.fixture(scope="module")

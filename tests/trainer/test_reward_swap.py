@@ -6,7 +6,6 @@ The safe points of a process of this configuration, by number; a start that resu
 """
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.builders import new_training, run_config
-from tests.fakes.attempts_in_process import Killed, live
+from tests.builders import new_training, reward_switch
+from tests.fakes.attempts_in_process import Killed, live, one_rank
 from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import DataError, VerlSlurmError
 from verl_slurm.base.files import private_dir
@@ -26,7 +25,6 @@ from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.reward.start import start_reward
 from verl_slurm.trainer.reward.swap import RewardSwap
 from verl_slurm.trainer.state.position import Position
@@ -35,7 +33,6 @@ from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import (
     RewardPlan,
-    RewardSwitch,
     ask_for_reward,
     read_reward_plan,
     write_reward_plan,
@@ -94,22 +91,10 @@ class Place1:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Place1]:
-    root = tmp_path_factory.mktemp("swap")
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        words = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for name, value in words.items():
-            patch.setenv(name, value)
-        probe.close()
-        config = run_config(ranks=1)
-        with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
-            made = Place1(root, tiny, sums_root, device, ranks)
-            made.source.write_text(SOURCE)
-            yield made
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    with one_rank() as (device, ranks):
+        made = Place1(tmp_path_factory.mktemp("swap"), tiny, sums_root, device, ranks)
+        made.source.write_text(SOURCE)
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -233,15 +218,7 @@ def test_a_source_that_changed_between_two_starts_is_refused(place: Place1) -> N
 def test_a_record_that_does_not_fit_the_checkpoint_is_refused(place: Place1) -> None:
     paths = RunPaths(place.root / "misfit")
     private_dir(paths.root)
-    switch = RewardSwitch(
-        request=1,
-        step=2,
-        reward="rule:arithmetic",
-        digest="",
-        warm_start_steps=0,
-        replaced="rule:arithmetic",
-        recorded_utc="",
-    )
+    switch = reward_switch("rule:arithmetic", 2)
     write_reward_plan(paths, RewardPlan(handled=1, switches=(switch,)))
 
     def begin(number: int, position: Position) -> int:
