@@ -1,5 +1,6 @@
 """Encrypted checkpoints without torch, for the tests of whatever meets one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,14 @@ PLAIN = {
 }
 
 
-def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path:
+def save_sealed(
+    paths: RunPaths,
+    step: int,
+    key: MasterKey | None = KEY,
+    *,
+    epoch: int = 1,
+    fence: Callable[[], None] = lambda: None,
+) -> Path:
     """A checkpoint as the saver makes one, encrypted where there is a key."""
     staging: StagingDirectory = begin(paths, step, 0)
     cipher = None if key is None else CheckpointCipher.begin(key, staging.final.name)
@@ -43,7 +51,6 @@ def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path
             else msgspec.structs.replace(entry, plain_size=len(PLAIN[entry.path]))
             for entry in entries
         ]
-    manifest = make_manifest(
-        step, files=tuple(entries), encryption=msgspec.UNSET if cipher is None else cipher.record
-    )
-    return commit(staging, manifest, epoch_check=lambda: None, keys=None if key is None else Keyring(key))
+    record = msgspec.UNSET if cipher is None else cipher.record
+    manifest = make_manifest(step, epoch=epoch, files=tuple(entries), encryption=record)
+    return commit(staging, manifest, epoch_check=fence, keys=None if key is None else Keyring(key))

@@ -266,24 +266,10 @@ _ASKED = {
 
 def save(paths: Any, step: int, epoch: int) -> str:
     """A small whole checkpoint through the real commit; its name."""
-    from tests.builders import make_manifest
+    from tests.checkpoint.sealed import save_sealed
     from verl_slurm.base.fence import require_epoch
-    from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-    from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
-    from verl_slurm.checkpoint.store.commit import begin, commit, seal
 
-    files = {f"{name}/__0_0.bin": name.encode() * 500 for name in ("actor", "critic", "optimizer")}
-    files |= dict.fromkeys(("config.yaml", "metadata.json", "orchestration.json", "scheduler.json"), b"{}")
-    files |= {SCHEMA_VERSION: render_schema(current_schema())}
-    files |= {"runtime_state.rank_0000.msgpack.zst": b"state"}
-    staging = begin(paths, step, 0)
-    for name, data in files.items():
-        path = staging.directory / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-    manifest = make_manifest(step, epoch=epoch, files=tuple(seal(staging.directory, sorted(files))))
-    commit(staging, manifest, epoch_check=lambda: require_epoch(paths, epoch))
-    return staging.final.name
+    return save_sealed(paths, step, None, epoch=epoch, fence=lambda: require_epoch(paths, epoch)).name
 
 
 if __name__ == "__main__":
