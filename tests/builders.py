@@ -49,11 +49,12 @@ def run_config(**values: Any) -> RunConfig:
     if "key_file" in values:
         values["encryption"] = EncryptionConfig(key_file=str(values.pop("key_file")))
     if "sizes" in values:
-        values |= _sizes(values.pop("sizes"))
+        names = ("batch_size_per_device", "mini_batch_size_per_device", "micro_batch_size_per_device")
+        values |= zip(names, values.pop("sizes"), strict=True)
     sections: dict[str, dict[str, Any]] = {name: {} for _, name in _KEYS}
     if "sampled_at_once" in values:
         sections["rollout"]["micro_batch_size_per_device"] = values.pop("sampled_at_once")
-    whole = {}
+    whole: dict[str, Any] = {}
     for key, value in values.items():
         place = sections[_SECTION_OF[key]] if key in _SECTION_OF else whole
         place[key] = str(value) if isinstance(value, Path) else value
@@ -62,14 +63,9 @@ def run_config(**values: Any) -> RunConfig:
     return msgspec.structs.replace(config, **changed)
 
 
-def train_config(sizes: tuple[int, int, int] | None = None, **values: Any) -> TrainConfig:
-    """The section `train`; `sizes` as in `run_config`."""
-    return TrainConfig(**values, **(_sizes(sizes) if sizes else {}))
-
-
-def _sizes(sizes: tuple[int, int, int]) -> dict[str, int]:
-    names = ("batch_size_per_device", "mini_batch_size_per_device", "micro_batch_size_per_device")
-    return dict(zip(names, sizes, strict=True))
+def train_config(**values: Any) -> TrainConfig:
+    """The section `train` of such a configuration."""
+    return run_config(**values).train
 
 
 def write_config(paths: RunPaths, config: RunConfig | None = None, /, **values: Any) -> RunConfig:
@@ -99,8 +95,9 @@ def cold_tier(path: Path) -> TierConfig:
 
 def runtime_state(**values: Any) -> RuntimeState:
     """The runtime state of the one rank of a run after its first step."""
-    place = {"rank": 0, "world_size": 1, "step": 1, "phase": "step_end", "index": 0, "safe_point": 0}
-    return RuntimeState(**({**place, "rollout_offset": 8, "episode_id": 8, "kl_coef": 0.1} | values))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"rank": 0, "world_size": 1, "step": 1, "phase": "step_end", "index": 0}
+    fields |= {"safe_point": 0, "rollout_offset": 8, "episode_id": 8, "kl_coef": 0.1}
+    return RuntimeState(**(fields | values))
 
 
 def make_manifest(step: int = 1, *, world_size: int = 1, **values: Any) -> Manifest:
@@ -120,9 +117,8 @@ def write_manifest(directory: Path, step: int = 1, **values: Any) -> None:
 def checkpoint_info(step: int, **values: Any) -> CheckpointInfo:
     """The entry of a committed checkpoint at the end of `step`."""
     name = f"step_{step:06d}"
-    return CheckpointInfo(
-        **({"kind": "committed", "name": name, "path": Path(name), "safe_point": 0} | values), step=step
-    )
+    fields: dict[str, Any] = {"kind": "committed", "name": name, "path": Path(name), "safe_point": 0}
+    return CheckpointInfo(step=step, **(fields | values))
 
 
 def owner(**values: Any) -> Epoch:
