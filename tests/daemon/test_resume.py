@@ -230,8 +230,8 @@ def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_pa
     tmp_path.chmod(0o700)
     key = new_key_file(tmp_path / "run.key")
     private_dir(tmp_path / "cold")
-    cold, key = cold_tier(tmp_path / "cold"), tmp_path / "run.key"
-    config = write_config(run, root=tmp_path, tiers=(cold,), key_file=key)
+    cold = cold_tier(tmp_path / "cold")
+    config = write_config(run, root=tmp_path, tiers=(cold,), key_file=tmp_path / "run.key")
     made = [save_sealed(run, 2, key), save_sealed(run, 4, None)]
     # As somebody who can write to the tier, and has not the key.
     assert sync(run, msgspec.structs.replace(config, checkpoint=CheckpointConfig())).ok
