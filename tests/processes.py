@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["captured", "held", "python_path", "tell"]
+__all__ = ["captured", "free_port", "held", "python_path", "tell"]
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,6 +43,13 @@ def captured(
     return subprocess.run(
         argv, env=env, cwd=cwd, input=input, timeout=timeout, check=check, capture_output=True, text=True
     )
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -4,7 +4,6 @@ It stands for a rank's process under torchrun, whose start costs seconds. `Kille
 written is written to its end: tests of a rank that dies in a save use `faulty_rank.py`.
 """
 
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 from tests.builders import run_config
+from tests.processes import free_port
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -31,12 +31,10 @@ class Killed(BaseException):
 def one_rank() -> Iterator[tuple[torch.device, Collective]]:
     """This process as the one rank of a run; the settings of its torch come back at the end."""
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("127.0.0.1", 0))
+    with pytest.MonkeyPatch.context() as patch:
         words = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (words | {"MASTER_PORT": str(probe.getsockname()[1])}).items():
+        for name, value in (words | {"MASTER_PORT": str(free_port())}).items():
             patch.setenv(name, value)
-        probe.close()
         try:
             with process_group(run_config(ranks=1), Place(rank=0, local_rank=0, world_size=1)) as group:
                 yield group

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,6 +14,7 @@ from torch import nn
 import verl_slurm
 from tests.builders import write_config
 from tests.fakes.agent import Agent
+from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
@@ -32,10 +32,11 @@ WORKER = Path(__file__).with_name("loop_worker.py")
 
 def train(run_dir: Path, steps: int = 9, **environ: str) -> list[int]:
     """Two ranks to their end; the exit codes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = dict(os.environ) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
     common |= {"OMP_NUM_THREADS": "1"} | environ
     ranks = [
         subprocess.Popen(

@@ -17,7 +17,8 @@ from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 from tests.builders import run_config
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.journals import make_event, read_events
-from tests.observability.conftest import RULES, Server, fetch, free_port
+from tests.observability.conftest import RULES, Server, fetch
+from tests.processes import free_port
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runs.follow import follow_lines

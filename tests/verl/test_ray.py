@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import captured, python_path, tell
+from tests.processes import captured, free_port, python_path, tell
 
 pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
@@ -71,9 +70,7 @@ class Head:
     def __init__(self, root: Path) -> None:
         self.scratch = private_dir(root / "s")
         write_file(self.scratch / "ray.token", b"ab" * 32)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         write_file(self.scratch / "ranks.key", bytes(range(32)))
         self.environ = ray_environment(
             os.environ | python_path() | {"VERL_SLURM_CONTROL": str(self.scratch)},

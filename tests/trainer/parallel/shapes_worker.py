@@ -13,7 +13,6 @@ all else here.
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -25,6 +24,7 @@ import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks
 
 from tests.builders import run_config, train_config
 from tests.fakes.daemon import AtSafePoint
+from tests.processes import free_port
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -150,12 +150,6 @@ def fork_rank(rank: int, port: int, config: RunConfig, start: dict[str, Any]) ->
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # trainer.__main__ says why
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(pids: list[int]) -> list[int]:
