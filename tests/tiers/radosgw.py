@@ -18,6 +18,8 @@ import psutil
 import pytest
 from botocore.config import Config
 
+from tests.processes import free_port
+
 BUCKET = "checkpoints"
 _TOOLS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph")
 _CONF = """[global]
