@@ -19,7 +19,7 @@ import psutil
 
 from tests.journals import Line, read_events
 from tests.ledger_stats import ledger_stats
-from tests.processes import tell
+from tests.processes import captured, tell
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.devcluster.cluster import DevCluster
@@ -61,20 +61,15 @@ class LiveRun:
 
     def cli(self, *argv: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         """`verl-slurm ...` as a person would type it."""
-        return subprocess.run(
-            [sys.executable, "-m", "verl_slurm.cli", *argv],
-            env=self.env(),
-            capture_output=True,
-            text=True,
-            timeout=180,
-            check=check,
+        return captured(
+            [sys.executable, "-m", "verl_slurm.cli", *argv], env=self.env(), timeout=180, check=check
         )
 
     def slurm(self, *argv: str, check: bool = True) -> str:
         """A Slurm command, aimed at the cluster of this run, with this environment's programs in PATH."""
         environment = self.cluster.client_env()
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
-        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=check)
+        done = captured(argv, env=environment, timeout=60, check=check)
         return done.stdout
 
     def submit(self, *more: str) -> "LiveRun":
@@ -239,13 +234,7 @@ class LiveRun:
 
 def same_weights(a: Path, b: Path) -> tuple[bool, str]:
     """`verl-slurm compare A B`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_slurm.cli", "compare", str(a), str(b)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = captured([sys.executable, "-m", "verl_slurm.cli", "compare", str(a), str(b)], timeout=120)
     return done.returncode == 0, done.stdout + done.stderr
 
 

@@ -7,10 +7,11 @@ from typing import Any, Literal
 
 import msgspec
 
+from tests.builders import make_manifest
 from tests.journals import make_events
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import render, sealed
-from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry
 from verl_slurm.journal.folds.outages import Outages
 
 Kind = Literal["running", "done", "queued", "cancelled", "failed"]
@@ -118,19 +119,10 @@ def _write_checkpoint(paths: RunPaths, step: int) -> None:
     names = [
         f"{domain}/rank_{rank:04d}.bin" for domain in ("actor", "critic", "optimizer") for rank in range(16)
     ]
-    manifest = Manifest(
-        name=path.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id="0" * 64,
-        dataset_fingerprint="0" * 64,
+    manifest = make_manifest(
+        step,
         world_size=16,
-        topology=Topology(dp=16),
+        schema_id="0" * 64,
         files=tuple(FileEntry(path=name, size=333_333_333, sha256="0" * 64) for name in names),
-        created_utc="2026-11-01T08:00:00Z",
-        save_seconds=0.7,
     )
     (path / MANIFEST).write_bytes(render(sealed(manifest)))

@@ -3,13 +3,15 @@
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+import socket
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
-__all__ = ["held", "python_path", "tell"]
+__all__ = ["captured", "free_port", "held", "python_path", "tell"]
 
 ROOT = Path(__file__).parent.parent
 
@@ -26,6 +28,28 @@ def tell(processes: Iterable[psutil.Process], number: int) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(number)
+
+
+def captured(
+    argv: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str | Path | None = None,
+    input: str | None = None,  # noqa: A002 - subprocess's word
+    timeout: float | None = None,
+    check: bool = False,
+) -> "subprocess.CompletedProcess[str]":
+    """Runs a program to its end. Both of its outputs are kept, as text."""
+    return subprocess.run(
+        argv, env=env, cwd=cwd, input=input, timeout=timeout, check=check, capture_output=True, text=True
+    )
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody had a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`verl-slurm demo`, small: with a real Slurm, and without."""
 
-import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 from tests.harness import ROOT, SMALL
 from tests.journals import make_event
+from tests.processes import captured
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
@@ -20,13 +20,10 @@ QUICK = (*SMALL, "train.steps=6", "train.batch_size_per_device=192")
 
 
 def _demo(directory: Path, *options: str) -> dict[str, object]:
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "verl_slurm.cli", "demo", "--json", "--dir", str(directory), *options, *QUICK],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=400,
-        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     answer: dict[str, object] = msgspec.json.decode(done.stdout)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import reward_switch
 from verl_slurm.base.errors import CheckpointCorrupt, PermissionRefused
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
@@ -19,15 +20,7 @@ from verl_slurm.wire.reward_plan import (
 
 
 def _switch(step: int) -> RewardSwitch:
-    return RewardSwitch(
-        request=step + 1,
-        step=step,
-        reward=f"rule:{step}",
-        digest="",
-        warm_start_steps=1,
-        replaced="rule:first",
-        recorded_utc="",
-    )
+    return reward_switch(f"rule:{step}", step, request=step + 1, warm_start_steps=1, replaced="rule:first")
 
 
 def test_a_run_whose_reward_was_never_replaced_has_no_record(tmp_path: Path) -> None:

@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from benchmarks import campaign
+from tests.processes import captured
 from tests.slurm_cluster.cases import CASES, settings
 from verl_slurm.config.load import load
 
@@ -84,9 +84,7 @@ def test_make_chooses_the_environment_that_has_what_the_cases_need(cases: str, w
         name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))
     }
     environment.pop("VENV", None)
-    done = subprocess.run(
-        argv, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = captured(argv, cwd=ROOT, env=environment, timeout=60, check=True)
     said = done.stdout
     *_, last = said.splitlines()
     assert last.split()[0] == f"{where}/bin/python"

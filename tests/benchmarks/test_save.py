@@ -1,7 +1,6 @@
 """The benchmark of saving: what it computes from its samples, and that it runs at all. No time is asserted."""
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from benchmarks.save.figures import Figures
 from benchmarks.save.records import Environment, Mode, Run, Sample
 from benchmarks.save.registry import PEERS, absent, groups
 from benchmarks.save.targets import Verdict, verdicts
-from tests.processes import python_path
+from tests.processes import captured, python_path
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -146,14 +145,7 @@ def test_the_whole_harness_runs_at_a_tiny_size(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "benchmarks.save", *(str(x) for pair in options.items() for x in pair)]
     argv += ["--what", "stall,durable,busy", "--peers", "dcp,ours,ours_eager,copy,raw"]
     argv += ["--dir", str(tmp_path), "--json", "-"]
-    done = subprocess.run(
-        argv,
-        cwd=ROOT,
-        env=os.environ | python_path(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = captured(argv, cwd=ROOT, env=os.environ | python_path(), timeout=300)
     assert done.returncode == 0, done.stderr
     run: Any = msgspec.json.decode(done.stdout, type=Run)
     assert [sample.error for sample in run.samples if sample.error] == []

@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.builders import make_manifest
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest
 from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 FILES = {
@@ -44,22 +46,10 @@ def manifest_of(staging: StagingDirectory, **changes: object) -> Manifest:
     files = sorted(
         p.relative_to(staging.directory).as_posix() for p in staging.directory.rglob("*") if p.is_file()
     )
-    fields: dict[str, object] = {
-        "name": staging.final.name,
-        "step": staging.step,
-        "safe_point": staging.safe_point,
-        "phase": "update" if staging.safe_point else "step_end",
-        "epoch": 1,
-        "parent": None,
-        "schema_id": current_schema().schema_id,
-        "dataset_fingerprint": "0" * 64,
-        "world_size": 2,
-        "topology": Topology(dp=2),
-        "files": tuple(seal(staging.directory, files)),
-        "created_utc": "2025-01-01T00:00:00Z",
-        "save_seconds": 0.5,
-    }
-    return Manifest(**(fields | changes))  # type: ignore[arg-type]
+    fields: dict[str, Any] = {"name": staging.final.name, "safe_point": staging.safe_point, "world_size": 2}
+    fields |= {"phase": "update" if staging.safe_point else "step_end"}
+    fields |= {"step": staging.step, "files": tuple(seal(staging.directory, files))}
+    return make_manifest(**(fields | changes))
 
 
 @pytest.fixture

@@ -1,14 +1,16 @@
 """Encrypted checkpoints without torch, for the tests of whatever meets one."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from tests.builders import make_manifest
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-from verl_slurm.checkpoint.format.specification import PLAIN_FILES, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import PLAIN_FILES
 from verl_slurm.checkpoint.store.commit import StagingDirectory, begin, commit, seal
 
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))
@@ -26,7 +28,14 @@ PLAIN = {
 }
 
 
-def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path:
+def save_sealed(
+    paths: RunPaths,
+    step: int,
+    key: MasterKey | None = KEY,
+    *,
+    epoch: int = 1,
+    fence: Callable[[], None] = lambda: None,
+) -> Path:
     """A checkpoint as the saver makes one, encrypted where there is a key."""
     staging: StagingDirectory = begin(paths, step, 0)
     cipher = None if key is None else CheckpointCipher.begin(key, staging.final.name)
@@ -42,20 +51,6 @@ def save_sealed(paths: RunPaths, step: int, key: MasterKey | None = KEY) -> Path
             else msgspec.structs.replace(entry, plain_size=len(PLAIN[entry.path]))
             for entry in entries
         ]
-    manifest = Manifest(
-        name=staging.final.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        world_size=1,
-        topology=Topology(dp=1),
-        files=tuple(entries),
-        created_utc="2025-01-01T00:00:00Z",
-        save_seconds=0.5,
-        encryption=msgspec.UNSET if cipher is None else cipher.record,
-    )
-    return commit(staging, manifest, epoch_check=lambda: None, keys=None if key is None else Keyring(key))
+    record = msgspec.UNSET if cipher is None else cipher.record
+    manifest = make_manifest(step, epoch=epoch, files=tuple(entries), encryption=record)
+    return commit(staging, manifest, epoch_check=fence, keys=None if key is None else Keyring(key))

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.builders import checkpoint_info
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, is_new_best, metrics_of, rank_best
 from verl_slurm.checkpoint.decide.retention import plan_prune
@@ -25,14 +26,7 @@ BEST = Best(keep=2)
 def infos(*values: float | None) -> list[CheckpointInfo]:
     """Of steps 1, 2, ...; None: that step was not evaluated."""
     return [
-        CheckpointInfo(
-            kind="committed",
-            name=f"step_{step:06d}",
-            path=Path(f"step_{step:06d}"),
-            step=step,
-            safe_point=0,
-            metrics={"reward": 0.5} | ({} if value is None else {"eval/reward": value}),
-        )
+        checkpoint_info(step, metrics={"reward": 0.5} | ({} if value is None else {"eval/reward": value}))
         for step, value in enumerate(values, start=1)
     ]
 

@@ -3,6 +3,7 @@ import re
 import msgspec
 import pytest
 
+from tests.builders import make_manifest
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format import specification as specification
 from verl_slurm.checkpoint.format.specification import (
@@ -11,27 +12,14 @@ from verl_slurm.checkpoint.format.specification import (
     STAGING_NAME,
     FileEntry,
     Manifest,
-    Topology,
     missing_parts,
     path_problem,
 )
 
 
 def manifest(*paths: str, world_size: int = 1) -> Manifest:
-    return Manifest(
-        name="step_000001",
-        step=1,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id="",
-        dataset_fingerprint="",
-        world_size=world_size,
-        topology=Topology(dp=world_size),
-        files=tuple(FileEntry(path=p, size=0, sha256="0" * 64) for p in paths),
-        created_utc="",
-        save_seconds=0.0,
+    return make_manifest(
+        world_size=world_size, files=tuple(FileEntry(path=p, size=0, sha256="0" * 64) for p in paths)
     )
 
 

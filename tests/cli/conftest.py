@@ -69,7 +69,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         "data:\n  root: data\ncheckpoint:\n  resume_from: auto\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", python_path(HERE / "stub_lead")["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", python_path(HERE.parent / "fakes" / "stub_lead")["PYTHONPATH"])
     monkeypatch.delenv("STUB_RESTART", raising=False)
     yield tmp_path
     started = psutil.process_iter(["cmdline"])

@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.builders import make_manifest, runtime_state, write_config
 from tests.checkpoint.sealed import save_sealed
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
 from verl_slurm.checkpoint.format.tensor_index import (
     Piece,
     TensorEntry,
@@ -26,15 +27,14 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
 from verl_slurm.cli.checkpoint.verify import checkpoints_table
 from verl_slurm.cli.show import render
-from verl_slurm.config.load import dump, load
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig, TrainConfig
+from verl_slurm.config.load import load
+from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
 from verl_slurm.dataset.fingerprint.cache import HashCache, default_path, text_of
 from verl_slurm.dataset.fingerprint.cache import save as save_cache
 from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.dataset.fingerprint.walk import walk
 from verl_slurm.runtime_state.codec import encode
-from verl_slurm.runtime_state.format import RuntimeState
 
 Cli = Callable[..., Any]
 Save = Callable[..., Path]
@@ -48,17 +48,7 @@ def fill(directory: Path, value: float) -> None:
     for name in DOMAINS:
         (directory / name).mkdir()
         (directory / name / "__0_0.distcp").write_text(f"{name} {value}")
-    state = RuntimeState(
-        rank=0,
-        world_size=1,
-        step=1,
-        phase="step_end",
-        index=0,
-        safe_point=0,
-        rollout_offset=0,
-        episode_id=0,
-        kl_coef=0.1,
-    )
+    state = runtime_state(rollout_offset=0, episode_id=0)
     (directory / "runtime_state.rank_0000.msgpack.zst").write_bytes(encode(state))
 
 
@@ -86,8 +76,7 @@ def make_run(root: Path) -> RunPaths:
     private_dir(root)
     (root / "data").mkdir()
     (root / "data" / "a.jsonl").write_text("{}\n")
-    config = msgspec.structs.replace(RunConfig(), data=DataConfig(root=str(root / "data")))
-    paths.run_yaml.write_bytes(dump(config))
+    write_config(paths, root=root / "data")
     return paths
 
 
@@ -101,21 +90,8 @@ def save(
     staging = begin(paths, step, 0)
     fill(staging.directory, value)
     files = sorted(str(p.relative_to(staging.directory)) for p in staging.directory.rglob("*") if p.is_file())
-    manifest = Manifest(
-        name=staging.final.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        world_size=1,
-        topology=Topology(dp=1),
-        files=tuple(seal(staging.directory, files)),
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=0.5,
-        metrics=metrics or msgspec.UNSET,
+    manifest = make_manifest(
+        step, files=tuple(seal(staging.directory, files)), metrics=metrics or msgspec.UNSET
     )
     return commit(staging, manifest, epoch_check=lambda: None)
 
@@ -150,7 +126,7 @@ def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run:
         train=TrainConfig(eval_every_steps=1),
         data=DataConfig(eval_fraction=0.1),
     )
-    run.run_yaml.write_bytes(dump(config))
+    write_config(run, config)
     lines = [line.split() for line in cli("checkpoints", run.root).out.splitlines() if "step_" in line]
     assert [(line[0], line[3:6]) for line in lines] == [
         ("step_000004", ["-", "1", "1"]),
@@ -211,8 +187,7 @@ def test_verify_asks_for_the_signature_where_the_run_has_a_key(
     mine, other = tmp_path / "mine.key", tmp_path / "other.key"
     key = new_key_file(mine)
     new_key_file(other)
-    config = RunConfig(checkpoint=CheckpointConfig(encryption=EncryptionConfig(key_file=str(mine))))
-    run.run_yaml.write_bytes(dump(config))
+    write_config(run, key_file=mine)
     path = save_sealed(run, 1, key)
     assert cli("verify", run.root).code == 0
     assert cli("verify", path).code == 0

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from tests.builders import run_config, write_config
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
+from verl_slurm.config.schema import GuestConfig, RunConfig
 from verl_slurm.submit.checks.preflight import check_resume_from
 
 Cli = Callable[..., Any]
@@ -23,8 +23,7 @@ Cli = Callable[..., Any]
 def run(tmp_path: Path) -> RunPaths:
     """Two steps of a loop: their shards differ, what the ranks have in common does not."""
     paths = RunPaths(private_dir(tmp_path / "run"))
-    config = RunConfig(run_dir=str(paths.root), trainer=GuestConfig(backend="command", command=("train.py",)))
-    write_file(paths.run_yaml, dump(config))
+    write_config(paths, backend="command", command=("train.py",))
     epoch = take_epoch(paths, job_id="1", restart=0).epoch
     for step in (1, 2):
         work = clear_work(paths, epoch)
@@ -78,7 +77,7 @@ def test_another_kind_of_loop_is_refused_before_anything_is_queued(run: RunPaths
 
     def config(backend: str, command: tuple[str, ...]) -> RunConfig:
         trainer = GuestConfig(backend=backend, command=command)  # type: ignore[arg-type]
-        return RunConfig(trainer=trainer, checkpoint=CheckpointConfig(resume_from=str(place)))
+        return run_config(trainer=trainer, resume_from=place)
 
     check_resume_from(config("command", ("train.py",)))
     for backend in ("native", "verl"):

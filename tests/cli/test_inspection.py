@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builders import runtime_state
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
@@ -17,7 +18,6 @@ from verl_slurm.checkpoint.inspect.describe import sparkline
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.cli.checkpoint.inspection import _consumed
 from verl_slurm.runtime_state.codec import encode
-from verl_slurm.runtime_state.format import RuntimeState
 
 Cli = Callable[..., Any]
 TENSORS = {"w": ("float32", (4, 2), 2), "b": ("bfloat16", (3,), 1), "scale": ("float32", (), 1)}
@@ -43,15 +43,9 @@ def index() -> bytes:
 
 def state(rank: int) -> bytes:
     return encode(
-        RuntimeState(
+        runtime_state(
             rank=rank,
             world_size=2,
-            step=1,
-            phase="step_end",
-            index=0,
-            safe_point=0,
-            rollout_offset=8,
-            episode_id=8,
             kl_coef=0.125,
             kl_window=[0.5, 0.25],
             rollouts={"response_ids": np.zeros((3 + rank, 4), dtype=np.int64)},

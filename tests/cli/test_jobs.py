@@ -12,9 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.builders import owner
 from tests.many_runs import Kind, make_run
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import Epoch
 from verl_slurm.base.files import write_file
 from verl_slurm.base.processes import birth_of
 from verl_slurm.cli.run.jobs import way_on
@@ -109,10 +109,7 @@ def test_a_claim_has_no_power_over_another_process_of_its_reader(
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
         job_id = f"local-{other.pid}"
         run = make_run(tmp_path / "run", "running", cluster="local", job_id=job_id, host=socket.gethostname())
-        claim = Epoch(
-            epoch=1, cluster="local", job_id=job_id, restart=0, host="a", pid=other.pid,
-            taken="2026-11-22T00:00:00+00:00", born=birth_of(other.pid),
-        )  # fmt: skip
+        claim = owner(job_id=job_id, pid=other.pid, born=birth_of(other.pid))
         write_file(run.epoch, msgspec.json.encode(claim))
         result = cli("cancel", run.root)
         assert result.code == ExitCode.NOT_FOUND

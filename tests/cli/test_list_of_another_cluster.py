@@ -1,13 +1,13 @@
 """A run of another Slurm cluster is said to be there, and not called gone: job numbers of two clusters are alike."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.many_runs import make_run
+from tests.processes import captured
 
 
 @pytest.mark.scenario("USE-SMALL")
@@ -24,7 +24,5 @@ def test_a_run_of_another_cluster_is_listed_with_its_cluster(
         (tools / name).write_text(f"#!/bin/sh\necho '{says}'\n")
         (tools / name).chmod(0o755)
     argv = [sys.executable, "-m", "verl_slurm.cli", "list", str(tmp_path / "runs"), "--json"]
-    done = subprocess.run(
-        argv, env={"PATH": str(tools)}, capture_output=True, text=True, timeout=120, check=True
-    )
+    done = captured(argv, env={"PATH": str(tools)}, timeout=120, check=True)
     assert json.loads(done.stdout)[0]["state"] == shown

@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 
+from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import new_key_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
 
 Cli = Callable[..., Any]
 
@@ -138,10 +137,7 @@ def test_with_a_key_only_what_is_signed_is_good_enough_to_remove_others(
     cli: Cli, run: RunPaths, tmp_path: Path
 ) -> None:
     key = new_key_file(tmp_path / "run.key")
-    config = RunConfig(
-        checkpoint=CheckpointConfig(encryption=EncryptionConfig(key_file=str(tmp_path / "run.key")))
-    )
-    run.run_yaml.write_bytes(dump(config))
+    write_config(run, key_file=tmp_path / "run.key")
     refused = cli("prune", run.root, "--keep-last", 1)
     assert refused.code == ExitCode.CORRUPT
     assert len(left(run)) == 5

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
 from tests.cli.test_checkpoints import make_run, save
 from verl_slurm.base.exit_codes import ExitCode
@@ -15,8 +16,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import scrub as scrub_module
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.dataset.fingerprint.record import fingerprint, write
 
 Cli = Callable[..., Any]
@@ -113,8 +113,7 @@ def sealed_run(tmp_path: Path) -> RunPaths:
 
 
 def _configure(paths: RunPaths, **encryption: str) -> None:
-    config = RunConfig(checkpoint=CheckpointConfig(encryption=EncryptionConfig(**encryption)))
-    paths.run_yaml.write_bytes(dump(config))
+    write_config(paths, encryption=EncryptionConfig(**encryption))
 
 
 def test_what_nobody_with_the_runs_key_signed_is_named_and_left(cli: Cli, sealed_run: RunPaths) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.builders import cold_tier, write_config
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import save_sealed
 from verl_slurm.base.exit_codes import ExitCode
@@ -17,8 +18,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump, load_resolved
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig
 
 Cli = Callable[..., Any]
 
@@ -29,11 +29,7 @@ def run(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     private_dir(paths.root)
     private_dir(tmp_path / "cold")
-    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    config = RunConfig(
-        name="run", run_dir=str(paths.root), data=DataConfig(root=str(tmp_path)), tiers=(cold,)
-    )
-    paths.run_yaml.write_bytes(dump(config))
+    write_config(paths, root=tmp_path, tiers=(cold_tier(tmp_path / "cold"),))
     staging = stage(paths, 10)
     commit(staging, manifest_of(staging), epoch_check=owns_it)
     return paths
@@ -80,7 +76,7 @@ def test_what_no_tier_has_is_not_found(cli: Cli, run: RunPaths) -> None:
 
 
 def test_a_run_without_tiers_is_told_how_to_have_some(cli: Cli, run: RunPaths) -> None:
-    run.run_yaml.write_bytes(dump(RunConfig(name="run", data=DataConfig(root=str(run.root)))))
+    write_config(run, root=run.root)
     result = cli("tiers", run.root)
     assert result.code == ExitCode.OK
     assert "no tiers in" in result.out

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import reward_switch
 from tests.cli.conftest import Cli
 from tests.cli.test_checkpoints import save
 from tests.cli.test_submit_local import wait_for_event
 from tests.journals import append_event, read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.wire.reward_plan import RewardPlan, RewardSwitch, read_reward_request, write_reward_plan
+from verl_slurm.wire.reward_plan import RewardPlan, read_reward_request, write_reward_plan
 
 pytestmark = pytest.mark.slow
 
@@ -116,15 +117,7 @@ def test_a_living_run_is_woken_as_for_any_request_of_an_operator(workplace: Path
 
 def test_status_shows_the_reward_in_force_and_a_refusal(run: Path, cli: Cli) -> None:
     assert cli("status", run, "--json").json["reward"]["reward"] == "rule:arithmetic"
-    switch = RewardSwitch(
-        request=1,
-        step=2,
-        reward="python:m:f",
-        digest="",
-        warm_start_steps=5,
-        replaced="rule:arithmetic",
-        recorded_utc="",
-    )
+    switch = reward_switch("python:m:f", 2, warm_start_steps=5)
     plan = RewardPlan(handled=2, refused="trying the new reward failed", switches=(switch,))
     write_reward_plan(RunPaths(run), plan)
     RunPaths(run).status.write_text('{"step": 4}')

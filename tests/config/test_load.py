@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.builders import run_config
 from verl_slurm.base import shipped as shipped_module
 from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
@@ -233,7 +234,7 @@ def test_values_that_do_not_go_together_are_refused(overrides: list[str], key: s
 
 def test_an_option_that_submit_sets_itself_is_always_refused() -> None:
     for option in OWN_OPTIONS:
-        config = RunConfig(slurm=SlurmConfig(extra={option: True}))
+        config = run_config(extra={option: True})
         assert [c.key for c in complaints(config)] == [f"slurm.extra.{option}"]
 
 
@@ -253,7 +254,7 @@ def test_a_dumped_config_is_read_back_the_same() -> None:
     note=st.text(st.characters(min_codepoint=32, max_codepoint=126), max_size=30),
 )
 def test_any_value_survives_a_dump(lr: float, path: str, note: str) -> None:
-    config = RunConfig(slurm=SlurmConfig(extra={"comment": note}))
+    config = run_config(extra={"comment": note})
     config = msgspec.structs.replace(
         config,
         train=msgspec.structs.replace(config.train, actor_lr=lr),

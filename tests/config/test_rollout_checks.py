@@ -3,22 +3,20 @@
 import msgspec
 import pytest
 
+from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.checks import rollout as rollout_checks
 from verl_slurm.config.checks.rollout import check_engine, max_model_len, model_complaints, require_engine
 from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 
 GOOD = {"num_attention_heads": 4, "hidden_size": 128, "max_position_embeddings": 128}
 
 
 def config(dp_size: int = 4, nodes: int = 2, device: str = "cpu", **rollout: object) -> RunConfig:
-    return RunConfig(
-        rollout=RolloutConfig(**({"engine": "vllm"} | rollout)),  # type: ignore[arg-type]
-        distributed=DistributedConfig(dp_size=dp_size, nodes=nodes, device=device),  # type: ignore[arg-type]
-    )
+    return run_config(**({"engine": "vllm"} | rollout), dp_size=dp_size, nodes=nodes, device=device)
 
 
 def test_the_defaults_and_a_pair_of_ranks_on_each_node_are_accepted() -> None:

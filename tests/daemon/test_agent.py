@@ -12,12 +12,11 @@ import pytest
 from verl_slurm_daemon.agent.node import _first_cause
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
+from tests.builders import write_config
 from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DaemonConfig, RunConfig
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import AgentReady, FromAgent, Launch, NodeExited, Shutdown, SignalSeen
 
@@ -62,7 +61,7 @@ class Stage:
         self.paths = RunPaths(private_dir(root / "run"))
         for folder in (self.paths.control, self.paths.logs):
             private_dir(folder)
-        self.paths.run_yaml.write_bytes(dump(RunConfig(daemon=DaemonConfig(requeue_delay_s=1))))
+        write_config(self.paths, requeue_delay_s=1)
         program = self.box / "scontrol"
         program.write_text(SCONTROL.format(box=self.box))
         program.chmod(program.stat().st_mode | stat.S_IXUSR)

@@ -16,8 +16,8 @@ from verl_slurm_daemon.allocation import slurm as slurm_allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
 
+from tests.builders import owner
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
-from verl_slurm.base.fence import Epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
@@ -25,9 +25,7 @@ from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
 
-OWNER = Epoch(
-    epoch=1, cluster="slurm", job_id="37", restart=0, host="a", pid=1, taken="2026-01-01T00:00:00+00:00"
-)
+OWNER = owner(cluster="slurm", job_id="37")
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden" / "running.txt"
 RECORD = re.sub(r"JobId=\d+", "JobId=37", GOLDEN.read_text())
 SILENCE = SlurmMissing("Slurm does not answer")
@@ -94,23 +92,15 @@ def test_whether_a_local_lead_lives_is_asked_by_its_birth_and_not_by_dates(
     mine = LocalAllocation(RunConfig(), RunPaths(tmp_path))
     living = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     try:
-        owner = Epoch(
-            epoch=1,
-            cluster="local",
-            job_id="local-1",
-            restart=0,
-            host=socket.gethostname(),
-            pid=living.pid,
-            taken=taken,
-            born=birth_of(living.pid),
-        )
-        assert f"process {living.pid} of job local-1 lives" in asyncio.run(mine.still_alive(owner))
-        another = msgspec.structs.replace(owner, born=birth_of(os.getpid()))
+        here, born = socket.gethostname(), birth_of(living.pid)
+        lead = owner(host=here, pid=living.pid, taken=taken, born=born)
+        assert f"process {living.pid} of job local-1 lives" in asyncio.run(mine.still_alive(lead))
+        another = msgspec.structs.replace(lead, born=birth_of(os.getpid()))
         assert asyncio.run(mine.still_alive(another)) == "", "only its number is that of a living one"
     finally:
         living.kill()
         living.communicate()
-    assert asyncio.run(mine.still_alive(owner)) == ""
+    assert asyncio.run(mine.still_alive(lead)) == ""
 
 
 def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
 """Orphans that were adopted are waited for; our own children are left to those who started them."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import captured
 
 # A child of ours that ends with 7, and one that leaves an orphan in a session of its own; says who is still there.
 _UNDERTAKER = """
@@ -44,7 +45,5 @@ asyncio.run(main())
 def test_an_adopted_orphan_is_buried_and_a_child_of_ours_keeps_its_exit_code(orphan: str) -> None:
     """Be it in the session of what started it, or, as sandboxes are, in one of its own."""
     leaves = f"exec 3<&0; ({orphan} <&3) & echo $!; exit"
-    done = subprocess.run(
-        [sys.executable, "-c", _UNDERTAKER, leaves], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = captured([sys.executable, "-c", _UNDERTAKER, leaves], timeout=60)
     assert done.stdout == "buried 7 8\n", done.stderr

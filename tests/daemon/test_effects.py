@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.allocation.contract import Outlook
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
@@ -16,72 +15,24 @@ from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
 from verl_slurm_daemon.link.channel import connect
 
+from tests.builders import run_config, write_config
+from tests.fakes.allocation import ScriptedAllocation
 from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import Epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
 
 REQUEUED = inputs.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
 
-class Scripted:
-    """An allocation that says what it is told to."""
-
-    cluster = "slurm"
-    job_id = "7"
-    restart = 0
-
-    def __init__(self, *answers: inputs.RequeueAnswered | str) -> None:
-        self.answers = list(answers)
-        self.steps = 0
-        self.avoided: list[tuple[str, ...]] = []
-        self.step_started = asyncio.Event()
-
-    async def address(self) -> str:
-        return "127.0.0.1"
-
-    async def cause(self, trigger: str) -> inputs.CauseKnown:
-        return inputs.CauseKnown("none", trigger, None)
-
-    async def outlook(self) -> Outlook:
-        return Outlook(answered=True)
-
-    async def requeue(self, delay_s: int | None = None) -> inputs.RequeueAnswered | str:
-        return self.answers.pop(0)
-
-    async def hasten(self, clean: bool) -> None:
-        return
-
-    async def still_alive(self, owner: Epoch) -> str:
-        return ""
-
-    async def withdraw(self) -> str:
-        return ""
-
-    async def cancelled_before(self) -> str:
-        return ""
-
-    async def avoid(self, nodes: Sequence[str]) -> str:
-        self.avoided.append(tuple(nodes))
-        return f"avoids {len(nodes)}"
-
-    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
-        self.steps += 1
-        self.step_started.set()
-        return [await asyncio.create_subprocess_exec("sleep", "600")]
-
-    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
-        self.kept = step
-
-
-def effects_of(tmp_path: Path, allocation: Scripted) -> tuple[Effects, "asyncio.Queue[inputs.Input]"]:
+def effects_of(
+    tmp_path: Path, allocation: ScriptedAllocation
+) -> tuple[Effects, "asyncio.Queue[inputs.Input]"]:
     paths, posted = RunPaths(tmp_path), asyncio.Queue[inputs.Input]()
-    write_file(paths.run_yaml, dump(RunConfig()))
+    write_config(paths)
     journal = Journal(paths, epoch=1, job_id="7")
     return Effects(paths, RunConfig(), allocation, journal, 1, posted.put_nowait), posted
 
@@ -93,7 +44,9 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
     monkeypatch.setattr(requeueing, "_ASK_AGAIN_S", 0.0)
 
     async def story() -> inputs.Input:
-        allocation = Scripted("slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED)
+        allocation = ScriptedAllocation(
+            "slurmctld does not answer", "unconfirmed: Restarts did not rise", REQUEUED
+        )
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(act.Requeue())
         return await posted.get()
@@ -106,12 +59,12 @@ def test_a_requeue_that_got_no_answer_is_asked_for_again(
 def test_a_node_to_avoid_is_named_once_the_requeue_is_taken_and_remembered_for_the_next(
     tmp_path: Path,
 ) -> None:
-    async def story(allocation: Scripted, action: act.Requeue) -> None:
+    async def story(allocation: ScriptedAllocation, action: act.Requeue) -> None:
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(action)
         await posted.get()
 
-    allocation = Scripted(REQUEUED, REQUEUED, inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no"))
+    allocation = ScriptedAllocation(REQUEUED, REQUEUED, inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no"))
     asyncio.run(story(allocation, act.Requeue()))
     assert allocation.avoided == []  # a run that never had such a node asks Slurm nothing more
     asyncio.run(story(allocation, act.Requeue(("n2",))))
@@ -131,7 +84,7 @@ def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_jo
     monkeypatch.setattr(module, "find_resume_point", look)
 
     async def story() -> tuple[inputs.Input, object]:
-        effects, posted = effects_of(tmp_path, Scripted())
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
         effects.perform(act.StartGeneration(1))
         return await posted.get(), effects.exit
 
@@ -145,7 +98,7 @@ def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
 ) -> None:
     monkeypatch.setattr(requeueing, "_AVOID_S", 0.05)
 
-    class Slow(Scripted):
+    class Slow(ScriptedAllocation):
         async def avoid(self, nodes: Sequence[str]) -> str:
             await asyncio.Event().wait()
             return ""
@@ -176,7 +129,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
     monkeypatch.setattr(module, "_GOODBYE_S", 0.05)
 
     async def story() -> tuple[inputs.Input, int]:
-        allocation = Scripted()
+        allocation = ScriptedAllocation()
         effects, posted = effects_of(tmp_path, allocation)
         effects.perform(act.StartGeneration(1))
         await asyncio.to_thread(looked.wait, 30)
@@ -210,7 +163,7 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
     monkeypatch.setattr(module, "_STACKS_S", 0.02)
 
     async def story(ends: bool) -> list[ToAgent]:
-        effects, _ = effects_of(tmp_path, Scripted())
+        effects, _ = effects_of(tmp_path, ScriptedAllocation())
         hung, following = Heard(), Heard()
         effects._generation, effects._links = 1, {"n1": hung}  # type: ignore[dict-item]
         effects.perform(act.TakeDown(stacks=True))
@@ -237,7 +190,7 @@ def test_a_deadline_counts_from_when_it_was_set_however_long_it_takes_to_write_t
         def slow_disk(*_: object, **__: object) -> None:
             passed[0] += 3600.0
 
-        effects, posted = effects_of(tmp_path, Scripted())
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
         monkeypatch.setattr(effects._journal, "write", slow_disk)
         effects.perform(act.SaveRequest(request_id=1, stop=True, seconds_left=3500.0))
         for _ in range(3):
@@ -256,7 +209,7 @@ def test_an_effect_that_breaks_ends_the_lead_with_its_reason(
     monkeypatch.setattr(module, "find_resume_point", look)
 
     async def story() -> tuple[ExitCode, str] | None:
-        effects, posted = effects_of(tmp_path, Scripted())
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
         effects.perform(act.StartGeneration(1))
         await posted.get()
         return effects.exit
@@ -270,8 +223,8 @@ def test_a_checkpoint_that_was_pruned_is_not_asked_for_from_the_nodes(
     monkeypatch.setattr(module, "read_back", lambda *_: ReadBack(False, "removed", pruned=True))
 
     async def story() -> tuple[inputs.Input, int]:
-        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Input](), Scripted()
-        config = RunConfig(checkpoint=CheckpointConfig(local_dir="/scratch"))
+        paths, posted, allocation = RunPaths(tmp_path), asyncio.Queue[inputs.Input](), ScriptedAllocation()
+        config = run_config(local_dir="/scratch")
         journal = Journal(paths, epoch=1, job_id="7")
         effects = Effects(paths, config, allocation, journal, 1, posted.put_nowait)
         effects.perform(act.Verify("step_000002"))
@@ -289,7 +242,7 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
     private_dir(RunPaths(tmp_path).control)
 
     async def story() -> tuple[list[ToAgent], inputs.Input]:
-        effects, posted = effects_of(tmp_path, Scripted())
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
@@ -314,7 +267,7 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
     private_dir(RunPaths(tmp_path).control)
 
     async def story() -> inputs.Input:
-        effects, posted = effects_of(tmp_path, Scripted())
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)

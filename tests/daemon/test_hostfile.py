@@ -3,8 +3,8 @@
 import pytest
 from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, find_host, parse_hostfile
 
+from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.schema import CheckpointConfig, DistributedConfig, RunConfig
 
 TEXT = "# the first leads\nworker-0 slots=8\n\nworker-1.cluster slots=4  # smaller\n"
 
@@ -44,7 +44,7 @@ def test_a_host_is_found_by_its_full_and_by_its_short_name() -> None:
 
 
 def test_hosts_that_do_not_fit_the_run_are_refused() -> None:
-    config = RunConfig(distributed=DistributedConfig(nodes=2, dp_size=8))
+    config = run_config(nodes=2, dp_size=8)
     check_hosts((Host("a", 4), Host("b", 4)), config)
     with pytest.raises(ConfigError, match=r"distributed\.nodes"):
         check_hosts((Host("a", 8),), config)
@@ -53,8 +53,6 @@ def test_hosts_that_do_not_fit_the_run_are_refused() -> None:
 
 
 def test_second_copies_need_slurm_to_come_home() -> None:
-    config = RunConfig(
-        distributed=DistributedConfig(nodes=2, dp_size=2), checkpoint=CheckpointConfig(local_dir="/nvme")
-    )
+    config = run_config(nodes=2, dp_size=2, local_dir="/nvme")
     with pytest.raises(ConfigError, match="checkpoint.local_dir"):
         check_hosts((Host("a", 1), Host("b", 1)), config)

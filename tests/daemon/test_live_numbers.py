@@ -3,7 +3,7 @@
 import pytest
 from verl_slurm_daemon.metrics.live_numbers import LiveNumbers, queue_length
 
-from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
+from tests.builders import run_config
 from verl_slurm.trainer.state.position import Position, StepShape, rollout_offset
 from verl_slurm.wire.messages import Finished, Progress, RankStarted
 
@@ -19,11 +19,7 @@ def progress(rank: int, **fields: object) -> Progress:
     return Progress(rank=rank, **(facts | fields))  # type: ignore[arg-type]
 
 
-CONFIG = RunConfig(
-    train=TrainConfig(batch_size_per_device=64),
-    rollout=RolloutConfig(micro_batch_size_per_device=16),
-    distributed=DistributedConfig(dp_size=4, tp_size=2),
-)
+CONFIG = run_config(batch_size_per_device=64, sampled_at_once=16, dp_size=4, tp_size=2)
 
 
 @pytest.mark.parametrize(

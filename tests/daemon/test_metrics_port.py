@@ -14,11 +14,12 @@ from verl_slurm_daemon.agent.metrics_page import AgentMetrics
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
+from tests.builders import run_config
 from tests.harness import ROOT
 from tests.journals import make_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import DistributedConfig, ObservabilityConfig, RunConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.journal.events import Other
 from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import append_step
@@ -53,7 +54,7 @@ def clock() -> Clock:
 
 def config(**observability: Any) -> RunConfig:
     wanted = ObservabilityConfig(**({"metrics_port": 0} | observability))
-    return RunConfig(name=CANARY, distributed=DistributedConfig(dp_size=2), observability=wanted)
+    return run_config(name=CANARY, dp_size=2, observability=wanted)
 
 
 def lead_of(paths: RunPaths, clock: Clock, **observability: Any) -> tuple[LeadMetrics, Journal, Status]:

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 from verl_slurm_daemon.lead.resume import find_resume_point, read_back
 
+from tests.builders import cold_tier, write_config
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
 from verl_slurm.base.errors import Fenced, KeyRefused, TierError
@@ -23,9 +24,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.scrub import scrub_one
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
-from verl_slurm.config.tiers import TierConfig
+from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm.tiers.mover import sync
 
@@ -197,10 +196,8 @@ def test_what_needs_a_key_that_is_not_there_is_refused_before_any_rank_starts(
 def archived(run: RunPaths, tmp_path: Path) -> RunPaths:
     """step_000004 in an archive and nowhere else."""
     private_dir(tmp_path / "cold")
-    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    data = DataConfig(root=str(tmp_path))
-    config = RunConfig(name="run", run_dir=str(run.root), data=data, tiers=(cold,))
-    run.run_yaml.write_bytes(dump(config))
+    cold = cold_tier(tmp_path / "cold")
+    config = write_config(run, root=tmp_path, tiers=(cold,))
     path = save(run, 4)
     assert sync(run, config).ok
     path.rename(tmp_path / "lost")
@@ -233,16 +230,8 @@ def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_pa
     tmp_path.chmod(0o700)
     key = new_key_file(tmp_path / "run.key")
     private_dir(tmp_path / "cold")
-    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
-    config = RunConfig(
-        name="run",
-        run_dir=str(run.root),
-        data=DataConfig(root=str(tmp_path)),
-        tiers=(cold,),
-        checkpoint=CheckpointConfig(encryption=encryption),
-    )
-    run.run_yaml.write_bytes(dump(config))
+    cold = cold_tier(tmp_path / "cold")
+    config = write_config(run, root=tmp_path, tiers=(cold,), key_file=tmp_path / "run.key")
     made = [save_sealed(run, 2, key), save_sealed(run, 4, None)]
     # As somebody who can write to the tier, and has not the key.
     assert sync(run, msgspec.structs.replace(config, checkpoint=CheckpointConfig())).ok

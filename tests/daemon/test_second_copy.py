@@ -9,6 +9,7 @@ from verl_slurm_daemon.lead import second_copy
 from verl_slurm_daemon.lead.resume import find_resume_point
 from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, run_bring_home
 
+from tests.builders import write_config
 from tests.cli.test_checkpoints import make_run, save
 from tests.journals import make_event
 from verl_slurm.base.errors import Fenced
@@ -16,7 +17,7 @@ from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.local_copy import local_directory
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.journal.folds.saves import on_nodes_alone
 
@@ -28,7 +29,7 @@ class Node:
         self.paths = make_run(root / "run")
         config = load_resolved(self.paths.run_yaml)
         checkpoint = CheckpointConfig(local_dir=str(root / "nvme"))
-        self.paths.run_yaml.write_bytes(dump(msgspec.structs.replace(config, checkpoint=checkpoint)))
+        write_config(self.paths, msgspec.structs.replace(config, checkpoint=checkpoint))
         self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
         directory = local_directory(str(root / "nvme"), self.paths, "n1")
         assert directory is not None

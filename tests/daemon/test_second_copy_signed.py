@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.lead.second_copy import collect, run_bring_home
 
+from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
 from verl_slurm.base.errors import KeyRefused
 from verl_slurm.base.exit_codes import ExitCode
@@ -14,8 +15,6 @@ from verl_slurm.base.keys import Keyring, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
 
 
 def test_only_signed_parts_come_home_and_a_node_without_the_key_says_so(tmp_path: Path) -> None:
@@ -24,9 +23,7 @@ def test_only_signed_parts_come_home_and_a_node_without_the_key_says_so(tmp_path
     keys = Keyring(key)
     paths = RunPaths(private_dir(tmp_path / "run"))
     take_epoch(paths, job_id="1", restart=0)
-    encryption = EncryptionConfig(key_file=str(tmp_path / "run.key"))
-    config = RunConfig(checkpoint=CheckpointConfig(local_dir=str(tmp_path / "nvme"), encryption=encryption))
-    paths.run_yaml.write_bytes(dump(config))
+    write_config(paths, local_dir=tmp_path / "nvme", key_file=tmp_path / "run.key")
     local = local_directory(str(tmp_path / "nvme"), paths, this_node())
     assert local is not None
     local.mkdir(parents=True)

@@ -12,6 +12,7 @@ import msgspec
 import psutil
 import pytest
 
+from tests.builders import write_config
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from tests.local_runs import lead, until
@@ -20,7 +21,7 @@ from verl_slurm.base.fence import read_epoch, take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
-from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.config.load import load_resolved
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = pytest.mark.slow
@@ -162,7 +163,7 @@ def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
         seed=config.seed + 7,
         daemon=msgspec.structs.replace(config.daemon, backoff_s=0.1),
     )
-    write_file(paths.run_yaml, dump(edited))
+    write_config(paths, edited)
     code, out = outcome(begin(paths))
     assert code == ExitCode.CONFIG, out
     assert f"seed: {config.seed} -> {config.seed + 7}" in out
@@ -172,7 +173,7 @@ def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
     done = subprocess.run([*again, "--dry-run"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == ExitCode.CONFIG, done.stdout + done.stderr
     assert "seed: " in done.stderr
-    write_file(paths.run_yaml, dump(msgspec.structs.replace(edited, seed=config.seed)))
+    write_config(paths, msgspec.structs.replace(edited, seed=config.seed))
     assert outcome(begin(paths))[0] == "ranks"  # what may change is taken
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.processes import captured
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions, deal_gpus
 from verl_slurm.devcluster.machine import real_gpus
@@ -49,7 +50,7 @@ def place(short_dir: Path) -> Iterator[Path]:
 
 def _cli(*words: str) -> str:
     argv = [sys.executable, "-m", "verl_slurm.cli", "devcluster", *words]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = captured(argv, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -63,14 +64,10 @@ def test_gpus_that_are_not_there_are_granted_and_said_to_be_counted(place: Path)
     cluster = DevCluster(place)
     probe = 'echo "$SLURM_GPUS_ON_NODE ${CUDA_VISIBLE_DEVICES-none}"'
     argv = ["srun", "--nodes=2", f"--gpus-per-node={each}", "sh", "-c", probe]
-    done = subprocess.run(
-        argv, env=cluster.client_env(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = captured(argv, env=cluster.client_env(), timeout=60)
     assert done.stdout.splitlines() == [f"{each} none"] * 2, done.stderr
     argv = ["srun", f"--gpus-per-node={each + 1}", "true"]
-    done = subprocess.run(
-        argv, env=cluster.client_env(), capture_output=True, text=True, timeout=60, check=False
-    )
+    done = captured(argv, env=cluster.client_env(), timeout=60)
     assert done.returncode != 0
     status = msgspec.json.decode(_cli("status", "--dir", str(place), "--json"))
     assert status["gpus"] == {"node1": each, "node2": each}
@@ -94,5 +91,5 @@ def test_a_gpu_of_this_machine_is_granted_by_its_number(place: Path) -> None:
     assert "of this machine" in _cli("start", "--dir", str(place), "--nodes", "1", "--gpus", "auto")
     argv = ["srun", "--gpus-per-node=1", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
     environ = DevCluster(place).client_env()
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=True)
+    done = captured(argv, env=environ, timeout=60, check=True)
     assert done.stdout.strip() == "0"

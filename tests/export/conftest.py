@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.save.parts import runtime
+from tests.save.parts import provenance, runtime
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
 from verl_slurm.checkpoint.inspect import export as exporting
 from verl_slurm.checkpoint.inspect.export import Wish
 from verl_slurm.config.load import dump
@@ -59,7 +59,7 @@ class Trained:
     def save(self, step: int = 2, **changes: Any) -> Path:
         """Commit a checkpoint; `changes`: config=, topology=, fingerprint=, frozen=, encryption=."""
         from verl_slurm.save.ranks.collective import Collective
-        from verl_slurm.save.ranks.saver import CheckpointSaver, Provenance, SaveContents
+        from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
         from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
         from verl_slurm.trainer.objective.optimizers import schedule_record
 
@@ -89,19 +89,12 @@ class Trained:
             "critic": model_tensors(self.critic),
             "optimizer": optimizer_tensors(parts),
         }
-        provenance = Provenance(
-            epoch=1,
-            parent=None,
-            schema_id=schema.schema_id,
-            dataset_fingerprint=changes.get("fingerprint", "0" * 64),
-            frozen=changes.get("frozen", {}),
-            topology=changes.get("topology", Topology(dp=1)),
-        )
+        known = {name: changes[name] for name in ("frozen", "topology") if name in changes}
         alone = Collective(None)
         saver = CheckpointSaver(
             self.paths,
             domains,
-            provenance,
+            provenance(dataset_fingerprint=changes.get("fingerprint", "0" * 64), **known),
             alone,
             epoch_check=lambda: None,
             encryption=changes.get("encryption"),

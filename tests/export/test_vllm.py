@@ -5,7 +5,6 @@ Runs in an environment that has vLLM: `make vllm`, or inside `make test-all`.
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes import captured
 from verl_slurm.checkpoint.inspect.export import Wish
 from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
 
@@ -68,13 +68,10 @@ def test_vllm_loads_an_export_and_samples_what_the_trained_model_says(
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-c", SCRIPT, str(out), json.dumps(trained.ids.tolist())],
         env=environment,
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = next(line for line in done.stdout.splitlines() if "TOKENS " in line)

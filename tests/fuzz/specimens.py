@@ -18,10 +18,10 @@ import numpy as np
 import zstandard
 from verl_slurm_daemon.journal import Status
 
+from tests.builders import make_manifest, owner, reward_switch, runtime_state
 from tests.harness import ROOT
-from verl_slurm.base.fence import Epoch
 from verl_slurm.checkpoint.format import manifest, schema
-from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry, Manifest
 from verl_slurm.checkpoint.format.tensor_index import (
     Piece,
     TensorEntry,
@@ -35,14 +35,14 @@ from verl_slurm.dataset.fingerprint import cache as hash_cache
 from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.container import pack, specify
-from verl_slurm.runtime_state.format import Arrays, RecordHeader, RuntimeState
+from verl_slurm.runtime_state.format import Arrays, RecordHeader
 from verl_slurm.runtime_state.samples import Sample, StepSamples
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.save.writer.protocol import Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
-from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest, RewardSwitch
+from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest
 
 KEY, EPOCH = b"k" * 32, 3
 _HASH = "ab" * 32
@@ -63,17 +63,7 @@ def _batch() -> Arrays:
 
 
 def states() -> Sequence[bytes]:
-    small = RuntimeState(
-        rank=0,
-        world_size=1,
-        step=1,
-        phase="step_end",
-        index=0,
-        safe_point=0,
-        rollout_offset=8,
-        episode_id=8,
-        kl_coef=0.1,
-    )
+    small = runtime_state()
     full = msgspec.structs.replace(
         small,
         phase="update",
@@ -210,21 +200,16 @@ def manifests() -> Sequence[bytes]:
         for p in ("config.yaml", "actor/__0_0.distcp", "actor/.metadata")
     ]
     files.append(entry_of("actor/rank_0000.bin", bytes(CHUNK_BYTES + 1)))
-    made = Manifest(
+    made = make_manifest(
+        12,
         name="step_000012_sp0007",
-        step=12,
         safe_point=7,
         phase="update",
         epoch=EPOCH,
         parent="step_000010",
-        schema_id=_HASH,
-        dataset_fingerprint=_HASH,
         world_size=2,
-        topology=Topology(dp=2),
         files=tuple(files),
         frozen={"reference": _HASH},
-        created_utc="2025-01-01T00:00:00Z",
-        save_seconds=0.5,
     )
     return [manifest.render(manifest.sealed(made))]
 
@@ -297,27 +282,18 @@ def seal_fingerprint(data: bytes) -> bytes:
 
 
 def epochs() -> Sequence[bytes]:
-    made = Epoch(
-        epoch=EPOCH,
-        cluster="slurm",
-        job_id="12_3",
-        restart=1,
-        host="node1",
-        pid=77,
-        taken="2025-01-01T00:00:00Z",
-    )
+    made = owner(epoch=EPOCH, cluster="slurm", job_id="12_3", restart=1, host="node1", pid=77)
     return [msgspec.json.encode(made)]
 
 
 def reward_plans() -> Sequence[bytes]:
     switches = tuple(
-        RewardSwitch(
+        reward_switch(
+            "classifier:/models/rm",
+            7 * number,
             request=number,
-            step=7 * number,
-            reward="classifier:/models/rm",
             digest="c0" * 32,
             warm_start_steps=10,
-            replaced="rule:arithmetic",
             recorded_utc="2025-01-01T00:00:00+00:00",
         )
         for number in (1, 2)

@@ -12,14 +12,14 @@ from pathlib import Path
 __all__ = ["Target", "scratch"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Target:
     """A parser of bytes that somebody else may have written.
 
     Attributes:
         parse: takes the bytes; may return what it likes. What it checks of its own result counts too.
-        raises: the errors its docstring promises. Any other is a finding.
         specimens: makes the valid inputs that are mutated; each must be taken by `parse`.
+        raises: the errors its docstring promises. Any other is a finding.
         form: `json` or `msgpack`, where values in the tree shall be changed too.
         seal: makes the checksums of mutated bytes right, so that what lies behind them is reached; takes anything and
             raises nothing.
@@ -29,8 +29,8 @@ class Target:
 
     name: str
     parse: Callable[[bytes], object]
-    raises: tuple[type[Exception], ...]
     specimens: Callable[[], Sequence[bytes]]
+    raises: tuple[type[Exception], ...] = ()
     form: str = ""
     seal: Callable[[bytes], bytes] | None = None
     torch: bool = False

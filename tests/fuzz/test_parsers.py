@@ -44,7 +44,7 @@ def _numbers() -> Target:
 
 
 def _target(parse: Callable[[bytes], object], *raises: type[Exception]) -> Target:
-    return Target(name="test", parse=parse, raises=raises, specimens=lambda: [b"1 2 3", b"44 55"])
+    return Target("test", parse, lambda: [b"1 2 3", b"44 55"], raises=raises)
 
 
 def test_the_documented_error_is_no_finding_and_an_input_can_be_made_again() -> None:

@@ -2,19 +2,11 @@
 
 from pathlib import Path
 
+from tests.builders import new_training
 from tests.ledger_stats import ledger_stats
 from tests.trainer import test_grpo, test_loop
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config import load
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    SlurmConfig,
     TrainConfig,
 )
 from verl_slurm.save.ranks.compare import compare
@@ -40,31 +32,22 @@ class Runs(test_grpo.Runs):
         engine: str = "hf",
         every_steps: int = STEPS,
     ) -> RunPaths:
-        paths = RunPaths(private_dir(self._root / f"{device}-{name}"))
-        config = RunConfig(
+        return new_training(
+            self._root / f"{device}-{name}",
+            self._model,
+            self._data,
             name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data)),
-            rollout=RolloutConfig(
-                engine=engine,  # type: ignore[arg-type]
-                micro_batch_size_per_device=8,
-                max_new_tokens=5,
-                samples_per_prompt=test_grpo.GROUP,
-                gpu_memory_utilization=0.2,
-            ),
+            engine=engine,
+            max_new_tokens=5,
+            samples_per_prompt=test_grpo.GROUP,
+            gpu_memory_utilization=0.2,
             train=train,
-            distributed=DistributedConfig(
-                dp_size=1,
-                nodes=1,
-                device=device,  # type: ignore[arg-type]
-                mixed_precision=mixed_precision,  # type: ignore[arg-type]
-            ),
-            checkpoint=CheckpointConfig(every_steps=every_steps, keep_last=3),
-            slurm=SlurmConfig(gpus_per_node=int(device == "cuda")),
+            device=device,
+            mixed_precision=mixed_precision,
+            every_steps=every_steps,
+            keep_last=3,
+            gpus_per_node=int(device == "cuda"),
         )
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
 
 
 def final(paths: RunPaths) -> Path:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.s3_server import BUCKET, StandIn
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.hostile.planted import (
     KEY,
@@ -31,7 +32,6 @@ from tests.hostile.planted import (
     modes,
 )
 from tests.journals import read_events
-from tests.tiers.s3_stand_in import BUCKET, StandIn
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runs.follow import follow_lines

@@ -12,7 +12,7 @@ import pytest
 from verl_slurm_daemon.link import channel
 from verl_slurm_daemon.link.channel import AgentLink, LeadLink, connect, serve
 
-from tests.hostile.chaos_proxy import Chaos, chaos_proxy
+from tests.fakes.faulty_proxy import Chaos, chaos_proxy
 from tests.hostile.lead_port import EPOCH, TOKEN, lead_port
 from tests.hostile.netlab import ADDRESS, Netlab, netlab
 from verl_slurm.base.errors import WireError

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
 from tests.hostile.measured import measured
 from tests.hostile.resealed import HOLE, MIB, ROOM_MB, bomb, one_line, put
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import RunConfig
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +26,7 @@ def run(tmp_path: Path) -> Path:
     """A run with one small whole checkpoint."""
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir(mode=0o700)
-    paths.run_yaml.write_bytes(dump(RunConfig(name="demo")))
+    write_config(paths, name="demo")
     save_sealed(paths, 1, None)
     return paths.root
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import cold_tier, write_config
 from tests.checkpoint.sealed import save_sealed
 from tests.hostile.measured import Measured, measured, measured_program
 from tests.hostile.resealed import HOLE, MIB, ROOM_MB, bomb, one_line, put
@@ -16,9 +17,6 @@ from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DataConfig, RunConfig
-from verl_slurm.config.tiers import TierConfig
 
 pytestmark = [pytest.mark.scenario("SEC05"), pytest.mark.slow]
 PATIENCE_S = 300.0
@@ -31,7 +29,7 @@ def run(tmp_path: Path) -> RunPaths:
     paths.root.mkdir(mode=0o700)
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    paths.run_yaml.write_bytes(dump(RunConfig(name="demo", data=DataConfig(root=str(tmp_path / "data")))))
+    write_config(paths, name="demo", root=tmp_path / "data")
     return paths
 
 
@@ -216,9 +214,8 @@ def test_data_whose_first_row_is_hostile_is_refused_before_queueing(tmp_path: Pa
 def archived(run: RunPaths, tmp_path: Path) -> Path:
     """A checkpoint that only a tier has; the directory it lies in there."""
     (tmp_path / "cold").mkdir(mode=0o700)
-    cold = TierConfig(name="cold", kind="archive", path=str(tmp_path / "cold"))
-    data = DataConfig(root=str(tmp_path / "data"))
-    run.run_yaml.write_bytes(dump(RunConfig(name="demo", run_dir=str(run.root), data=data, tiers=(cold,))))
+    cold = cold_tier(tmp_path / "cold")
+    write_config(run, name="demo", root=tmp_path / "data", tiers=(cold,))
     there = save_sealed(run, 1, None)
     assert measured("offload", run.root).code == 0
     shutil.rmtree(there)

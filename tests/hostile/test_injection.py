@@ -15,6 +15,7 @@ from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.journal import Journal, Status, log_line
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
+from tests.builders import write_config
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
 from tests.journals import make_event
@@ -22,7 +23,7 @@ from verl_slurm.base.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.one_line import json_line, printable
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump, parse_config
+from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.journal.events import (
@@ -182,7 +183,7 @@ def _evil(kind: str) -> Event:
 @pytest.fixture
 def handed_over(paths: RunPaths) -> RunPaths:
     """A run that somebody else has written every file of."""
-    paths.run_yaml.write_bytes(dump(RunConfig(name="demo", run_dir=str(paths.root))))
+    write_config(paths, name="demo")
     logs = private_dir(paths.logs)
     raw = EVIL.encode("utf-8", "surrogateescape")
     lines = [to_json(_evil(kind)) for kind in KINDS if kind not in ("submitted", "ended")]

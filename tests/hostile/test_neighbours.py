@@ -3,7 +3,6 @@
 import asyncio
 import json
 import secrets
-import socket
 import time
 import urllib.request
 from functools import partial
@@ -19,6 +18,7 @@ from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from tests.hostile.racing import FORK, PATIENCE_S, processes
+from tests.processes import free_port
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
@@ -77,10 +77,7 @@ def daemon(paths: RunPaths, config: RunConfig, epoch: int, others: Any, told: An
 def test_daemons_of_two_runs_and_two_of_each_on_one_node_have_their_own_of_everything(
     tmp_path: Path,
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        wanted = int(free.getsockname()[1])
-    observed = ObservabilityConfig(metrics_port=wanted, targets_dir=str(tmp_path / "targets"))
+    observed = ObservabilityConfig(metrics_port=free_port(), targets_dir=str(tmp_path / "targets"))
     config = RunConfig(name="run", observability=observed)
     runs = [RunPaths(private_dir(tmp_path / name)) for name in "ab"]
     for paths in runs:

@@ -1,6 +1,6 @@
 """Processes that die, starve, babble or are nobody's: part B on the real lead and agent, with a rank without torch.
 
-What needs the trainer's own ranks is in `test_ranks_in_a_save.py`; `stand_in.py` says what may be bent.
+What needs the trainer's own ranks is in `test_ranks_in_a_save.py`; `faulty_processes.py` says what may be bent.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hostile.stage import Stage, control_group
+from tests.fakes.run_without_torch import Stage, control_group
 from tests.processes import tell
 from verl_slurm.checkpoint.store.verify import verify
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.run_without_torch import Stage, control_group
 from tests.harness import same_weights
-from tests.hostile.stage import Stage, control_group
 from tests.ledger_stats import ledger_stats
 from verl_slurm.checkpoint.store.verify import verify
 

@@ -9,6 +9,7 @@ import pytest
 
 from tests.hostile.another_user import NOBODY
 from tests.local_runs import prepared
+from tests.processes import captured
 from verl_slurm.base.exit_codes import ExitCode
 
 pytestmark = [pytest.mark.scenario("SEC08"), pytest.mark.slow]
@@ -56,15 +57,7 @@ def run(
     argv: list[str], place: Path, path: str, timeout_s: float = 120
 ) -> "subprocess.CompletedProcess[str]":
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "SLURM"))}
-    return subprocess.run(
-        argv,
-        cwd=place,
-        env=environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return captured(argv, cwd=place, env=environ | {"PYTHONPATH": path}, timeout=timeout_s)
 
 
 @pytest.mark.parametrize("path", ["/opt/mylib:", ":/opt/mylib", ":", ".", "/opt/mylib:../eve"])

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.hostile.stage import Stage
+from tests.fakes.run_without_torch import Stage
 from tests.hostile.test_processes import unshared
 from verl_slurm.base.files import private_dir
 from verl_slurm.wire.environment import CONTROL_VARIABLE

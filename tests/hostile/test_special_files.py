@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_config
 from tests.harness import ROOT
 from tests.hostile.measured import Measured, measured_program
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import RunConfig
 
 pytestmark = [pytest.mark.scenario("SEC17"), pytest.mark.slow]
 
@@ -94,7 +93,7 @@ def test_a_data_file_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_a_run_whose_step_log_is_a_fifo_is_told_of(tmp_path: Path, words: list[str]) -> None:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir(mode=0o700)
-    paths.run_yaml.write_bytes(dump(RunConfig(name="demo")))
+    write_config(paths, name="demo")
     job = {"time": "2026-11-22T00:00:00+00:00", "event": "submitted", "job_id": "local-1", "cluster": "local"}
     end = job | {"event": "ended", "exit_code": 0}
     paths.events.write_text(f"{json.dumps(job)}\n{json.dumps(end)}\n")

@@ -24,7 +24,7 @@ from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.link import channel
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, connect, serve
 
-from tests.daemon.test_effects import Scripted
+from tests.fakes.allocation import ScriptedAllocation
 from tests.harness import ROOT
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from tests.journals import read_events
@@ -224,7 +224,7 @@ def test_the_journal_of_a_lead_tells_of_strangers_and_does_nothing_for_them(tmp_
     async def story() -> None:
         posted: asyncio.Queue[object] = asyncio.Queue()
         journal = Journal(paths, epoch=1, job_id="7")
-        effects = Effects(paths, RunConfig(), Scripted(), journal, 1, posted.put_nowait)  # type: ignore[arg-type]
+        effects = Effects(paths, RunConfig(), ScriptedAllocation(), journal, 1, posted.put_nowait)  # type: ignore[arg-type]
         await effects.open()
         try:
             port = read_lead_address(paths).port

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.hostile.runs_of_ranks import BELOW_RAY
-from tests.processes import python_path
+from tests.processes import captured, python_path
 
 KNOWN_HANDLERS = "_rendezvous_handlers = {'env': 1, 'tcp': 2}"
 
@@ -36,13 +36,10 @@ def ended(tmp_path: Path, program: str, *, below_ray: bool) -> "subprocess.Compl
     script.write_text(program)
     first = [BELOW_RAY, tmp_path] if below_ray else [tmp_path]
     launcher = [] if below_ray else ["-m", "verl_slurm_daemon.agent.ranks", "1", "0", "1"]
-    return subprocess.run(
+    return captured(
         [sys.executable, "-P", *launcher, str(script)],
         env=os.environ | {"VERL_SLURM_CONTROL": str(control)} | python_path(*first),
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
 
 

@@ -10,6 +10,7 @@ import click
 import msgspec
 import pytest
 
+from tests.builders import write_config
 from tests.cli.conftest import Cli
 from tests.cli.conftest import cli as cli  # a fixture
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError, WireError
@@ -21,7 +22,7 @@ from verl_slurm.checkpoint.format.manifest import parse as parse_manifest
 from verl_slurm.cli.main import COMMANDS
 from verl_slurm.cli.main import cli as group
 from verl_slurm.cli.options import Number, Whole
-from verl_slurm.config.load import dump, parse_config
+from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 
 NUMBERS = {
@@ -137,7 +138,7 @@ def test_a_job_number_that_is_none_is_not_asked_about(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     paths = RunPaths(private_dir(tmp_path / "run"))
-    paths.run_yaml.write_bytes(dump(RunConfig(name="demo", run_dir=str(paths.root))))
+    write_config(paths, name="demo")
     told = {"time": "", "event": "submitted", "job_id": job_id, "cluster": cluster, "host": ""}
     paths.events.write_bytes(msgspec.json.encode(told) + b"\n")
     for words in (("status",), ("cancel",), ("requeue",)):

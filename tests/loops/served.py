@@ -1,12 +1,12 @@
 """configs/pytorch_loop.yaml for tests: slow enough to be struck, and the same by hand, undisturbed."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 from tests.harness import ROOT
+from tests.processes import free_port
 
 PROGRAM = ROOT / "configs/pytorch_loop.py"
 CONFIG = ROOT / "configs/pytorch_loop.yaml"
@@ -20,9 +20,7 @@ def overrides(pause_s: float) -> tuple[str, ...]:
 
 def by_hand(run_dir: Path) -> Path:
     """The same loop without a daemon, two ranks; returns `run_dir`."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     environ = dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     environ["OMP_NUM_THREADS"] = "1"
     argv = [sys.executable, str(PROGRAM), "--steps", str(STEPS), "--run-dir", str(run_dir)]

@@ -1,7 +1,6 @@
 """docs/guests.md does what it says: its programs run, and its commands name what is there."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 
 from tests.harness import ROOT
+from tests.processes import captured
 from verl_slurm.config.load import load
 
 TEXT = (ROOT / "docs/guests.md").read_text()
@@ -45,14 +45,7 @@ def test_a_loop_of_the_page_runs_as_it_stands(block: str) -> None:
 def test_the_command_by_hand_trains_saves_and_its_weights_are_read_as_the_page_says(tmp_path: Path) -> None:
     command = next(line for line in TEXT.splitlines() if line.startswith("python configs/"))
     words = command.replace("runs/by-hand", str(tmp_path / "run")).split()
-    done = subprocess.run(
-        [sys.executable, *words[1:], "--steps", "3"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = captured([sys.executable, *words[1:], "--steps", "3"], cwd=ROOT, timeout=120)
     assert done.stdout == "done: 3 steps\n", done.stderr
     weights = torch.load(tmp_path / "run/checkpoints/step_000003/guest/common.pt")
     assert weights["model/0.weight"].shape == (64, 1)

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from tests.hostile.test_handed_over import put
+from tests.processes import captured
 
 pytestmark = [pytest.mark.torch, pytest.mark.scenario("SEC18")]
 
@@ -37,12 +38,9 @@ METADATA = "guest/sharded/.metadata"
 
 
 def loop(run: Path, steps: int, kind: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return captured(
         [sys.executable, "-c", _LOOP, str(run), str(steps), kind],
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
         env=dict(os.environ) | {"OMP_NUM_THREADS": "1"},
     )
 

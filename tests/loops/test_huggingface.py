@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.loops.frames_kit import Daemon, Run, save, stop
+from tests.fakes.daemon import Daemon
+from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.wire.messages import Finished, Notice, Saved, SaveFailed, SaveRequest, SaveStarted
@@ -261,7 +262,7 @@ def test_in_the_middle_of_a_step_it_says_so_where_the_end_comes_too_late(tmp_pat
     class AskedAtAStep(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
-                daemon.now(SaveRequest(request_id=1, stop=True, seconds_left=-1.0))
+                daemon.asked = SaveRequest(request_id=1, stop=True, seconds_left=-1.0)
                 assert daemon.refused_a_save.wait(60)
 
     run, daemon = Run(tmp_path / "run"), Daemon()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.loops.frames_kit import Daemon, Run, save, stop
+from tests.fakes.daemon import Daemon
+from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.loops.data import ResumableDataLoader
@@ -222,7 +223,7 @@ def test_what_is_asked_during_a_validation_is_done_before_the_next_step(tmp_path
     class AskedMeanwhile(lightning.Callback):  # type: ignore[misc,name-defined]
         def on_validation_start(self, trainer: Any, *_: Any) -> None:
             if not trainer.sanity_checking:
-                daemon.now(stop())
+                daemon.asked = stop()
 
     daemon = Daemon()
     assert Life(Run(tmp_path / "run").life(daemon), AskedMeanwhile(), validates=True).stopped

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,15 +12,15 @@ import torch
 from torch import nn
 
 import verl_slurm
-from tests.loops.agent import Agent
+from tests.builders import write_config
+from tests.fakes.agent import Agent
+from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, GuestConfig, RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.wire.messages import Finished, FromRank, Refused, Saved, SaveFailed, Stopped
@@ -33,10 +32,11 @@ WORKER = Path(__file__).with_name("loop_worker.py")
 
 def train(run_dir: Path, steps: int = 9, **environ: str) -> list[int]:
     """Two ranks to their end; the exit codes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    common = dict(os.environ) | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+    }
     common |= {"OMP_NUM_THREADS": "1"} | environ
     ranks = [
         subprocess.Popen(
@@ -72,12 +72,7 @@ class Alone:
 
     def __init__(self, root: Path) -> None:
         self.paths = RunPaths(private_dir(root))
-        config = RunConfig(
-            run_dir=str(root),
-            trainer=GuestConfig(backend="command", command=("train.py",)),
-            checkpoint=CheckpointConfig(every_steps=2, keep_last=2),
-        )
-        write_file(self.paths.run_yaml, dump(config))
+        write_config(self.paths, backend="command", command=("train.py",), every_steps=2, keep_last=2)
         self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
         self.model = nn.Linear(2, 2)
         self.seen: list[int] = []

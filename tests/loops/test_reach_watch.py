@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from tests.loops.line import Line
+from tests.fakes.daemon import Daemon
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import ReachWatch
 from verl_slurm.wire.messages import SaveFailed, SaveRequest
 
 
-def _session(line: Line, steps_s: tuple[float, ...]) -> Session:
+def _session(line: Daemon, steps_s: tuple[float, ...]) -> Session:
     now = [0.0]
     session = Session(line, rank=0, world_size=1, clock=lambda: now[0])
     session.started()
@@ -18,51 +18,47 @@ def _session(line: Line, steps_s: tuple[float, ...]) -> Session:
     return session
 
 
-def _failures(line: Line) -> list[SaveFailed]:
-    return [message for message in line.heard if isinstance(message, SaveFailed)]
-
-
 def test_a_step_of_minutes_and_a_grace_of_seconds_is_given_up_once_and_at_once(tmp_path: Path) -> None:
-    line = Line()
+    line = Daemon()
     watch = ReachWatch(_session(line, (300.0, 310.0)))
     watch.look()
-    assert _failures(line) == []
+    assert line.heard(SaveFailed) == []
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=30.0)
     watch.look()
     watch.look()
-    [failure] = _failures(line)
+    [failure] = line.heard(SaveFailed)
     assert failure.request_id == 1
     assert "cannot be reached: steps take up to 310.0 s" in failure.reason
 
 
 def test_one_whose_end_comes_in_time_is_left_to_the_loop() -> None:
-    line = Line()
+    line = Daemon()
     watch = ReachWatch(_session(line, (3.0, 3.0)))
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=30.0)
     watch.look()
-    assert _failures(line) == []
+    assert line.heard(SaveFailed) == []
 
 
 def test_nobody_waits_for_an_operators_save() -> None:
-    line = Line()
+    line = Daemon()
     watch = ReachWatch(_session(line, (300.0, 300.0)))
     line.asked = SaveRequest(request_id=1, stop=False, seconds_left=30.0)
     watch.look()
-    assert _failures(line) == []
+    assert line.heard(SaveFailed) == []
 
 
 def test_each_request_is_judged_by_its_own_deadline() -> None:
-    line = Line()
+    line = Daemon()
     watch = ReachWatch(_session(line, (60.0, 60.0)))
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=600.0)
     watch.look()
     line.asked = SaveRequest(request_id=2, stop=True, seconds_left=5.0)
     watch.look()
-    assert [failure.request_id for failure in _failures(line)] == [2]
+    assert [failure.request_id for failure in line.heard(SaveFailed)] == [2]
 
 
 def test_the_thread_ends_when_it_is_told_to() -> None:
-    line = Line()
+    line = Daemon()
     watch = ReachWatch(_session(line, (300.0, 300.0)), every_s=0.001)
     watch.start()
     watch.stop()
@@ -70,11 +66,11 @@ def test_the_thread_ends_when_it_is_told_to() -> None:
 
 
 def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step() -> None:
-    line, busy = Line(), [True]
+    line, busy = Daemon(), [True]
     watch = ReachWatch(_session(line, (300.0, 300.0)), busy=lambda: busy[0])
     line.asked = SaveRequest(request_id=1, stop=True, seconds_left=30.0)
     watch.look()
-    assert _failures(line) == []
+    assert line.heard(SaveFailed) == []
     busy[0] = False
     watch.look()
-    assert [failure.request_id for failure in _failures(line)] == [1]
+    assert [failure.request_id for failure in line.heard(SaveFailed)] == [1]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.loops.agent import Agent
+from tests.fakes.agent import Agent
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_config
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, PermissionRefused
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST, Guest, missing_parts, path_problem
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, seal
@@ -22,14 +23,12 @@ from verl_slurm.checkpoint.store.loop_checkpoint import (
 )
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import RunConfig
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(private_dir(tmp_path / "run"))
-    write_file(paths.run_yaml, dump(RunConfig(run_dir=str(paths.root))))
+    write_config(paths)
     take_epoch(paths, job_id="1", restart=0)
     return paths
 

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.error
@@ -24,12 +23,6 @@ _MISSING = [p for p in ("prometheus", "promtool", "prometheus-alertmanager") if 
 def _needed() -> None:
     if _MISSING:
         pytest.skip(f"NOT RUN: {', '.join(_MISSING)} not here (make prometheus)")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def fetch(url: str) -> bytes:

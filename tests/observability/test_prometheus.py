@@ -14,12 +14,13 @@ import pytest
 from verl_slurm_daemon.journal import Status
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
+from tests.builders import run_config
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.journals import make_event, read_events
-from tests.observability.conftest import RULES, Server, fetch, free_port
+from tests.observability.conftest import RULES, Server, fetch
+from tests.processes import free_port
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.runs.follow import follow_lines
 from verl_slurm.wire.messages import Progress
 
@@ -70,10 +71,7 @@ class Overdue:
         paths = RunPaths(directory)
         directory.mkdir(mode=0o700)
         write_file(paths.run_id, run_id.encode())
-        config = RunConfig(
-            name="quickstart",
-            observability=ObservabilityConfig(metrics_port=0, targets_dir=str(directory / "targets")),
-        )
+        config = run_config(name="quickstart", metrics_port=0, targets_dir=directory / "targets")
         now = 1_800_000_000.0
         self.metrics = LeadMetrics(paths, config, Status(state="running"), lambda: now + 1900)
         self.metrics.run.feed(make_event("started", time="2027-01-15T08:00:00+00:00"))

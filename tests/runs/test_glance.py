@@ -1,7 +1,6 @@
 """Many runs at a glance: what is read, who is asked, and what is not believed."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 from tests.journals import append_event
 from tests.many_runs import Kind, make_run
+from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.journal import files
 from verl_slurm.journal.folds.outages import Outages
@@ -154,9 +154,7 @@ def test_a_run_costs_three_files_and_one_directory_however_long_it_has_lived(tmp
     for number in range(6):
         kinds: tuple[Kind, ...] = ("running", "done", "queued")
         make_run(tmp_path / f"run-{number}", kinds[number % 3], num_events=LONG, num_checkpoints=12)
-    done = subprocess.run(
-        [sys.executable, "-c", _COUNTER, str(tmp_path)], capture_output=True, text=True, check=True
-    )
+    done = captured([sys.executable, "-c", _COUNTER, str(tmp_path)], check=True)
     assert done.stdout.split() == ["6", str(1 + 6 * 4)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.base.fence import Epoch
+from tests.builders import owner
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
@@ -20,17 +20,8 @@ from verl_slurm.runs.liveness import job_state, leads
 
 def owned(root: Path, *, pid: int, job_id: str, taken: datetime, born: str) -> RunPaths:
     paths = RunPaths(private_dir(root))
-    owner = Epoch(
-        epoch=1,
-        cluster="local",
-        job_id=job_id,
-        restart=0,
-        host="a",
-        pid=pid,
-        taken=taken.isoformat(),
-        born=born,
-    )
-    write_file(paths.epoch, msgspec.json.encode(owner))
+    claim = owner(job_id=job_id, pid=pid, taken=taken.isoformat(), born=born)
+    write_file(paths.epoch, msgspec.json.encode(claim))
     return paths
 
 

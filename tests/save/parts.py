@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.builders import runtime_state
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
@@ -70,16 +71,8 @@ class Parts:
 
 def runtime(step: int = 2, **changes: Any) -> RuntimeState:
     """A state at the end of `step`."""
-    state = RuntimeState(
-        rank=0,
-        world_size=1,
+    state = runtime_state(
         step=step,
-        phase="step_end",
-        index=0,
-        safe_point=0,
-        rollout_offset=8,
-        episode_id=8,
-        kl_coef=0.1,
         kl_window=[0.5],
         rng={"torch": np.arange(4, dtype=np.uint8), "python": b"abc"},
         history=[{"reward": 0.5}],
@@ -95,16 +88,11 @@ def contents(step: int = 2, state: RuntimeState | None = None) -> SaveContents:
     )
 
 
-def provenance(epoch: int = 1) -> Provenance:
+def provenance(epoch: int = 1, **changes: Any) -> Provenance:
     """Of nobody in particular."""
-    return Provenance(
-        epoch=epoch,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        frozen={},
-        topology=Topology(dp=1),
-    )
+    fields: dict[str, Any] = {"schema_id": current_schema().schema_id, "dataset_fingerprint": "0" * 64}
+    fields |= {"parent": None, "frozen": {}, "topology": Topology(dp=1)}
+    return Provenance(epoch=epoch, **(fields | changes))
 
 
 def checkpoint_saver(

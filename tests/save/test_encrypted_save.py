@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import write_config
+from tests.save.parts import provenance
 from tests.save.parts import runtime as plain_runtime
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
@@ -23,18 +25,16 @@ from verl_slurm.checkpoint.format.specification import (
     MANIFEST,
     SCHEMA_VERSION,
     FileEntry,
-    Topology,
 )
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks import compare as compare_module
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors, read_whole
-from verl_slurm.save.ranks.saver import CheckpointSaver, Provenance, SaveContents
+from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents
 from verl_slurm.save.ranks.tensors import Tensors
 
 pytestmark = pytest.mark.torch
@@ -80,20 +80,12 @@ class Saves:
 
     def save(self, step: int = 2, tensors: dict[str, Tensors] | None = None, *more: int) -> Path:
         schema = current_schema()
-        provenance = Provenance(
-            epoch=1,
-            parent=None,
-            schema_id=schema.schema_id,
-            dataset_fingerprint="0" * 64,
-            frozen={},
-            topology=Topology(dp=1),
-        )
         names = ("scheduler.json", "metadata.json", "config.yaml", "orchestration.json")
         texts = dict.fromkeys(names, b'{"x": "' + MARK + b'"}\n') | {SCHEMA_VERSION: render_schema(schema)}
         saver = CheckpointSaver(
             self.paths,
             tensors or domains(),
-            provenance,
+            provenance(),
             ALONE,
             epoch_check=lambda: None,
             encryption=self._encryption,
@@ -418,9 +410,7 @@ def test_comparing_encrypted_with_plain_compares_what_is_in_them(
 
 @pytest.fixture
 def configured(run: RunPaths, config: EncryptionConfig) -> RunPaths:
-    resolved = RunConfig(checkpoint=CheckpointConfig(encryption=config))
-    run.run_yaml.write_bytes(dump(resolved))
-    run.run_yaml.chmod(0o600)
+    write_config(run, encryption=config)
     return run
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.builders import run_config
 from tests.harness import ROOT
-from verl_slurm.config.schema import ContainerConfig, DistributedConfig, RunConfig, SlurmConfig
+from verl_slurm.config.schema import ContainerConfig
 from verl_slurm.slurm.batch import batch_script
 
 
@@ -19,6 +20,6 @@ from verl_slurm.slurm.batch import batch_script
 def test_each_run_has_the_script_that_can_start_it(
     nodes: int, container: ContainerConfig | None, script: str
 ) -> None:
-    config = RunConfig(distributed=DistributedConfig(nodes=nodes), slurm=SlurmConfig(container=container))
+    config = run_config(nodes=nodes, container=container)
     assert batch_script(config) == script
     assert (ROOT / "sbatch" / script).is_file()

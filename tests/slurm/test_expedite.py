@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from verl_slurm.config.schema import RunConfig, SlurmConfig
+from tests.builders import run_config
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import offered
@@ -95,6 +96,6 @@ def test_the_script_of_a_submission_asks_for_what_is_offered(
     slurm(helps, ALLOWED)
     shutil.copy(tmp_path / "sbatch", tmp_path / "srun")  # submitit wants to see one
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    config = RunConfig(slurm=SlurmConfig(expedite=wish))
+    config = run_config(expedite=wish)
     plan = SubmissionPlan(config=config, run_dir=tmp_path / "run", cluster="slurm", new_run=True)
     assert line in render_script(plan).splitlines()

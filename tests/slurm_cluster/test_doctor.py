@@ -2,27 +2,24 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.harness import wait_until_gone
+from tests.processes import captured
 from verl_slurm.devcluster.cluster import DevCluster
 
 pytestmark = pytest.mark.slurm
 
 
 def doctor(cluster: DevCluster, place: Path, *words: str) -> tuple[int, dict[str, list[dict[str, str]]]]:
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "verl_slurm.cli", "doctor", "--json", *words],
         env={**os.environ, **cluster.env()},
         cwd=place,
-        capture_output=True,
-        text=True,
         timeout=300,
-        check=False,
     )
     assert done.stdout, done.stderr
     told = json.loads(done.stdout)
@@ -70,11 +67,9 @@ def test_submit_says_before_it_queues_whether_the_grace_time_suffices(
         "slurm",
     ]
     words += ["--dry-run", "--json", "daemon.save_margin_s=60"]
-    done = subprocess.run(
+    done = captured(
         [sys.executable, "-m", "verl_slurm.cli", *words],
         env={**os.environ, **cluster.env()},
-        capture_output=True,
-        text=True,
         timeout=120,
         check=True,
     )

@@ -2,13 +2,13 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.harness import ROOT, SMALL, LiveRun, same_weights
+from tests.processes import captured
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -28,19 +28,15 @@ def names(paths: list[Path]) -> list[str]:
 def test_shellcheck_has_nothing_to_say(template: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("NOT RUN: shellcheck is not installed here (Debian's package of that name)")
-    done = subprocess.run(["shellcheck", str(template)], capture_output=True, text=True, check=False)
+    done = captured(["shellcheck", str(template)])
     assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=names(TEMPLATES))
 def test_a_real_sbatch_accepts_each_template(template: Path, cluster: DevCluster) -> None:
     # Of a heterogeneous job Slurm 22.05 plans each component by itself, and says the same on both lines.
-    done = subprocess.run(
-        ["sbatch", "--test-only", str(template), "/run"],
-        env={**os.environ, **cluster.client_env()},
-        capture_output=True,
-        text=True,
-        check=False,
+    done = captured(
+        ["sbatch", "--test-only", str(template), "/run"], env={**os.environ, **cluster.client_env()}
     )
     assert done.returncode == 0, done.stderr
     assert "to start at" in done.stderr
@@ -134,7 +130,7 @@ def test_the_agents_of_an_apptainer_run_are_started_by_apptainer(cluster: DevClu
         str(ROOT / "sbatch/apptainer.sbatch"),
         str(run.paths.root),
     ]
-    done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
+    done = captured(argv, env=environment, check=True)
     run.job_id = done.stdout.strip()
     run.wait_end()
     said = (tmp_path / "said").read_text().splitlines()

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import pytest
 
 from tests.harness import ROOT
 from tests.hostile.measured import measured
-from tests.processes import python_path
+from tests.processes import captured, python_path
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 
@@ -281,13 +280,7 @@ def test_without_pyarrow_the_install_line_is_given(tmp_path: Path) -> None:
     (tmp_path / "pyarrow.py").write_text("raise ImportError('none')")
     words = ["submit", str(ROOT / "configs/quickstart.yaml"), "--dry-run", "--cluster", "local"]
     words += [f"data.root={tmp_path}/data", f"run_dir={tmp_path}/run"]
-    done = subprocess.run(
-        [sys.executable, "-m", "verl_slurm.cli", *words],
-        env=os.environ | python_path(tmp_path),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = captured([sys.executable, "-m", "verl_slurm.cli", *words], env=os.environ | python_path(tmp_path))
     assert done.returncode == ExitCode.DATA
     assert "pyarrow is not installed" in done.stderr
     assert "pip install 'verl-slurm[data]'" in done.stderr

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import checkpoint_info
 from tests.journals import append_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -18,17 +19,7 @@ CONFIG = parse_config(b"", "my.yaml", ())
 
 
 def committed(num_bytes: int) -> list[CheckpointInfo]:
-    return [
-        CheckpointInfo(
-            kind="committed",
-            name="step_000010",
-            path=Path("/run"),
-            step=10,
-            safe_point=0,
-            num_bytes=num_bytes,
-            num_files=20,
-        )
-    ]
+    return [checkpoint_info(10, path=Path("/run"), num_bytes=num_bytes, num_files=20)]
 
 
 def disk(path: Path) -> PlaceReport:

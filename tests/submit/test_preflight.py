@@ -4,34 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_manifest
 from verl_slurm.base.errors import ConfigError, KeyRefused, PermissionRefused
 from verl_slurm.base.files import write_file
-from verl_slurm.checkpoint.format.manifest import render, sealed
-from verl_slurm.checkpoint.format.specification import Manifest, Topology
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.preflight import check_metrics_port, check_resume_from
 
 
 def _checkpoint(directory: Path, *, critic: bool) -> None:
-    manifest = Manifest(
-        name="step_000001",
-        step=1,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id="s",
-        dataset_fingerprint="f",
-        world_size=2,
-        topology=Topology(dp=2),
-        files=(),
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=0.1,
-        **({} if critic else {"trained": ("actor",)}),
-    )
     directory.mkdir(mode=0o700)
-    (directory / "manifest.json").write_bytes(render(sealed(manifest)))
+    write_manifest(directory, world_size=2, **({} if critic else {"trained": ("actor",)}))
 
 
 def _config(place: Path, algorithm: str) -> RunConfig:

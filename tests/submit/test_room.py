@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import checkpoint_info
 from verl_slurm.base.errors import NoRoom
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -28,18 +29,7 @@ def config(*overrides: str) -> RunConfig:
 
 
 def committed(*steps: int, num_bytes: int = GB) -> list[CheckpointInfo]:
-    return [
-        CheckpointInfo(
-            kind="committed",
-            name=f"step_{step:06d}",
-            path=PLACE,
-            step=step,
-            safe_point=0,
-            num_bytes=num_bytes,
-            num_files=20,
-        )
-        for step in steps
-    ]
+    return [checkpoint_info(step, path=PLACE, num_bytes=num_bytes, num_files=20) for step in steps]
 
 
 class Disk:

@@ -9,12 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.builders import checkpoint_info, write_manifest
 from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checkpoint.format.manifest import render, sealed
-from verl_slurm.checkpoint.format.specification import Manifest, Topology
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
@@ -51,10 +50,7 @@ def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0
 
 
 def saved(step: int, ranks: int) -> CheckpointInfo:
-    name = f"step_{step:06d}"
-    return CheckpointInfo(
-        kind="committed", name=name, path=Path(name), step=step, safe_point=0, world_size=ranks
-    )
+    return checkpoint_info(step, world_size=ranks)
 
 
 def test_a_run_that_is_as_it_should_be_is_said_to_be(place: Path) -> None:
@@ -100,25 +96,9 @@ def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_asked_for_its_number_of_ranks(place: Path) -> None:
-    manifest = Manifest(
-        name="step_000006",
-        step=6,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id="x",
-        dataset_fingerprint="",
-        world_size=8,
-        topology=Topology(dp=8),
-        files=(),
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=1.0,
-        guest="verl",
-    )
     other = place / "other" / "step_000006"
     other.mkdir(parents=True)
-    (other / "manifest.json").write_bytes(render(sealed(manifest)))
+    write_manifest(other, 6, world_size=8, guest="verl")
     with pytest.raises(ConfigError, match="saved with 8"):
         check(config(place, f"checkpoint.resume_from={other}"))
     (other / "manifest.json").write_bytes(b"{}")

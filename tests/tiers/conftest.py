@@ -13,13 +13,13 @@ import botocore.endpoint
 import botocore.session
 import pytest
 
+from tests.builders import write_manifest
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
-from tests.tiers.s3_stand_in import BUCKET, StandIn
+from tests.fakes.s3_server import BUCKET, StandIn
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
-from verl_slurm.checkpoint.format.manifest import render, sealed
-from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.config.schema import RunConfig
@@ -100,6 +100,10 @@ def posix_config(path: Path, **changes: Any) -> TierConfig:
     return TierConfig(**({"name": path.name, "kind": "posix", "path": str(path)} | changes))
 
 
+def _days_ago(days: float) -> str:
+    return (NOW - timedelta(days=days)).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
@@ -113,10 +117,8 @@ def save(paths: RunPaths) -> Callable[..., Path]:
 
     def make(step: int, days_ago: float = 0, files: dict[str, bytes] = FILES, **changes: Any) -> Path:
         staging = stage(paths, step, 0, files)
-        saved = (NOW - timedelta(days=days_ago)).strftime("%Y-%m-%dT%H:%M:%SZ")
-        return commit(
-            staging, manifest_of(staging, **({"created_utc": saved} | changes)), epoch_check=owns_it
-        )
+        saved = {"created_utc": _days_ago(days_ago)}
+        return commit(staging, manifest_of(staging, **(saved | changes)), epoch_check=owns_it)
 
     return make
 
@@ -131,22 +133,8 @@ def save_small(paths: RunPaths) -> Callable[..., Path]:
         for name, data in files.items():
             private_dir((final / name).parent)
             (final / name).write_bytes(data)
-        manifest = Manifest(
-            name=final.name,
-            step=step,
-            safe_point=0,
-            phase="step_end",
-            epoch=1,
-            parent=None,
-            schema_id="x",
-            dataset_fingerprint="0" * 64,
-            world_size=1,
-            topology=Topology(dp=1),
-            files=tuple(entry_of(name, data) for name, data in files.items()),
-            created_utc=(NOW - timedelta(days=days_ago)).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            save_seconds=0.5,
-        )
-        (final / MANIFEST).write_bytes(render(sealed(manifest)))
+        entries = tuple(entry_of(name, data) for name, data in files.items())
+        write_manifest(final, step, files=entries, created_utc=_days_ago(days_ago))
         return final
 
     return make

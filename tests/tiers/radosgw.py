@@ -4,7 +4,6 @@ import contextlib
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,8 @@ import boto3
 import psutil
 import pytest
 from botocore.config import Config
+
+from tests.processes import free_port
 
 BUCKET = "checkpoints"
 _TOOLS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph")
@@ -62,13 +63,6 @@ class Radosgw:
     secret: str
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def running() -> Iterator[Radosgw]:
     """Up in about 16 s, down and without a trace afterwards. Skips the test where it cannot be."""
@@ -85,7 +79,7 @@ def running() -> Iterator[Radosgw]:
 
 
 def _start(d: Path) -> Radosgw:
-    conf, mon, port, secret = d / "ceph.conf", _free_port(), _free_port(), secrets.token_hex(16)
+    conf, mon, port, secret = d / "ceph.conf", free_port(), free_port(), secrets.token_hex(16)
     for name in ("mon", "osd", "rgw", "run", "log"):
         (d / name).mkdir()
     fsid = Path("/proc/sys/kernel/random/uuid").read_text().strip()

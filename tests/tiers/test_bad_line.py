@@ -12,19 +12,18 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import botocore.endpoint
-import msgspec
 import psutil
 import pytest
 
-from tests.hostile.chaos_proxy import Chaos, proxied
+from tests.builders import write_config
+from tests.fakes import s3_server
+from tests.fakes.faulty_proxy import Chaos, proxied
+from tests.fakes.s3_server import Call, StandIn, Stored
 from tests.journals import read_events
-from tests.tiers import s3_stand_in
 from tests.tiers.conftest import NOW, PART, Bytes, config_of, content, entry, opened, s3_config
 from tests.tiers.radosgw import BUCKET, running
-from tests.tiers.s3_stand_in import Call, StandIn, Stored
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.load import dump
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.fetch import fetch
@@ -197,8 +196,7 @@ def test_whoever_waits_for_a_black_hole_is_a_process_of_the_lowest_priority_and_
     save_small(10)
     with proxied(server.server_port) as chaos:
         behind = s3_config(server, endpoint=f"http://127.0.0.1:{chaos.port}")
-        config = msgspec.structs.replace(config_of(behind), run_dir=str(paths.root))
-        paths.run_yaml.write_bytes(dump(config))
+        write_config(paths, tiers=(behind,))
         asked, chaos.stall = threading.Event(), True
         chaos.on_stall = asked.set
         argv = [sys.executable, "-m", "verl_slurm.tiers", "sync", "--run", str(paths.root)]
@@ -298,7 +296,7 @@ def test_each_flipped_bit_is_in_the_journal_and_the_checkpoint_is_whole_in_the_e
 def test_ten_thousand_foreign_keys_hide_nothing_and_are_left_alone(
     paths: RunPaths, save_small: Save, server: StandIn, tiers: list[OpenTier], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3_stand_in, "PAGE", 1000)
+    monkeypatch.setattr(s3_server, "PAGE", 1000)
     save_small(10)
     run = tiers[0].run
     foreign = [f"{run}../../{number}" for number in range(5000)] + [f"{run}step_{n}/x" for n in range(5001)]

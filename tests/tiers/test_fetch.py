@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.conftest import FILES
+from tests.fakes.s3_server import StandIn
 from tests.tiers.conftest import config_of, content, opened, posix_config, s3_config
-from tests.tiers.s3_stand_in import StandIn
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.verify import verify

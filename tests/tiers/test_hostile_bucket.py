@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.builders import write_config
 from tests.checkpoint.conftest import manifest_of, stage
+from tests.fakes.s3_server import BUCKET, StandIn, Stored
 from tests.hostile.measured import measured_program
 from tests.tiers.conftest import s3_config
-from tests.tiers.s3_stand_in import BUCKET, StandIn, Stored
 from verl_slurm.base.errors import TierError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
@@ -24,8 +25,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import DataConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.layout import checkpoint_prefix, run_prefix
 from verl_slurm.tiers.s3 import S3Backend
@@ -112,7 +111,7 @@ def run_with(tmp_path: Path, *tiers: TierConfig) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     for directory in (paths.root, paths.control, paths.checkpoints):
         private_dir(directory)
-    paths.run_yaml.write_bytes(dump(RunConfig(name="run", data=DataConfig(root=str(tmp_path)), tiers=tiers)))
+    write_config(paths, root=tmp_path, tiers=tiers)
     return paths
 
 

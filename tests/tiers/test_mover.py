@@ -11,9 +11,9 @@ import msgspec
 import pytest
 
 from tests.checkpoint.conftest import FILES
+from tests.fakes.s3_server import Call, StandIn
 from tests.journals import read_events
 from tests.tiers.conftest import NOW, config_of, content, opened, posix_config, s3_config
-from tests.tiers.s3_stand_in import Call, StandIn
 from verl_slurm.base.errors import TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry

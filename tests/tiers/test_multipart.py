@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.fakes.s3_server import Call, StandIn
 from tests.tiers.conftest import PART, Bytes, content, entry, s3_config
-from tests.tiers.s3_stand_in import Call, StandIn
 from verl_slurm.base.errors import TierError
 from verl_slurm.tiers.multipart import MAX_PARTS, part_size
 from verl_slurm.tiers.opening import open_backend

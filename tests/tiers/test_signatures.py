@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.builders import write_config
 from tests.checkpoint.sealed import save_sealed
 from tests.journals import read_events
 from tests.tiers.conftest import NOW, opened, posix_config
@@ -16,8 +17,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.config.load import dump
-from verl_slurm.config.schema import CheckpointConfig, DataConfig, EncryptionConfig, RunConfig
+from verl_slurm.config.schema import EncryptionConfig, RunConfig
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.fetch import fetch, fetch_newest
 from verl_slurm.tiers.mover import Pass, look, sync
@@ -42,15 +42,7 @@ def configure(paths: RunPaths, tmp_path: Path, cold: TierConfig, key: MasterKey)
 
     def make(*without: None, **encryption: Any) -> RunConfig:
         chosen = None if without else EncryptionConfig(key_file=str(tmp_path / "run.key"), **encryption)
-        config = RunConfig(
-            name="run",
-            run_dir=str(paths.root),
-            data=DataConfig(root=str(tmp_path)),
-            tiers=(cold,),
-            checkpoint=CheckpointConfig(encryption=chosen),
-        )
-        paths.run_yaml.write_bytes(dump(config))
-        return config
+        return write_config(paths, root=tmp_path, tiers=(cold,), encryption=chosen)
 
     return make
 

@@ -9,10 +9,12 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from tests.fakes.daemon import AtSafePoint
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -20,27 +22,14 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.setup import build_loop
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import SaveRequest
 
 
 class Died(Exception):
     """What a life ends with that had no time."""
 
 
-class LimitedLine(NoDaemon):
-    """Asked exactly once at each safe point; ends the life at one of them."""
-
-    def __init__(self, at: int | None, how: str) -> None:
-        self._at, self._how, self._polls = at, how, 0
-
-    def request(self) -> SaveRequest | None:
-        number, self._polls = self._polls, self._polls + 1
-        if self._at is None or number < self._at:
-            return None
-        if self._how == "die":
-            raise Died
-        return SaveRequest(request_id=1, stop=True)
+def _die() -> NoReturn:
+    raise Died
 
 
 Lives = list[tuple[int | None, str]]
@@ -63,7 +52,7 @@ def live_through(root: str, lives: Lives, place: Place, device: torch.device, ra
             resume=str(words[1]),
             device=device,
             ranks=ranks,
-            line=LimitedLine(at, how),
+            line=AtSafePoint(at, act=_die if how == "die" else lambda: None),
             local_rank=place.local_rank,
         )
         try:

@@ -5,40 +5,31 @@ stopped and killed in the middle of steps, around the step at which its reward i
 bits, the same best checkpoint, and no rollout sampled twice.
 """
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
+from tests.builders import new_training
+from tests.fakes.attempts_in_process import Killed, live, one_rank
 from tests.ledger_stats import ledger_stats
-from tests.trainer.lives import Killed, live
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config import load
 from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
     RunConfig,
-    TrainConfig,
 )
 from verl_slurm.quickstart import model as quickstart_model
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
 from verl_slurm.wire.reward_plan import ask_for_reward, read_reward_plan
@@ -142,43 +133,22 @@ class Runs:
     ranks: Collective
 
     def make(self, name: str, case: Case) -> RunPaths:
-        paths = RunPaths(self.root / name)
-        data = DataConfig(root=str(self.data))
-        best = CheckpointConfig(every_steps=1, keep_last=1)
-        if case.evaluated:
-            data = msgspec.structs.replace(data, eval_fraction=0.1)
+        values: dict[str, Any] = {"steps": STEPS, "sizes": (16, 8, 8), "ppo_epochs": 1}
+        values |= {"every_steps": 1, "keep_last": 1}
         if case.keep_best:
-            metric = "eval/reward" if case.evaluated else "reward"
-            best = msgspec.structs.replace(best, keep_best=1, best_metric=metric)
-        train = TrainConfig(
-            steps=STEPS,
-            batch_size_per_device=16,
-            mini_batch_size_per_device=8,
-            micro_batch_size_per_device=8,
-            ppo_epochs=1,
-        )
+            values |= {"keep_best": 1, "best_metric": "eval/reward" if case.evaluated else "reward"}
         if case.grpo:
-            train = msgspec.structs.replace(train, algorithm="grpo", kl_in="loss")
+            values |= {"algorithm": "grpo", "kl_in": "loss", "samples_per_prompt": 4}
         if case.evaluated:
-            train = msgspec.structs.replace(train, eval_every_steps=1, eval_prompts=10, eval_temperature=0.7)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._wide() if case.vllm else self.model)),
-            data=data,
-            rollout=RolloutConfig(
-                engine="vllm" if case.vllm else "hf",
-                micro_batch_size_per_device=8,
-                max_new_tokens=4,
-                samples_per_prompt=4 if case.grpo else 1,
-            ),
-            train=train,
-            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=best,
-        )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
+            values |= {
+                "eval_fraction": 0.1,
+                "eval_every_steps": 1,
+                "eval_prompts": 10,
+                "eval_temperature": 0.7,
+            }
+        if case.vllm:
+            values["engine"] = "vllm"
+        return new_training(self.root / name, self._wide() if case.vllm else self.model, self.data, **values)
 
     def _wide(self) -> Path:
         """With heads as wide as vLLM wants them."""
@@ -205,14 +175,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Runs]:
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-        words = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (words | {"MASTER_PORT": port}).items():
-            patch.setenv(name, value)
-        probe.close()
+    with pytest.MonkeyPatch.context() as patch:
         build, kept = setup.build_engine, list[Any]()
 
         def build_once(config: RunConfig, model: Path, **rest: Any) -> Any:
@@ -224,13 +187,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) 
             return kept[0]
 
         patch.setattr(setup, "build_engine", build_once)
-        config = RunConfig(distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
-        with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
+        with one_rank() as (device, ranks):
             yield Runs(tmp_path_factory.mktemp("combinations"), tiny, sums_root, device, ranks)
             if kept:
                 _forget_groups()
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def _forget_groups() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.local_runs import finish, lead, prepared
+from tests.processes import captured
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.__main__ import main
@@ -162,9 +162,7 @@ def test_samples_of_a_living_run_are_read_without_torch(tmp_path: Path) -> None:
         file.write(b'{"time": "half a li')
     probe = "import sys; from verl_slurm.cli.__main__ import main; code = main(sys.argv[1:]);"
     probe += "print('torch' in sys.modules, 'transformers' in sys.modules); sys.exit(code)"
-    done = subprocess.run(
-        [sys.executable, "-c", probe, "samples", str(paths.root)], capture_output=True, text=True, check=False
-    )
+    done = captured([sys.executable, "-c", probe, "samples", str(paths.root)])
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("False False\n")
     assert "step   2199, by attempt 1" in done.stdout

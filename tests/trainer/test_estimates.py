@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from verl_slurm.config.schema import RolloutConfig, RunConfig, TrainConfig
+from tests.builders import run_config
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.trainer.objective.advantages import estimate
 
 pytestmark = pytest.mark.torch
@@ -19,7 +20,7 @@ SCORED = {
 
 
 def _config(**train: object) -> RunConfig:
-    return RunConfig(rollout=RolloutConfig(samples_per_prompt=2), train=TrainConfig(**train))  # type: ignore[arg-type]
+    return run_config(samples_per_prompt=2, **train)
 
 
 def _alone(numbers: Sequence[float]) -> list[float]:

@@ -7,60 +7,29 @@ pieces of an evaluation:
 """
 
 import json
-import os
 import shutil
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
+from tests.builders import new_training, write_config
+from tests.fakes.attempts_in_process import begin, one_rank
+from tests.fakes.daemon import AtSafePoint
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.errors import DataError
-from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.roles import eval_metrics, step_metrics
-from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Ending
-from verl_slurm.trainer.place import Place, process_group
-from verl_slurm.trainer.setup import build_loop
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Notice, Progress, Saved, SaveRequest
+from verl_slurm.wire.messages import Progress, Saved
 
 pytestmark = pytest.mark.torch
 
 STEPS = 3
-
-
-class Line(NoDaemon):
-    """Asks once, at the given safe point, as a daemon would."""
-
-    def __init__(self, at: int = -1, *, stop: bool = True) -> None:
-        self._at, self._stop, self._polls = at, stop, 0
-        self.messages: list[FromRank] = []
-
-    def request(self) -> SaveRequest | None:
-        number, self._polls = self._polls, self._polls + 1
-        return SaveRequest(request_id=1, stop=self._stop) if 0 <= self._at <= number else None
-
-    def send(self, message: FromRank) -> None:
-        self.messages.append(message)
 
 
 class Runs:
@@ -72,62 +41,30 @@ class Runs:
     def make(
         self, name: str, *, eval_every: int = 2, keep_best: int = 0, eval_root: Path | None = None
     ) -> RunPaths:
-        paths = RunPaths(self._root / name)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data), eval_root=str(eval_root))
-            if eval_root
-            else DataConfig(root=str(self._data), eval_fraction=0.1),
-            rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
-            train=TrainConfig(
-                steps=STEPS,
-                batch_size_per_device=8,
-                mini_batch_size_per_device=8,
-                micro_batch_size_per_device=4,
-                ppo_epochs=1,
-                eval_every_steps=eval_every,
-                eval_prompts=10,
-                eval_temperature=0.7,
-            ),
-            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(keep_best=keep_best)
-            if keep_best
-            else CheckpointConfig(every_steps=1),
+        return new_training(
+            self._root / name,
+            self._model,
+            self._data,
+            **({"eval_root": eval_root} if eval_root else {"eval_fraction": 0.1}),
+            sampled_at_once=4,
+            max_new_tokens=5,
+            steps=STEPS,
+            sizes=(8, 8, 4),
+            ppo_epochs=1,
+            eval_every_steps=eval_every,
+            eval_prompts=10,
+            eval_temperature=0.7,
+            **({"keep_best": keep_best} if keep_best else {"every_steps": 1}),
         )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
 
-    def start(self, paths: RunPaths, line: Line | None = None) -> Ending:
-        config = load.load_resolved(paths.run_yaml)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("MASTER_ADDR", "127.0.0.1")
-            patch.setenv("MASTER_PORT", port)
-            for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1")):
-                patch.setenv(name, value)
-            with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
-                return build_loop(
-                    config,
-                    paths,
-                    epoch=take_epoch(paths, job_id="test", restart=0).epoch,
-                    resume=choose_resume(paths, "auto").name or "",
-                    device=device,
-                    ranks=ranks,
-                    line=line or Line(),
-                ).run()
+    def start(self, paths: RunPaths, line: AtSafePoint | None = None) -> Ending:
+        with one_rank() as (device, ranks):
+            return begin(paths, line or AtSafePoint(), device, ranks).run()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Runs]:
-    threads = torch.get_num_threads()
-    yield Runs(tmp_path_factory.mktemp("evaluating"), tiny, sums_root)
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+def runs(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Runs:
+    return Runs(tmp_path_factory.mktemp("evaluating"), tiny, sums_root)
 
 
 @pytest.fixture(scope="module")
@@ -200,14 +137,14 @@ def test_every_number_is_explained_in_the_document(undisturbed: RunPaths) -> Non
 
 def test_a_new_best_of_the_evaluation_is_saved_kept_and_told(runs: Runs) -> None:
     paths = runs.make("best", eval_every=1, keep_best=1)
-    line = Line()
+    line = AtSafePoint()
     assert runs.start(paths, line) is Ending.FINISHED
     values = [row["eval/reward"] for row in _history(paths)]
     bests = [step for step in range(1, STEPS + 1) if values[step - 1] > max([-1.0, *values[: step - 1]])]
-    saved = [m for m in line.messages if isinstance(m, Saved)]
+    saved = line.heard(Saved)
     assert [int(m.name[5:]) for m in saved] == sorted({*bests, STEPS})
     assert saved[0].reason == f"the best eval/reward so far: {values[0]:g}"
-    told = [m.text for m in line.messages if isinstance(m, Notice) and m.topic == "evaluation"]
+    told = line.notices("evaluation")
     assert [text.endswith("the best so far") for text in told] == [step in bests for step in (1, 2, 3)]
     manifest = read_manifest(paths.checkpoint(bests[-1]))
     assert isinstance(manifest.metrics, dict)
@@ -238,18 +175,18 @@ def test_a_run_stopped_in_the_middle_of_evaluations_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
     paths = runs.make("stopped")
-    line = Line(13)  # one piece of step 1's evaluation is done
+    line = AtSafePoint(13)  # one piece of step 1's evaluation is done
     assert runs.start(paths, line) is Ending.STOPPED
-    places = [m for m in line.messages if isinstance(m, Progress)]
+    places = line.heard(Progress)
     assert [(m.phase, m.index) for m in places[-2:]] == [("evaluate", 0), ("evaluate", 0)]
     verdict = verify(paths.checkpoints / "step_000001_sp0006")
     assert verdict.ok
     assert verdict.manifest is not None
     assert verdict.manifest.phase == "evaluate"
     # The second life begins with that evaluation (0-2), and is asked for a save in the middle of it, too.
-    assert runs.start(paths, Line(11)) is Ending.STOPPED  # 3-8 step 2, 9-11 its evaluation
+    assert runs.start(paths, AtSafePoint(11)) is Ending.STOPPED  # 3-8 step 2, 9-11 its evaluation
     assert (paths.checkpoints / "step_000002_sp0006").is_dir()
-    assert runs.start(paths, Line(1, stop=False)) is Ending.FINISHED
+    assert runs.start(paths, AtSafePoint(1, stop=False)) is Ending.FINISHED
     result = compare(undisturbed.checkpoint(STEPS), paths.checkpoint(STEPS))
     assert result.same, result.differing
     assert ledger_stats(paths).duplicates == ()
@@ -259,10 +196,10 @@ def test_an_evaluation_that_was_switched_off_meanwhile_is_passed_over(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
     paths = runs.make("switched")
-    assert runs.start(paths, Line(22)) is Ending.STOPPED
+    assert runs.start(paths, AtSafePoint(22)) is Ending.STOPPED
     config = load.load_resolved(paths.run_yaml)
     train = msgspec.structs.replace(config.train, eval_every_steps=0)
-    write_file(paths.run_yaml, load.dump(msgspec.structs.replace(config, train=train)))
+    write_config(paths, msgspec.structs.replace(config, train=train))
     assert runs.start(paths) is Ending.FINISHED
     assert "eval/reward" not in _history(paths)[-1]
     assert _history(paths)[1] == _history(undisturbed)[1]
@@ -274,7 +211,7 @@ def test_held_out_prompts_that_changed_are_refused_for_they_decide_what_trains(
     held_out = tmp_path / "heldout"
     shutil.copytree(sums_root.parent / "heldout", held_out)
     paths = runs.make("drift", eval_root=held_out)
-    assert runs.start(paths, Line(7)) is Ending.STOPPED
+    assert runs.start(paths, AtSafePoint(7)) is Ending.STOPPED
     with (held_out / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "10+11=", "answer": "21"}\n')
     with pytest.raises(DataError, match="not what the run started with: eval_data"):

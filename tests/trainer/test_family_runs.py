@@ -18,18 +18,11 @@ import msgspec
 import psutil
 import pytest
 
+from tests.builders import new_training, train_config
 from tests.families import TINY, build_family
 from tests.processes import python_path
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config import load
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
     TrainConfig,
 )
 from verl_slurm.save.ranks.compare import compare
@@ -68,13 +61,7 @@ USUAL = (
 TRAINED = tuple(TINY) if ALL else USUAL
 TWINS = tuple(TINY) if ALL else ("gpt2", "gpt_neox", "gemma3_text", "opt", "gpt_oss")
 VARIED = tuple(TINY) if ALL else ("gpt2",)
-PPO = TrainConfig(
-    steps=1,
-    batch_size_per_device=4,
-    mini_batch_size_per_device=2,
-    micro_batch_size_per_device=2,
-    ppo_epochs=1,
-)
+PPO = train_config(steps=1, sizes=(4, 2, 2), ppo_epochs=1)
 GRPO = msgspec.structs.replace(PPO, algorithm="grpo", kl_in="loss")
 AT_ONCE = 25
 """Runs in one start of the ranks: each leaves process groups behind, and each of those has a thread of gloo's."""
@@ -90,25 +77,20 @@ REWARD = "def score(prompts, responses, answers):\n    return [sum(map(ord, r)) 
 def _make(
     root: Path, name: str, model: Path, data: Path, train: TrainConfig = PPO, **shape: object
 ) -> RunPaths:
-    paths = RunPaths(private_dir(root / name))
-    config = RunConfig(
-        name=name,
-        run_dir=str(paths.root),
-        model=ModelConfig(path=str(model), reward=f"python:{root / 'reward.py'}:score"),
-        data=DataConfig(root=str(data)),
-        rollout=RolloutConfig(
-            micro_batch_size_per_device=4,
-            max_new_tokens=4,
-            samples_per_prompt=2 if train.algorithm == "grpo" else 1,
-            # These weights are ten times as spread as usual, and so is the rounding of bfloat16.
-            max_logprob_gap=0.5 if "mixed_precision" in shape else 1e-4,
-        ),
+    return new_training(
+        root / name,
+        model,
+        data,
+        reward=f"python:{root / 'reward.py'}:score",
+        sampled_at_once=4,
+        samples_per_prompt=2 if train.algorithm == "grpo" else 1,
+        # These weights are ten times as spread as usual, and so is the rounding of bfloat16.
+        max_logprob_gap=0.5 if "mixed_precision" in shape else 1e-4,
         train=train,
-        distributed=DistributedConfig(dp_size=2, nodes=1, device="cpu", **shape),
-        checkpoint=CheckpointConfig(store_frozen=False),
+        ranks=2,
+        **shape,
+        store_frozen=False,
     )
-    write_file(paths.run_yaml, load.dump(config))
-    return paths
 
 
 def _live(plan: list[tuple[RunPaths, list[tuple[int | None, str]]]]) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fakes.daemon import Daemon
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.position import Position
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Progress
+from verl_slurm.wire.messages import Progress
 
 pytestmark = pytest.mark.torch
 GPU = torch.device("cuda", 0)
@@ -48,16 +48,11 @@ def test_a_driver_that_fails_stops_no_training() -> None:
 
 
 def test_every_safe_point_carries_it(tmp_path: Path) -> None:
-    told: list[FromRank] = []
-
-    class Line(NoDaemon):
-        def send(self, message: FromRank) -> None:
-            told.append(message)
-
-    session = Session(Line(), rank=1, world_size=2)
+    daemon = Daemon()
+    session = Session(daemon, rank=1, world_size=2)
     reporter = Reporter(session, total_steps=2, tensorboard=tmp_path, first_step=0, gpu_memory=lambda: 91.5)
     reporter.at(Position(1, "generate", 2), new_rollouts=4)
-    (message,) = told
+    (message,) = daemon.told
     assert isinstance(message, Progress)
     assert message.gpu_memory_percent == 91.5
 

@@ -18,22 +18,17 @@ import msgspec
 import psutil
 import pytest
 
+from tests.builders import new_training, train_config, write_config
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
 from verl_slurm.config.changes import keep_step
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
     DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
     TrainConfig,
 )
 from verl_slurm.save.ranks.compare import compare
@@ -44,12 +39,10 @@ pytestmark = pytest.mark.torch
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, GROUP = 2, 4
-GRPO = TrainConfig(
+GRPO = train_config(
     algorithm="grpo",
     steps=STEPS,
-    batch_size_per_device=16,
-    mini_batch_size_per_device=8,
-    micro_batch_size_per_device=8,
+    sizes=(16, 8, 8),
     clip_ratio_high=0.28,
     loss_aggregation="sequence_mean",
     kl_in="loss",
@@ -66,21 +59,19 @@ class Runs:
         self._root, self._model, self._data = root, model, data
 
     def make(self, name: str, train: TrainConfig) -> RunPaths:
-        paths = RunPaths(private_dir(self._root / name))
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data)),
-            rollout=RolloutConfig(micro_batch_size_per_device=8, max_new_tokens=5, samples_per_prompt=GROUP),
+        return new_training(
+            self._root / name,
+            self._model,
+            self._data,
+            max_new_tokens=5,
+            samples_per_prompt=GROUP,
             train=train,
-            distributed=DistributedConfig(dp_size=2, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(
-                every_steps=2, keep_last=2, components=("actor",), partial_every_steps=1
-            ),
+            ranks=2,
+            every_steps=2,
+            keep_last=2,
+            components=("actor",),
+            partial_every_steps=1,
         )
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
 
     def live(self, plan: list[tuple[RunPaths, Lives]]) -> str:
         """Give each run its lives, all with the same ranks; what they said."""
@@ -209,7 +200,7 @@ def test_a_run_of_two_ranks_goes_on_with_one_and_keeps_its_groups(
     paths = lived["resharded"]
     old = load.load_resolved(paths.run_yaml)
     narrower = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
-    write_file(paths.run_yaml, load.dump(keep_step(old, narrower)))
+    write_config(paths, keep_step(old, narrower))
     said = runs.live([(paths, TO_THE_END)])
     # All 32 responses of step 0, to 8 prompts, had their advantages; none was sampled again.
     assert "resumed step_000000_sp0005: step 0 update 0, 8 prompts consumed" in said

@@ -27,11 +27,13 @@ import msgspec
 import psutil
 import pytest
 
+from tests.builders import new_training, run_config, train_config, write_config
+from tests.fakes.daemon import Daemon
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path, tell
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, load_keys, new_key_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -44,10 +46,6 @@ from verl_slurm.config.schema import (
     DataConfig,
     DistributedConfig,
     EncryptionConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
 )
 from verl_slurm.loops.session import Session
 from verl_slurm.quickstart import model as quickstart_model
@@ -60,7 +58,7 @@ from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.position import Position, StepShape
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
-from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME, NoDaemon
+from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import (
     Finished,
@@ -81,11 +79,9 @@ from verl_slurm.wire.stopping import Stopper
 pytestmark = pytest.mark.torch
 
 STEPS, WORLD = 2, 2
-TRAIN = TrainConfig(
+TRAIN = train_config(
     steps=STEPS,
-    batch_size_per_device=16,
-    mini_batch_size_per_device=8,
-    micro_batch_size_per_device=4,
+    sizes=(16, 8, 4),
     ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,
@@ -114,20 +110,16 @@ class Runs:
         self._data = build_data(root / "data")
 
     def make(self, name: str, checkpoint: CheckpointConfig | None = None) -> RunPaths:
-        paths = RunPaths(self._root / name)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self._model)),
-            data=DataConfig(root=str(self._data)),
-            rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=5),
+        return new_training(
+            self._root / name,
+            self._model,
+            self._data,
+            sampled_at_once=4,
+            max_new_tokens=5,
             train=TRAIN,
-            distributed=DistributedConfig(dp_size=WORLD, nodes=1, device="cpu"),
+            ranks=WORLD,
             checkpoint=checkpoint or CheckpointConfig(every_steps=1, keep_last=2),
         )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
 
     def start(
         self,
@@ -142,7 +134,7 @@ class Runs:
         if resume is None:
             resume = choose_resume(paths, "auto").name or ""
         world = load.load_resolved(paths.run_yaml).distributed.world_size
-        module = "tests.trainer.scripted_rank" if script else "verl_slurm.trainer"
+        module = "tests.fakes.scripted_rank" if script else "verl_slurm.trainer"
         argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"]
         argv += ["-m", "--", module, "--run", str(paths.root), "--epoch", str(epoch), "--resume", resume]
         environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -264,7 +256,7 @@ def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     assert first.code == 0, first.err
     old = load.load_resolved(paths.run_yaml)
     wider = msgspec.structs.replace(old, distributed=DistributedConfig(dp_size=4, nodes=1, device="cpu"))
-    write_file(paths.run_yaml, load.dump(keep_step(old, wider)))
+    write_config(paths, keep_step(old, wider))
     second = runs.start(paths)
     assert second.code == 0, second.err
     assert "resumed step_000001_sp0004: step 1 score 0" in second.out
@@ -419,14 +411,6 @@ def test_by_hand_a_foreign_checkpoint_is_verified_before_it_is_opened(
     assert "Traceback" not in ended.err.partition("exitcode")[0]
 
 
-class _Line(NoDaemon):
-    def __init__(self) -> None:
-        self.messages: list[FromRank] = []
-
-    def send(self, message: FromRank) -> None:
-        self.messages.append(message)
-
-
 class _Saves:
     """A checkpointer with one result for every save."""
 
@@ -448,10 +432,10 @@ class _Saves:
 
 
 def _at_the_end(
-    tmp_path: Path, saves: _Saves, saved_as: str = "", line: _Line | None = None
-) -> tuple[Loop, _Line]:
-    config = RunConfig(train=TrainConfig(steps=STEPS))
-    state, line = fresh_state(config), line or _Line()
+    tmp_path: Path, saves: _Saves, saved_as: str = "", line: Daemon | None = None
+) -> tuple[Loop, Daemon]:
+    config = run_config(steps=STEPS)
+    state, line = fresh_state(config), line or Daemon()
     state.position = Position(STEPS)
     session = Session(line, rank=0, world_size=1)
     reporter = Reporter(session, total_steps=STEPS, tensorboard=tmp_path / "tb", first_step=STEPS)
@@ -474,16 +458,16 @@ def test_a_run_is_not_finished_before_its_end_is_saved(tmp_path: Path) -> None:
     with pytest.raises(FinalSaveFailed, match="disk full") as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert [type(m) for m in line.messages] == [SaveStarted, SaveFailed, Notice]
+    assert [type(m) for m in line.told] == [SaveStarted, SaveFailed, Notice]
 
 
 def test_a_run_whose_end_is_saved_is_finished(tmp_path: Path) -> None:
     loop, line = _at_the_end(tmp_path, _Saves("step_000002"))
     assert loop.run() is Ending.FINISHED
-    assert [type(m) for m in line.messages] == [SaveStarted, Saved, Finished]
+    assert [type(m) for m in line.told] == [SaveStarted, Saved, Finished]
     loop, line = _at_the_end(tmp_path, _Saves(), saved_as="step_000002")
     assert loop.run() is Ending.FINISHED
-    assert [type(m) for m in line.messages] == [Finished]
+    assert [type(m) for m in line.told] == [Finished]
 
 
 class Agent:
@@ -562,7 +546,7 @@ def test_changed_data_is_refused_with_its_exit_code(runs: Runs, undisturbed: Run
         file.write('{"prompt": "1+1=", "answer": "2"}\n')
     config = load.load_resolved(paths.run_yaml)
     config = msgspec.structs.replace(config, data=DataConfig(root=str(data)))
-    write_file(paths.run_yaml, load.dump(config))
+    write_config(paths, config)
     ended = runs.start(paths)
     assert ended.code != 0
     assert "rank 0: the data set is not the one the run started with" in ended.err
@@ -600,7 +584,7 @@ def test_an_end_that_only_the_nodes_disks_have_is_no_end(tmp_path: Path) -> None
     loop, line = _at_the_end(tmp_path, OnNodes())
     with pytest.raises(FinalSaveFailed, match="not on shared storage: full"):
         loop.run()
-    assert [m.on_shared for m in line.messages if isinstance(m, Saved)] == [False]
+    assert [m.on_shared for m in line.heard(Saved)] == [False]
 
 
 @pytest.mark.parametrize("stop", [True, False])
@@ -617,13 +601,13 @@ def test_only_in_the_save_before_the_end_the_daemon_hears_at_once_of_the_nodes_c
                 )
             return super().begin(state, tidy=tidy)
 
-    class Asking(_Line):
+    class Asking(Daemon):
         def request(self) -> SaveRequest:
             return SaveRequest(request_id=1, stop=stop)
 
     loop, line = _at_the_end(tmp_path, FirstOnNodes("step_000002"), line=Asking())
     loop.run()
-    told = [type(m) for m in line.messages]
+    told = [type(m) for m in line.told]
     assert told == [SaveStarted, *([PartSaved, SavedOnNodes] if stop else []), Saved, Finished]
 
 
@@ -640,4 +624,4 @@ def test_without_its_saver_a_rank_is_a_crash_that_another_start_mends(tmp_path: 
     with pytest.raises(SaverLost) as caught:
         loop.run()
     assert caught.value.exit_code is ExitCode.INTERNAL
-    assert any(isinstance(m, SaveFailed) for m in line.messages)
+    assert line.heard(SaveFailed)

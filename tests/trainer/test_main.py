@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import CheckpointCorrupt, DataError, Fenced, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.loops import verl_sft as sft
@@ -14,8 +15,7 @@ from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import FinalSaveFailed
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Refused
+from verl_slurm.wire.messages import Refused
 
 pytestmark = pytest.mark.torch
 
@@ -27,21 +27,17 @@ def _chained(error: Exception, cause: Exception) -> Exception:
 
 def _end(error: Exception, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[int, list[int]]:
     """The exit code of a rank that meets `error`, and those it sent as Refused."""
-    sent: list[FromRank] = []
-
-    class Line(NoDaemon):
-        def send(self, message: FromRank) -> None:
-            sent.append(message)
+    daemon = Daemon()
 
     def train(*_: Any) -> None:
         raise error
 
     monkeypatch.delenv(entry.CONTROL_VARIABLE, raising=False)
-    monkeypatch.setattr(entry, "NoDaemon", Line)
+    monkeypatch.setattr(entry, "NoDaemon", lambda: daemon)
     monkeypatch.setattr(entry, "_train", train)
     monkeypatch.setattr(os, "umask", lambda _: 0)
     code = entry.main(["--run", str(tmp_path), "--epoch", "1"])
-    return code, [m.exit_code for m in sent if isinstance(m, Refused)]
+    return code, [message.exit_code for message in daemon.heard(Refused)]
 
 
 def test_what_no_start_can_change_is_refused_with_its_own_code(
@@ -75,18 +71,14 @@ def test_a_rank_that_does_not_reach_its_agent_is_a_crash(
 
 
 def _end_of_sft(error: Exception, monkeypatch: pytest.MonkeyPatch) -> tuple[int, list[int]]:
-    sent: list[FromRank] = []
-
-    class Line(NoDaemon):
-        def send(self, message: FromRank) -> None:
-            sent.append(message)
+    daemon = Daemon()
 
     def train(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sft.Session, "open", lambda: Session(Line(), rank=0, world_size=1))
+    monkeypatch.setattr(sft.Session, "open", lambda: Session(daemon, rank=0, world_size=1))
     monkeypatch.setattr(sft, "_train", train)
-    return sft.main([]), [m.exit_code for m in sent if isinstance(m, Refused)]
+    return sft.main([]), [message.exit_code for message in daemon.heard(Refused)]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
+from tests.builders import run_config
+from verl_slurm.config.schema import RunConfig, TrainConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.mini_batches import Deal, MiniBatches, trained_columns
@@ -20,15 +21,11 @@ UPDATES = EPOCHS * ROWS // MINI_BATCH
 
 
 def _config(dp_size: int, generation: int = 4) -> RunConfig:
-    return RunConfig(
-        distributed=DistributedConfig(dp_size=dp_size, nodes=1),
-        rollout=RolloutConfig(micro_batch_size_per_device=generation),
-        train=TrainConfig(
-            batch_size_per_device=ROWS // dp_size,
-            mini_batch_size_per_device=MINI_BATCH // dp_size,
-            micro_batch_size_per_device=1,
-            ppo_epochs=EPOCHS,
-        ),
+    return run_config(
+        ranks=dp_size,
+        sampled_at_once=generation,
+        sizes=(ROWS // dp_size, MINI_BATCH // dp_size, 1),
+        ppo_epochs=EPOCHS,
     )
 
 

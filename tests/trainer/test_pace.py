@@ -6,33 +6,22 @@ from typing import Any
 
 import pytest
 
+from tests.builders import run_config
+from tests.fakes.daemon import Daemon
 from tests.journals import append_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import CheckpointConfig, RunConfig, StepInterval, TrainConfig
+from verl_slurm.config.schema import CheckpointConfig, StepInterval
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.pace import Pace
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.train_state import TrainState, fresh_state
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Notice
 
 pytestmark = pytest.mark.torch
 
 TOTAL = 1000
-
-
-class Line(NoDaemon):
-    def __init__(self) -> None:
-        self.messages: list[FromRank] = []
-
-    def send(self, message: FromRank) -> None:
-        self.messages.append(message)
-
-    def heard(self, topic: str) -> list[str]:
-        return [m.text for m in self.messages if isinstance(m, Notice) and m.topic == topic]
 
 
 class FollowsRankZero(Collective):
@@ -52,8 +41,8 @@ class Run:
     """A rank that trains without work: a step takes `step_s`, a save `save_s` of it and is then durable."""
 
     def __init__(self, root: Path, checkpoint: CheckpointConfig, ranks: Collective | None = None) -> None:
-        self.now, self.line = 0.0, Line()
-        self.config = RunConfig(train=TrainConfig(steps=TOTAL), checkpoint=checkpoint)
+        self.now, self.line = 0.0, Daemon()
+        self.config = run_config(steps=TOTAL, checkpoint=checkpoint)
         self.state: TrainState = fresh_state(self.config)
         self.paths = RunPaths(private_dir(root / "run"))
         ranks = ranks or Collective(None)
@@ -83,14 +72,14 @@ class Run:
 def test_fixed_is_as_it_always_was_and_says_nothing_of_it(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(every_steps=10, runtime_every_steps=4))
     assert run.train(20) == [4, 8, 10, 12, 16, 20]
-    assert run.line.heard("cadence") == []
+    assert run.line.notices("cadence") == []
 
 
 def test_the_table_is_followed_and_each_new_interval_is_said_once(tmp_path: Path) -> None:
     rows = (StepInterval(until_step=6, every=2), StepInterval(every=5))
     run = Run(tmp_path, CheckpointConfig(cadence="adaptive", intervals=rows))
     assert run.train(15) == [2, 4, 6, 10, 15]
-    assert run.line.heard("cadence") == [
+    assert run.line.notices("cadence") == [
         "saves once in 2 steps: intervals up to step 6",
         "saves once in 5 steps: the last row of intervals",
     ]
@@ -104,7 +93,7 @@ def test_a_volatile_loss_halves_the_interval_of_the_running_training(tmp_path: P
     assert run.train(20) == [20]
     run.state.history += [{"policy_loss": 3.0, "value_loss": 1.0}] * 4
     assert run.train(40) == [30, 40]
-    assert "half of 20, volatile: policy_loss" in run.line.heard("cadence")[-1]
+    assert "half of 20, volatile: policy_loss" in run.line.notices("cadence")[-1]
 
 
 def test_young_daly_learns_what_a_save_costs_and_then_keeps_to_the_optimum(tmp_path: Path) -> None:
@@ -116,7 +105,7 @@ def test_young_daly_learns_what_a_save_costs_and_then_keeps_to_the_optimum(tmp_p
     assert saved[0] == 2
     assert gaps
     assert all(115 <= gap <= 130 for gap in gaps)
-    assert "Young/Daly: a save costs 2 s, work is lost every 1" in run.line.heard("cadence")[-1]
+    assert "Young/Daly: a save costs 2 s, work is lost every 1" in run.line.notices("cadence")[-1]
 
 
 def test_young_daly_counts_the_interruptions_that_the_journal_tells_of(tmp_path: Path) -> None:
@@ -138,13 +127,13 @@ def test_a_rank_takes_the_interval_of_rank_zero_whatever_it_measured_itself(tmp_
     run = Run(tmp_path, CheckpointConfig(cadence="young_daly", every_steps=500), ranks)
     assert run.train(30, step_s=99.0, save_s=5.0) == [7, 14, 21, 28]
     assert set(ranks.mine) == {0}
-    assert run.line.messages == []
+    assert run.line.told == []
 
 
 def test_where_every_save_fails_not_every_step_tries(tmp_path: Path) -> None:
     run = Run(tmp_path, CheckpointConfig(cadence="adaptive", intervals=(StepInterval(every=10),)))
     assert run.train(35, fails=True) == [10, 20, 30]
-    assert run.line.heard("storage") == [
+    assert run.line.notices("storage") == [
         "the run's storage is FAILING: the last save failed: the disk is full"
     ]
 
@@ -158,7 +147,7 @@ def test_no_room_is_said_with_figures_before_the_failure_it_foretells(
     monkeypatch.setattr(medium, "free_space", lambda _: FreeSpace(bytes=1000, inodes=10**6))
     run = Run(tmp_path, CheckpointConfig(every_steps=5, runtime_every_steps=5))
     run.train(5, fails=True)
-    first, second = run.line.heard("storage")
+    first, second = run.line.notices("storage")
     assert "no room for the next save: 0.001 MB free, 0.0328 MB needed (models and optimizers)" in first
     assert "FAILING" in second
 

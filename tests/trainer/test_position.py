@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.builders import run_config
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
 from verl_slurm.trainer.state.position import (
     Position,
     StepShape,
@@ -16,18 +16,7 @@ from verl_slurm.trainer.state.position import (
     safe_point,
 )
 
-SHAPE = StepShape.of(
-    RunConfig(
-        distributed=DistributedConfig(dp_size=2, nodes=1),
-        rollout=RolloutConfig(micro_batch_size_per_device=4),
-        train=TrainConfig(
-            batch_size_per_device=12,
-            mini_batch_size_per_device=6,
-            micro_batch_size_per_device=6,
-            ppo_epochs=2,
-        ),
-    )
-)
+SHAPE = StepShape.of(run_config(ranks=2, sampled_at_once=4, sizes=(12, 6, 6), ppo_epochs=2))
 
 
 def _walk(steps: int) -> list[Position]:
@@ -102,16 +91,7 @@ def test_a_position_outside_its_phase_is_refused(position: Position) -> None:
 
 
 def test_what_is_consumed_counts_responses_and_whole_groups_of_them() -> None:
-    config = RunConfig(
-        distributed=DistributedConfig(dp_size=2, nodes=1),
-        rollout=RolloutConfig(micro_batch_size_per_device=8, samples_per_prompt=4),
-        train=TrainConfig(
-            algorithm="grpo",
-            batch_size_per_device=24,
-            mini_batch_size_per_device=12,
-            micro_batch_size_per_device=6,
-        ),
-    )
+    config = run_config(ranks=2, sampled_at_once=8, samples_per_prompt=4, algorithm="grpo", sizes=(24, 12, 6))
     shape = StepShape.of(config)
     offsets = [rollout_offset(Position(1, "generate", index), shape) for index in range(3)]
     assert offsets == [48, 64, 80]

@@ -6,9 +6,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.changes import keep_step, require_same_step
-from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
+from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.rng import capture
 from verl_slurm.trainer.state.position import Position, StepShape, check_position, rollout_offset, safe_point
@@ -21,15 +22,8 @@ PROMPTS, SIZE = 48, 2
 
 
 def _config(ranks: int) -> RunConfig:
-    return RunConfig(
-        rollout=RolloutConfig(micro_batch_size_per_device=SIZE),
-        train=TrainConfig(
-            batch_size_per_device=PROMPTS // ranks,
-            mini_batch_size_per_device=PROMPTS // ranks // 2,
-            micro_batch_size_per_device=2,
-            ppo_epochs=2,
-        ),
-        distributed=DistributedConfig(dp_size=ranks, nodes=1),
+    return run_config(
+        sampled_at_once=SIZE, sizes=(PROMPTS // ranks, PROMPTS // ranks // 2, 2), ppo_epochs=2, ranks=ranks
     )
 
 

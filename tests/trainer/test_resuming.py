@@ -12,20 +12,18 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import run_config, write_manifest
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.manifest import render, sealed
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema, schema_of
-from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
+from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import (
-    CheckpointConfig,
     DistributedConfig,
     EncryptionConfig,
-    RunConfig,
     TrainConfig,
 )
 from verl_slurm.dataset.fingerprint.record import fingerprint
@@ -51,28 +49,13 @@ from verl_slurm.wire.client import NoDaemon
 
 pytestmark = pytest.mark.torch
 
-CONFIG = RunConfig(distributed=DistributedConfig(dp_size=2, nodes=1))
+CONFIG = run_config(ranks=2)
 
 
 def _manifest(directory: Path, *, world_size: int = 2, config: bytes = b"") -> None:
-    manifest = Manifest(
-        name="step_000001",
-        step=1,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id="s",
-        dataset_fingerprint="f",
-        world_size=world_size,
-        topology=Topology(dp=world_size),
-        files=(entry_of("config.yaml", config),) if config else (),
-        frozen={"reference": "a" * 64},
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=0.1,
-    )
     private_dir(directory)
-    (directory / "manifest.json").write_bytes(render(sealed(manifest)))
+    files = (entry_of("config.yaml", config),) if config else ()
+    write_manifest(directory, world_size=world_size, files=files, frozen={"reference": "a" * 64})
     if config:
         (directory / "config.yaml").write_bytes(config)
 
@@ -211,7 +194,7 @@ def test_the_layout_of_the_first_start_is_kept_whatever_shape_comes_later(tmp_pa
     data = fingerprint(tmp_path / "data")
     first = check_or_write(paths, describe(CONFIG, tmp_path / "data", data, "gloo"))
     assert check_or_write(paths, msgspec.structs.replace(first, data_root="/moved")) == first
-    wider = RunConfig(distributed=DistributedConfig(dp_size=4, nodes=1))
+    wider = run_config(ranks=4)
     assert check_or_write(paths, describe(wider, tmp_path / "data", data, "gloo")) == first
     split = msgspec.structs.replace(first, topology=Topology(dp=1, tp=2))
     assert check_or_write(paths, split) == first
@@ -256,7 +239,7 @@ def test_a_rank_without_its_key_is_refused_before_it_reads_or_makes_anything(tmp
     tmp_path.chmod(0o700)
     with pytest.raises(KeyRefused, match="gone.key"):
         build_loop(
-            RunConfig(checkpoint=CheckpointConfig(encryption=encryption)),
+            run_config(encryption=encryption),
             RunPaths(tmp_path),
             epoch=1,
             resume="",

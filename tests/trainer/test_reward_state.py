@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import reward_switch
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
@@ -26,7 +27,6 @@ from verl_slurm.wire import reward_plan
 from verl_slurm.wire.reward_plan import (
     RewardPlan,
     RewardRequest,
-    RewardSwitch,
     ask_for_reward,
     read_reward_plan,
     read_reward_request,
@@ -186,9 +186,7 @@ def test_a_replicas_responses_count_once_however_many_ranks_it_has(tmp_path: Pat
             sums.append(list(values))
             return [6.0, 6.0, 3.0] if len(values) == 3 else [4.0, 1.0]
 
-    due = RewardSwitch(
-        request=1, step=4, reward="rule:x", digest="", warm_start_steps=2, replaced="y", recorded_utc=""
-    )
+    due = reward_switch("rule:x", 4, warm_start_steps=2, replaced="y")
 
     def rule(*_: object) -> torch.Tensor:
         return torch.arange(3.0)
@@ -257,15 +255,7 @@ def test_a_wish_waits_until_the_run_is_past_what_it_replays(tmp_path: Path) -> N
 def test_what_is_recorded_is_done_at_its_step_and_before_any_new_wish(tmp_path: Path) -> None:
     ask_for_reward(RunPaths(tmp_path), "rule:a", 1)
     ask_for_reward(RunPaths(tmp_path), "rule:b", 1)
-    switch = RewardSwitch(
-        request=1,
-        step=5,
-        reward="rule:a",
-        digest="",
-        warm_start_steps=0,
-        replaced="rule:arithmetic",
-        recorded_utc="",
-    )
+    switch = reward_switch("rule:a", 5)
     swap = _swap(tmp_path, RewardPlan(handled=1, switches=(switch,)))
     assert swap.due(_at(4), 9) is None
     assert swap.due(_at(5), 9) == switch  # replayed or not: so it was

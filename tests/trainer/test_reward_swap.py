@@ -6,7 +6,6 @@ The safe points of a process of this configuration, by number; a start that resu
 """
 
 import json
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,27 +14,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.trainer.lives import Killed, live
+from tests.builders import new_training, reward_switch
+from tests.fakes.attempts_in_process import Killed, live, one_rank
 from tests.trainer.test_rewards import make_classifier
 from verl_slurm.base.errors import DataError, VerlSlurmError
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.contents import known_manifest
-from verl_slurm.config import load
-from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
 from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Loop
-from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.reward.files import start_reward
 from verl_slurm.trainer.reward.swap import RewardSwap
 from verl_slurm.trainer.state.position import Position
@@ -44,7 +33,6 @@ from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import (
     RewardPlan,
-    RewardSwitch,
     ask_for_reward,
     read_reward_plan,
     write_reward_plan,
@@ -90,26 +78,8 @@ class Place1:
         return self.root / "another.py"
 
     def make(self, name: str, *, store_frozen: bool = False, **model: str) -> RunPaths:
-        paths = RunPaths(self.root / name)
-        config = RunConfig(
-            name=name,
-            run_dir=str(paths.root),
-            model=ModelConfig(path=str(self.model), **model),
-            data=DataConfig(root=str(self.data)),
-            rollout=RolloutConfig(micro_batch_size_per_device=8, max_new_tokens=4),
-            train=TrainConfig(
-                steps=STEPS,
-                batch_size_per_device=16,
-                mini_batch_size_per_device=8,
-                micro_batch_size_per_device=8,
-                ppo_epochs=1,
-            ),
-            distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"),
-            checkpoint=CheckpointConfig(every_steps=1000, store_frozen=store_frozen),
-        )
-        private_dir(paths.root)
-        write_file(paths.run_yaml, load.dump(config))
-        return paths
+        values = {"steps": STEPS, "sizes": (16, 8, 8), "ppo_epochs": 1, "store_frozen": store_frozen}
+        return new_training(self.root / name, self.model, self.data, **values, **model)
 
     def start(self, paths: RunPaths, script: Script, warm_steps: int = WARM_STEPS, new: str = "") -> Loop:
         """One incarnation, until it ends or is killed."""
@@ -121,22 +91,10 @@ class Place1:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, tiny: Path, sums_root: Path) -> Iterator[Place1]:
-    root = tmp_path_factory.mktemp("swap")
-    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-    with socket.socket() as probe, pytest.MonkeyPatch.context() as patch:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        words = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        for name, value in words.items():
-            patch.setenv(name, value)
-        probe.close()
-        config = RunConfig(distributed=DistributedConfig(dp_size=1, nodes=1, device="cpu"))
-        with process_group(config, Place(rank=0, local_rank=0, world_size=1)) as (device, ranks):
-            made = Place1(root, tiny, sums_root, device, ranks)
-            made.source.write_text(SOURCE)
-            yield made
-    torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic)
+    with one_rank() as (device, ranks):
+        made = Place1(tmp_path_factory.mktemp("swap"), tiny, sums_root, device, ranks)
+        made.source.write_text(SOURCE)
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -260,15 +218,7 @@ def test_a_source_that_changed_between_two_starts_is_refused(place: Place1) -> N
 def test_a_record_that_does_not_fit_the_checkpoint_is_refused(place: Place1) -> None:
     paths = RunPaths(place.root / "misfit")
     private_dir(paths.root)
-    switch = RewardSwitch(
-        request=1,
-        step=2,
-        reward="rule:arithmetic",
-        digest="",
-        warm_start_steps=0,
-        replaced="rule:arithmetic",
-        recorded_utc="",
-    )
+    switch = reward_switch("rule:arithmetic", 2)
     write_reward_plan(paths, RewardPlan(handled=1, switches=(switch,)))
 
     def begin(number: int, position: Position) -> int:

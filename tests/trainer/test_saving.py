@@ -8,14 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.builders import run_config, write_manifest
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import Components
-from verl_slurm.checkpoint.format.manifest import render, sealed
-from verl_slurm.checkpoint.format.specification import Manifest, Topology
 from verl_slurm.checkpoint.store import pruning, verify
-from verl_slurm.config.schema import CheckpointConfig, RunConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Phase
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import SaveContents, SavedCheckpoint
@@ -31,24 +30,7 @@ def _commit(
     paths: RunPaths, step: int, components: Components = (), metrics: Mapping[str, float] | None = None
 ) -> SavedCheckpoint:
     final = private_dir(paths.checkpoint(step))
-    manifest = Manifest(
-        name=final.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=1,
-        parent=None,
-        schema_id="s",
-        dataset_fingerprint="f",
-        world_size=1,
-        topology=Topology(dp=1),
-        files=(),
-        components=components,
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=0.1,
-        metrics=dict(metrics or {}) or msgspec.UNSET,
-    )
-    (final / "manifest.json").write_bytes(render(sealed(manifest)))
+    write_manifest(final, step, components=components, metrics=dict(metrics or {}) or msgspec.UNSET)
     return SavedCheckpoint(name=final.name, seconds=0.1, num_bytes=0)
 
 
@@ -69,9 +51,7 @@ class Incarnation:
         paths.root.mkdir(exist_ok=True)
         paths.orchestration.write_bytes(b"{}")
         self._checkpointer = Checkpointer(
-            config=RunConfig(
-                checkpoint=CheckpointConfig(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best)
-            ),
+            config=run_config(keep_last=keep_last, keep_every=keep_every, keep_best=keep_best),
             paths=paths,
             shape=_any(),
             rank=0,

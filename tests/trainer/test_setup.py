@@ -2,36 +2,26 @@
 
 from pathlib import Path
 
+from tests.fakes.daemon import Daemon
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer import setup
 from verl_slurm.trainer.state.orchestration import describe, moved
-from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import FromRank, Notice
-
-
-class Line(NoDaemon):
-    """Keeps what the daemon is told."""
-
-    def __init__(self) -> None:
-        self.said: list[FromRank] = []
-
-    def send(self, message: FromRank) -> None:
-        self.said.append(message)
+from verl_slurm.wire.messages import Notice
 
 
 def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_new_one(tmp_path: Path) -> None:
-    paths, model, line = RunPaths(tmp_path / "run"), tmp_path / "model", Line()
+    paths, model, line = RunPaths(tmp_path / "run"), tmp_path / "model", Daemon()
     model.mkdir()
     (model / "config.json").write_bytes(b"{}")
     seen, session = fingerprint(model), Session(line, rank=0, world_size=1)
     setup._store(paths, {model: seen}, session)
-    assert line.said == []
+    assert line.told == []
     (paths.frozen / seen.digest / "config.json").write_bytes(b"[]")
     setup._store(paths, {model: seen}, session)
-    (notice,) = line.said
+    (notice,) = line.told
     assert isinstance(notice, Notice)
     assert (notice.topic, notice.loud) == ("frozen", True)
     assert "it is stored anew" in notice.text

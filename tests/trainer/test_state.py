@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import run_config
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.config.schema import DistributedConfig, RolloutConfig, RunConfig, TrainConfig
+from verl_slurm.config.schema import TrainConfig
 from verl_slurm.runtime_state.codec import decode, encode
 from verl_slurm.trainer.objective.optimizers import learning_rate, schedule_record
 from verl_slurm.trainer.state.position import Position, StepShape, after
@@ -25,17 +26,7 @@ from verl_slurm.trainer.state.train_state import (
 
 pytestmark = pytest.mark.torch
 
-CONFIG = RunConfig(
-    distributed=DistributedConfig(dp_size=2, nodes=1),
-    rollout=RolloutConfig(micro_batch_size_per_device=4),
-    train=TrainConfig(
-        batch_size_per_device=12,
-        mini_batch_size_per_device=6,
-        micro_batch_size_per_device=3,
-        ppo_epochs=2,
-        kl_window=3,
-    ),
-)
+CONFIG = run_config(ranks=2, sampled_at_once=4, sizes=(12, 6, 3), ppo_epochs=2, kl_window=3)
 SHAPE = StepShape.of(CONFIG)
 
 

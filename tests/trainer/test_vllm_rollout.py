@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, RolloutMismatch
-from verl_slurm.config.schema import DataConfig, DistributedConfig, ModelConfig, RolloutConfig, RunConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
@@ -43,12 +43,14 @@ class Bench:
     """One vLLM, the Hugging Face engine beside it, and an actor whose weights both get."""
 
     def __init__(self, model: Path, data_root: Path) -> None:
-        self.config = RunConfig(
+        self.config = run_config(
             seed=SEED,
-            model=ModelConfig(path=str(model)),
-            data=DataConfig(max_prompt_tokens=9),
-            rollout=RolloutConfig(engine="vllm", max_new_tokens=TOKENS, micro_batch_size_per_device=SIZE),
-            distributed=DistributedConfig(device="cpu"),
+            path=model,
+            max_prompt_tokens=9,
+            engine="vllm",
+            max_new_tokens=TOKENS,
+            sampled_at_once=SIZE,
+            device="cpu",
         )
         tokenizer = load_tokenizer(model)
         self.pad = int(tokenizer.pad_token_id)

@@ -22,3 +22,11 @@ def sums(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     place: Path = tmp_path_factory.mktemp("sums")
     model, data = make_model(place / "model"), make_sums(place / "sums.parquet", 512)
     return sft_words(model, data, save_freq=4, batch=64, micro_batch=8)
+
+
+@pytest.fixture
+def verl_dir(tmp_path: Path) -> Path:
+    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
+    from tests.verl.verl_steps import make_directory
+
+    return make_directory(tmp_path / "verl", 4, 6)

@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-MODULES = "tests.verl.cpu_platform,tests.verl.cpu_rollout"
+MODULES = "tests.verl.cpu_platform,tests.fakes.verl_cpu_rollout"
 
 
 def make_prompts(path: Path, num_rows: int = 64) -> Path:

@@ -25,12 +25,6 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.fixture
-def verl_dir(tmp_path: Path) -> Path:
-    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
-    return make_directory(tmp_path / "verl", 4, 6)
-
-
-@pytest.fixture
 def run(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir(mode=0o700)

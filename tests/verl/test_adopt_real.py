@@ -1,7 +1,6 @@
 """Plain verl's own directory, damaged, taken over, and gone on from: by plain verl, and as a run of ours."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 
 pytest.importorskip("verl", reason="the package verl: make verl")
 
+from tests.processes import captured
 from tests.verl.damage import CASES
 from tests.verl.plain import VERLS, cpu_environ, run_sft
 from tests.verl.runs import write_config
@@ -83,13 +83,10 @@ def test_a_run_that_took_it_over_goes_on_to_the_undisturbed_weights(place: Path)
     config = write_config(place / "run.yaml", run, section, _LAST)
 
     def cli(*words: object) -> str:
-        done = subprocess.run(
+        done = captured(
             [sys.executable, "-m", "verl_slurm.cli", *map(str, words)],
             cwd=place,
             env=cpu_environ({"PATH": "/usr/bin:/bin", "HOME": str(place)}),
-            capture_output=True,
-            text=True,
-            check=False,
             timeout=300,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import python_path
+from tests.processes import captured, python_path
 from verl_slurm.config import strict_yaml
 
 pytest.importorskip("verl", reason="needs verl: make verl")
@@ -108,9 +108,7 @@ def test_verls_transfer_queue_unpickles_what_the_run_says_and_nothing_of_another
 
         def ask(python: list[str], program: str, who: str, patience_ms: int) -> str:
             argv = [*python, "-c", program, *place, str(loot / who), who, str(patience_ms)]
-            return subprocess.run(
-                argv, env=environ, cwd="/", capture_output=True, text=True, check=True
-            ).stdout
+            return captured(argv, env=environ, cwd="/", check=True).stdout
 
         stranger = ask(python_with("zmq"), WITH_OUR_PACKAGES + ASKS, "stranger", 5_000)
         friend = ask([sys.executable], ASKS, "friend", 120_000)

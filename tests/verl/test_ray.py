@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import python_path, tell
+from tests.processes import captured, free_port, python_path, tell
 
 pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 
@@ -71,9 +70,7 @@ class Head:
     def __init__(self, root: Path) -> None:
         self.scratch = private_dir(root / "s")
         write_file(self.scratch / "ray.token", b"ab" * 32)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         write_file(self.scratch / "ranks.key", bytes(range(32)))
         self.environ = ray_environment(
             os.environ | python_path() | {"VERL_SLURM_CONTROL": str(self.scratch)},
@@ -102,14 +99,7 @@ class Head:
             )
 
     def python(self, *argv: str, **environ: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, *argv],
-            env=self.environ | environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
+        return captured([sys.executable, *argv], env=self.environ | environ, timeout=900)
 
     def all(self) -> list[psutil.Process]:
         return [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
@@ -169,13 +159,8 @@ def test_another_user_is_refused_at_each_port_where_ray_takes_calls(head: Head) 
         f"{ip if '.' in ip and ip != '0.0.0.0' else '127.0.0.1'}:{port}".replace("::ffff:", ""): words
         for (_, ip, port), words in listeners(head.process.pid).items()
     }
-    said = subprocess.run(
-        [*python_with("grpc"), "-c", WITH_OUR_PACKAGES + _STRANGER, *doors],
-        cwd="/",
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
+    said = captured(
+        [*python_with("grpc"), "-c", WITH_OUR_PACKAGES + _STRANGER, *doors], cwd="/", check=True, timeout=600
     ).stdout
     codes = {place: set(words) for place, *words in map(str.split, said.splitlines())}
     assert not [place for place, found in codes.items() if "OK" in found]

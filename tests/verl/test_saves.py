@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.loops.line import Line
+from tests.fakes.daemon import Daemon
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
@@ -47,7 +47,7 @@ class Run:
         private_dir(self.paths.control)
         write_file(self.paths.run_yaml, b"name: run\n")
         self.epoch = take_epoch(self.paths, job_id="1", restart=0).epoch
-        self.line = Line()
+        self.line = Daemon()
         self.session = Session(self.line, rank=0, world_size=1, paths=self.paths, epoch=self.epoch)
         self.saves = saves_of(self.session)
         self.calls: list[int] = []
@@ -73,10 +73,10 @@ class Run:
         self.line.asked = SaveRequest(request_id=1, stop=stop)
 
     def saved(self) -> list[tuple[str, int]]:
-        return [(message.name, message.request_id) for message in self.line.of(Saved)]
+        return [(message.name, message.request_id) for message in self.line.heard(Saved)]
 
     def story(self) -> list[type]:
-        return [type(m) for m in self.line.heard if isinstance(m, SaveStarted | Saved | Stopped)]
+        return [type(m) for m in self.line.told if isinstance(m, SaveStarted | Saved | Stopped)]
 
 
 @pytest.fixture
@@ -92,8 +92,11 @@ def test_a_periodic_save_is_committed_with_verls_tracker_beside_it(run: Run) -> 
     assert not run.step(2, periodic=True)
     run.saves.end(2)
     assert run.saved() == [("step_000001", 0), ("step_000002", 0)]
-    assert [message.reason for message in run.line.of(Saved)] == ["trainer.save_freq", "all steps are done"]
-    assert run.line.of(Finished)
+    assert [message.reason for message in run.line.heard(Saved)] == [
+        "trainer.save_freq",
+        "all steps are done",
+    ]
+    assert run.line.heard(Finished)
     step = run.paths.checkpoints / "step_000002"
     assert (step / "latest_checkpointed_iteration.txt").read_bytes() == b"2"
     manifest = read_manifest(step)
@@ -113,9 +116,9 @@ def test_a_request_to_stop_is_answered_with_a_save_of_this_step_and_its_numbers(
     assert run.story() == [SaveStarted, Saved, Stopped]
     rows = run.paths.steps.read_bytes().splitlines()
     assert [b'"step":1' in rows[0], b'"step":2' in rows[1], len(rows)] == [True, True, 2]
-    said = [type(m) for m in run.line.heard if isinstance(m, Progress | SaveStarted)]
+    said = [type(m) for m in run.line.told if isinstance(m, Progress | SaveStarted)]
     assert said[-1] is SaveStarted, "behind it the daemon has patience with storage until the next safe point"
-    assert not run.line.of(Finished)
+    assert not run.line.heard(Finished)
 
 
 def test_a_request_before_the_periodic_save_of_the_same_step_is_answered_with_that_one(run: Run) -> None:
@@ -145,14 +148,14 @@ def test_an_operators_request_is_a_save_and_the_loop_goes_on(run: Run) -> None:
     assert not run.step(2, periodic=True)
     run.saves.end(2)
     assert run.saved() == [("step_000001", 1), ("step_000002", 0)]
-    assert run.line.of(Finished)
+    assert run.line.heard(Finished)
 
 
 def test_a_request_whose_save_fails_is_answered_too_and_the_loop_leaves(run: Run) -> None:
     run.saves.begin(0, 9)
     run.ask()
     assert run.saves.step_end(1, lambda: None), "verl wrote nothing"
-    (failed,) = run.line.of(SaveFailed)
+    (failed,) = run.line.heard(SaveFailed)
     assert failed.request_id == 1
 
 
@@ -167,17 +170,17 @@ def test_a_run_that_somebody_else_owns_is_not_trained_on(run: Run) -> None:
 def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
     run.saves.begin(9, 9)
     run.saves.end(9)
-    assert [message.step for message in run.line.of(Finished)] == [9]
+    assert [message.step for message in run.line.heard(Finished)] == [9]
 
 
 def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
     run.saves.begin(7, 9)
     run.step(8, periodic=True)
     run.saves.save(9, lambda: None)
-    assert "No such file" in run.line.of(SaveFailed)[0].reason
+    assert "No such file" in run.line.heard(SaveFailed)[0].reason
     with pytest.raises(VerlSlurmError, match="could not be saved"):
         run.saves.end(9)
-    assert not run.line.of(Finished)
+    assert not run.line.heard(Finished)
 
 
 def test_without_a_daemon_verl_saves_and_nothing_is_committed(tmp_path: Path) -> None:
@@ -196,13 +199,13 @@ def test_without_a_daemon_verl_saves_and_nothing_is_committed(tmp_path: Path) ->
 def ended(step: int, *, saved: int, began: int = 0, stopping: SaveRequest | None = None) -> list[FromRank]:
     from verl_slurm.loops.verl_ppo_saves import last_words
 
-    line = Line()
+    line = Daemon()
     session = Session(line, rank=1, world_size=2, paths=RunPaths("/runs/one"))
     saver: Any = SimpleNamespace(
         session=session, saved_step=saved, stopping=stopping, leave=lambda: session.stopped(3)
     )
     last_words(saver, step=step, total=16, began=began)
-    return line.heard
+    return line.told
 
 
 STOP = SaveRequest(request_id=3, stop=True)

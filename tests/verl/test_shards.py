@@ -14,12 +14,6 @@ from verl_slurm.verl.shards import Judged, judge_all, judge_step, list_steps
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture
-def verl_dir(tmp_path: Path) -> Path:
-    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
-    return make_directory(tmp_path / "verl", 4, 6)
-
-
 def problems(one: Judged) -> dict[str, str]:
     return {problem.path: problem.what for problem in one.problems}
 

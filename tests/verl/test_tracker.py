@@ -17,12 +17,6 @@ from verl_slurm.verl.tracker import (
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture
-def verl_dir(tmp_path: Path) -> Path:
-    """Two whole steps of the SFT trainer, 4 and 6, of two ranks, and a tracker that says 6."""
-    return make_directory(tmp_path / "verl", 4, 6)
-
-
 def look(directory: Path) -> Tracker:
     return judge_tracker(read_tracker(directory), judge_all(directory))
 

@@ -2,19 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from verl_slurm.wire.client import NoDaemon
+from tests.fakes.daemon import Daemon
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.stopping import _NO_HURRY, Stopper
-
-
-class FakeLine(NoDaemon):
-    """A rank's line; a test sets what its page shows."""
-
-    def __init__(self) -> None:
-        self.asked: SaveRequest | None = None
-
-    def request(self) -> SaveRequest | None:
-        return self.asked
 
 
 def _request(request_id: int, *, stop: bool, seconds_left: float | None = None) -> SaveRequest:
@@ -29,7 +19,7 @@ class Together:
     """Stoppers of several ranks; `agree` runs them as if their all-reduce met."""
 
     def __init__(self, world_size: int) -> None:
-        self.pages = [FakeLine() for _ in range(world_size)]
+        self.pages = [Daemon() for _ in range(world_size)]
         self._offers: list[Sequence[int]] = []
         self._result: list[int] = []
         self._stoppers = [Stopper(page, self._offer()) for page in self.pages]
@@ -51,13 +41,13 @@ class Together:
 
 
 def test_nothing_asked_means_train_on() -> None:
-    stopper = Stopper(FakeLine(), _alone)
+    stopper = Stopper(Daemon(), _alone)
     assert stopper.agree().request is None
     assert stopper.agree().request is None
 
 
 def test_a_request_is_obeyed_once() -> None:
-    page = FakeLine()
+    page = Daemon()
     stopper = Stopper(page, _alone)
     page.asked = _request(1, stop=False)
     assert stopper.agree().request == _request(1, stop=False)
@@ -96,7 +86,7 @@ def test_a_stop_that_was_obeyed_does_not_colour_a_later_save() -> None:
 
 
 def test_the_time_that_is_left_is_that_of_the_node_where_it_is_least() -> None:
-    page = FakeLine()
+    page = Daemon()
     page.asked = _request(1, stop=True, seconds_left=8.0)
 
     def others_have_less(values: Sequence[int]) -> list[int]:

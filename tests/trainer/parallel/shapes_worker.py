@@ -13,7 +13,6 @@ all else here.
 import json
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -23,6 +22,9 @@ import msgspec
 import torch
 import transformers.models.qwen2.modeling_qwen2  # noqa: F401 - before the ranks are forked
 
+from tests.builders import run_config, train_config
+from tests.fakes.daemon import AtSafePoint
+from tests.processes import free_port
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -30,13 +32,7 @@ from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.changes import keep_step
 from verl_slurm.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    DistributedConfig,
-    ModelConfig,
-    RolloutConfig,
     RunConfig,
-    TrainConfig,
 )
 from verl_slurm.save.ranks.boxes import local_part
 from verl_slurm.save.ranks.loader import read_whole
@@ -45,38 +41,20 @@ from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors
 from verl_slurm.trainer.setup import build_loop
 from verl_slurm.wire.client import NoDaemon
-from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 PROMPTS = 16
-TRAIN = TrainConfig(
+TRAIN = train_config(
     # What the second one samples depends on what the first one has trained.
     steps=2,
-    batch_size_per_device=PROMPTS,
-    # Two of them: which rows are in which must not depend on the number of data-parallel ranks.
-    mini_batch_size_per_device=PROMPTS // 2,
-    micro_batch_size_per_device=4,
+    # Two mini-batches: which rows are in which must not depend on the number of data-parallel ranks.
+    sizes=(PROMPTS, PROMPTS // 2, 4),
     ppo_epochs=2,
     lr_schedule="cosine",
     warmup_steps=1,
     weight_decay=0.01,
     entropy_coef=0.01,
 )
-
-
-class Line(NoDaemon):
-    """Asks for a stop at one safe point, or dies there."""
-
-    def __init__(self, stop: int | None, kill: int | None) -> None:
-        self._stop, self._kill, self._polls = stop, kill, 0
-
-    def request(self) -> SaveRequest | None:
-        number, self._polls = self._polls, self._polls + 1
-        if number == self._kill:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return (
-            SaveRequest(request_id=1, stop=True) if self._stop is not None and number >= self._stop else None
-        )
 
 
 def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> RunConfig:
@@ -88,15 +66,19 @@ def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> Run
     # A pipeline wants as many micro-batches in a mini-batch as it has stages.
     micro = min(TRAIN.micro_batch_size_per_device, train.mini_batch_size_per_device // pp)
     train = msgspec.structs.replace(train, micro_batch_size_per_device=micro)
-    config = RunConfig(
+    config = run_config(
         name=start["run"],
-        run_dir=str(root / start["run"]),
-        model=ModelConfig(path=str(model)),
-        data=DataConfig(root=str(data)),
-        rollout=RolloutConfig(micro_batch_size_per_device=4, max_new_tokens=4),
+        run_dir=root / start["run"],
+        path=model,
+        root=data,
+        sampled_at_once=4,
+        max_new_tokens=4,
         train=train,
-        distributed=DistributedConfig(dp_size=dp, tp_size=tp, pp_size=pp, nodes=1, device="cpu"),
-        checkpoint=CheckpointConfig(every_steps=1, keep_last=9),
+        ranks=dp,
+        tp_size=tp,
+        pp_size=pp,
+        every_steps=1,
+        keep_last=9,
     )
     for key, value in start.get("config", {}).items():
         section, _, name = key.partition(".")
@@ -130,11 +112,18 @@ def require_loaded(loop: Loop, checkpoint: Path) -> None:
             assert torch.equal(local, part), f"{domain}/{name}"
 
 
+def line_of(stop: int | None, kill: int | None) -> AtSafePoint:
+    """Asks for a stop at one safe point, or kills the rank there."""
+    if kill is None:
+        return AtSafePoint(stop)
+    return AtSafePoint(kill, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
 def run_rank(config: RunConfig, stop: int | None, kill: int | None, ask: str | None) -> None:
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
         epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config, ask)))
-        line = Line(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
+        line = line_of(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
         config = load.load_resolved(paths.run_yaml)
         loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
         if resume:
@@ -161,12 +150,6 @@ def fork_rank(rank: int, port: int, config: RunConfig, start: dict[str, Any]) ->
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # trainer.__main__ says why
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(pids: list[int]) -> list[int]:

@@ -1,5 +1,8 @@
 """A TCP proxy that does to a connection what networks and their boxes do. In this process, on the loopback.
 
+It stands for the network, which loses, repeats and flips nothing on demand. It works on chunks of a TCP stream, not on
+packets: what the kernel does with a cut cable is shown by `hostile/netlab.py`.
+
 What it does next is asked of it for every chunk, so that it may be changed at any time.
 """
 

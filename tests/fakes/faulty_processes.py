@@ -1,7 +1,10 @@
 """The real lead and the real agent, as processes, with one thing bent; and a rank that saves without torch.
 
-Started as a script in place of `python -m verl_slurm_daemon`: `stand_in.py lead|agent ...`, and by that agent
-`stand_in.py rank RUN EPOCH RESUME`. What is bent is said by `VS_HOSTILE`, a JSON object:
+They stand for `verl_slurm_daemon` and for the trainer. The real ones neither die before a given write nor eat memory
+when asked, and a real rank takes seconds to import torch. The rank computes nothing, and its tensors are no tensors.
+
+Started as a script in place of `python -m verl_slurm_daemon`: `faulty_processes.py lead|agent ...`, and by that agent
+`faulty_processes.py rank RUN EPOCH RESUME`. What is bent is said by `VS_HOSTILE`, a JSON object:
 
     dies_at      the lead kills itself with SIGKILL before so many of its calls that change a file
     eats         at `EAT` lead and agent take 64 MiB
@@ -11,7 +14,7 @@ Started as a script in place of `python -m verl_slurm_daemon`: `stand_in.py lead
     no_forks     pids cgroup of the lead: just before the rank says that it saved, its limit becomes 1
     no_files     just before that, the lead may open no more files
     orphans      the rank leaves so many processes that end without anybody who waits for them
-    strikes      not this rank, but the trainer's own, struck as `struck_rank.py` says
+    strikes      not this rank, but the trainer's own, struck as `faulty_rank.py` says
     marks        a file into which is written how far it has come
     talks        the rank says more than a small disk holds
     dies         the rank dies after each of its saves but the last
@@ -116,7 +119,7 @@ def agent() -> None:
             argv = real(*args)
             at = argv.index("verl_slurm.trainer")
             assert argv[at - 1] == "-m"
-            return [*argv[: at - 1], str(Path(__file__).with_name("struck_rank.py")), *argv[at + 1 :]]
+            return [*argv[: at - 1], str(Path(__file__).with_name("faulty_rank.py")), *argv[at + 1 :]]
 
         module.launcher_argv = struck
         sys.exit(main())
@@ -263,37 +266,10 @@ _ASKED = {
 
 def save(paths: Any, step: int, epoch: int) -> str:
     """A small whole checkpoint through the real commit; its name."""
+    from tests.checkpoint.sealed import save_sealed
     from verl_slurm.base.fence import require_epoch
-    from verl_slurm.checkpoint.format.schema import current_schema, render_schema
-    from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Manifest, Topology
-    from verl_slurm.checkpoint.store.commit import begin, commit, seal
 
-    files = {f"{name}/__0_0.bin": name.encode() * 500 for name in ("actor", "critic", "optimizer")}
-    files |= dict.fromkeys(("config.yaml", "metadata.json", "orchestration.json", "scheduler.json"), b"{}")
-    files |= {SCHEMA_VERSION: render_schema(current_schema())}
-    files |= {"runtime_state.rank_0000.msgpack.zst": b"state"}
-    staging = begin(paths, step, 0)
-    for name, data in files.items():
-        path = staging.directory / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(data)
-    manifest = Manifest(
-        name=staging.final.name,
-        step=step,
-        safe_point=0,
-        phase="step_end",
-        epoch=epoch,
-        parent=None,
-        schema_id=current_schema().schema_id,
-        dataset_fingerprint="0" * 64,
-        world_size=1,
-        topology=Topology(dp=1),
-        files=tuple(seal(staging.directory, sorted(files))),
-        created_utc="2026-01-01T00:00:00Z",
-        save_seconds=0.1,
-    )
-    commit(staging, manifest, epoch_check=lambda: require_epoch(paths, epoch))
-    return staging.final.name
+    return save_sealed(paths, step, None, epoch=epoch, fence=lambda: require_epoch(paths, epoch)).name
 
 
 if __name__ == "__main__":

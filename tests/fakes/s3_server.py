@@ -1,7 +1,8 @@
 """A stand-in for an S3 server, in this process: what the mover needs of the protocol, and faults on demand.
 
-It is no S3: one that accepts this is not thereby accepted by Amazon or Ceph (`make test-s3` asks a real one). But it
-checks what the usual fakes do not: Content-MD5, the payload's SHA-256, If-None-Match, that somebody signed.
+No real server can be installed everywhere, and none gives a wrong answer when asked. This is no S3: a mover that works
+with it need not work with Amazon or Ceph (`make test-s3` asks a real one). But it checks what the usual fakes do not:
+Content-MD5, the payload's SHA-256, If-None-Match, that somebody signed.
 """
 
 import hashlib

@@ -1,4 +1,8 @@
-"""An agent's end of a guest's line, in the test's own process: the socket, the page, and what a launcher sets."""
+"""An agent's end of a guest's line, in the test's own process: the socket, the page, and what a launcher sets.
+
+Socket and page are real. It stands for the agent's process: it starts no rank, answers no lead, and reads what the one
+guest has said at the end, in the order of sending. A real agent would pass on its own digest of that.
+"""
 
 import socket
 import tempfile

@@ -1,4 +1,7 @@
-"""`python -m verl_slurm_daemon lead --run RUN`, without ranks.
+"""`python -m verl_slurm_daemon lead --run RUN`, without ranks: found first where `fakes/stub_lead` is on PYTHONPATH.
+
+It stands for the lead where a test is about submitting, following and cancelling a job, and would wait half a minute
+for a training. It writes the first and last events of a run, and makes no checkpoint.
 
 What it does is in RUN's name: `...-quick` ends at once, `...-crash` ends with 22, `...-mute` dies without a word,
 anything else waits for a signal: TERM ends it as cancelled, USR2 (or USR1, or TERM where a requeue was asked for) as

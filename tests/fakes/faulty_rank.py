@@ -1,5 +1,7 @@
 """The real trainer's rank, struck at exact places of its saves; started in place of `verl_slurm.trainer`.
 
+It is the real rank, which trains and saves as ever. A signal from outside cannot be timed to one stage of a save.
+
 `VS_HOSTILE` has under `strikes` a list of [rank, stage, act], carried out one after the other over all lives of the
 ranks, and under `marks` a file into which each is written, just before:
 

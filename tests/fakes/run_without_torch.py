@@ -1,5 +1,8 @@
 """A run of one rank without torch: real lead, real agent, real line; a Slurm of two shell scripts where one is wanted.
 
+The scripts stand for `srun` and `scontrol` of a job on one node. They know the few answers that the lead asks for,
+start no second attempt and keep no queue. On a real cluster a lead cannot be killed between two given writes.
+
 Everything is awaited: the journal by inotify, processes by their end.
 """
 
@@ -17,6 +20,7 @@ import psutil
 from tests.harness import ROOT, wait_until_gone
 from tests.journals import Line, read_events
 from tests.local_runs import QUICK
+from tests.processes import python_path
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runs.follow import follow_lines
@@ -26,7 +30,7 @@ __all__ = ["STAND_IN", "Stage", "control_group", "prepared"]
 
 PATIENCE_S = 300.0
 """For a run's end, and for a sign of life: four ranks that import torch on two busy cores take minutes."""
-STAND_IN = Path(__file__).with_name("stand_in.py")
+STAND_IN = Path(__file__).with_name("faulty_processes.py")
 _SRUN = """#!/bin/sh
 while [ "${1#--}" != "$1" ]; do shift; done
 SLURM_NODEID=0 exec "$@"
@@ -87,6 +91,7 @@ class Stage:
 
     def environment(self, **bent: object) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        kept |= python_path()  # faulty_processes.py uses tests.builders
         kept["VS_HOSTILE"] = json.dumps(bent | {"marks": str(self.marks)})
         if self.slurm:
             kept |= {"PATH": f"{self.box}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}

@@ -1,5 +1,8 @@
 """One trainer rank that is interrupted at an exact place; started by torchrun in place of the trainer.
 
+It is the real rank without an agent: its line counts safe points and says what a daemon would. A real daemon, and a
+signal from outside, cannot be held to one safe point.
+
 `VS_TEST_SCRIPT` is a JSON object:
 
     rank       which rank acts; null: all of them

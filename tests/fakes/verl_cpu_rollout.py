@@ -1,7 +1,8 @@
-"""Sampling for verl on a CPU, for tests only: `VERL_USE_EXTERNAL_MODULES=...,tests.verl.cpu_rollout`.
+"""Sampling for verl on a CPU, for tests only: `VERL_USE_EXTERNAL_MODULES=...,tests.fakes.verl_cpu_rollout`.
 
-verl samples with vLLM, SGLang or TensorRT-LLM. Its registries are open, and this adds `rollout.name=hf_cpu`: an actor
-with a Hugging Face model, and an adapter that sends it the weights.
+It stands for vLLM, SGLang and TensorRT-LLM, with which verl samples: they want a GPU, or do not fit beside verl. verl's
+registries are open, and this adds `rollout.name=hf_cpu`: an actor with a Hugging Face model, and an adapter that sends
+it the weights. It is slow, and serves one replica a process.
 """
 
 import asyncio

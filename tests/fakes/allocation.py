@@ -1,0 +1,65 @@
+"""An allocation as a lead meets one, in the test's own process.
+
+It stands for Slurm: it is asked for an address, a cause and a requeue, and gives the answers of the test. A step is one
+`sleep`, on this machine and without an agent. No cluster answers late or wrongly when a test wants it to.
+"""
+
+import asyncio
+from collections.abc import Sequence
+
+from verl_slurm_daemon.allocation.contract import Outlook
+from verl_slurm_daemon.decide import inputs
+
+from verl_slurm.base.fence import Epoch
+
+__all__ = ["ScriptedAllocation"]
+
+
+class ScriptedAllocation:
+    """An allocation that says what it is told to."""
+
+    cluster = "slurm"
+    job_id = "7"
+    restart = 0
+
+    def __init__(self, *answers: inputs.RequeueAnswered | str) -> None:
+        self.answers = list(answers)
+        self.steps = 0
+        self.avoided: list[tuple[str, ...]] = []
+        self.step_started = asyncio.Event()
+
+    async def address(self) -> str:
+        return "127.0.0.1"
+
+    async def cause(self, trigger: str) -> inputs.CauseKnown:
+        return inputs.CauseKnown("none", trigger, None)
+
+    async def outlook(self) -> Outlook:
+        return Outlook(answered=True)
+
+    async def requeue(self, delay_s: int | None = None) -> inputs.RequeueAnswered | str:
+        return self.answers.pop(0)
+
+    async def hasten(self, clean: bool) -> None:
+        return
+
+    async def still_alive(self, owner: Epoch) -> str:
+        return ""
+
+    async def withdraw(self) -> str:
+        return ""
+
+    async def cancelled_before(self) -> str:
+        return ""
+
+    async def avoid(self, nodes: Sequence[str]) -> str:
+        self.avoided.append(tuple(nodes))
+        return f"avoids {len(nodes)}"
+
+    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+        self.steps += 1
+        self.step_started.set()
+        return [await asyncio.create_subprocess_exec("sleep", "600")]
+
+    def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
+        self.kept = step
