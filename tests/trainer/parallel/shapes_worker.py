@@ -31,16 +31,13 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
 from verl_slurm.config.changes import keep_step
-from verl_slurm.config.schema import (
-    RunConfig,
-)
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.boxes import local_part
 from verl_slurm.save.ranks.loader import read_whole
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.saving import live_tensors
 from verl_slurm.trainer.setup import build_loop
-from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 PROMPTS = 16
@@ -123,7 +120,8 @@ def run_rank(config: RunConfig, stop: int | None, kill: int | None, ask: str | N
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
         epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config, ask)))
-        line = line_of(stop, kill) if ranks.rank == ranks.world_size - 1 else NoDaemon()
+        # Every rank has a daemon or none has: without one, rank 0 verifies the checkpoint while the others wait for it.
+        line = line_of(stop, kill) if ranks.rank == ranks.world_size - 1 else AtSafePoint()
         config = load.load_resolved(paths.run_yaml)
         loop = build_loop(config, paths, epoch=epoch, resume=resume, device=device, ranks=ranks, line=line)
         if resume:
