@@ -39,7 +39,7 @@ class Ready(_Event, frozen=True):
 
     world_size: int
     strangers: int = 0
-    """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.stranger_starts`)."""
+    """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.folds.progress`)."""
 
 
 class Over(_Event, frozen=True):

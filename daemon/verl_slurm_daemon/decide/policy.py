@@ -82,11 +82,13 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
         case inputs.RankSaid(message):
             return _on_rank(model, message)
         case inputs.NodeFailed(node, detail, lost):
+            # No node: srun ended the whole step, so nothing speaks against the node whose link broke first.
             told = f"node {node}: {detail}" if node else detail
             return _on_failure(model, told, "node" if lost else "crash", node)
         case inputs.StrangerFound(node, detail):
             return _on_stranger(model, node, detail)
         case inputs.Hung(generation, node, detail):
+            # This save has no `SaveDeadline`: a rank that hangs in it would hold the job to its time limit.
             if generation == model.generation and model.saves_unbounded:
                 return _give_up(model, detail)
             if generation != model.generation or model.state not in _TRAINING:
@@ -98,6 +100,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
         case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
         case inputs.StartTimedOut(generation):
+            # A rank that has sent a message is slow, not lost: the watch for hangs judges it.
             if model.state is State.LAUNCHING and generation == model.generation and not model.started:
                 return _on_failure(model, "the ranks did not start in time")
             return Decision(model)
@@ -120,6 +123,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
 
 def _launch(model: Model, *notes: act.Note) -> Decision:
     generation = model.generation + 1
+    # Budgets and `request_id` outlive a restart: a late answer to an older request never equals the present one.
     after = msgspec.structs.replace(
         model,
         state=State.LAUNCHING,
@@ -138,14 +142,13 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
 
 
 def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
-    """Requeues: another node, or a later hour, may do. Each such start in a row waits twice as long as the one
-    before. So storage that is away for a night costs a few minutes of the allocation and not the run.
-    """
+    """Requeues: another node, or a later hour, may do."""
     note = act.Note(ev.StartFailed(event.detail, event.before))
     if event.before >= _MOST_FAILED_STARTS:
         reason = f"{event.before + 1} attempts in a row could not begin: {event.detail}"
         ended = _exit(model, event.exit_code, reason)
         return Decision(ended.model, (note, *ended.actions))
+    # Each start in a row waits twice as long: storage that is away for a night costs minutes of the allocation.
     delay_s = min(_FIRST_DELAY_S << (event.before - 1), _LONGEST_DELAY_S) if event.before else None
     intent = model.intent or Intent.REQUEUE
     cause = model.cause or "start"
@@ -155,21 +158,21 @@ def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
 def _on_all_done(model: Model, name: str, detail: str) -> Decision:
     """Ends a start that needs no ranks. A cancel, or a requeue that Slurm accepted, that came in between is kept."""
     note = act.Note(ev.Done(name, detail))
-    model = msgspec.structs.replace(model, step_gone=True)
+    model = msgspec.structs.replace(model, step_gone=True)  # no step began, so no `GenerationEnded` comes
     after = _exit(model, ExitCode.OK, detail) if model.state is State.LAUNCHING else _maybe_exit(model)
     return Decision(after.model, (note, *after.actions))
 
 
 def _on_run_lost(model: Model, owner: str) -> Decision:
-    """Takes the ranks down as if one had been refused: their work no longer counts. If they are still there when the
-    event is repeated (srun may wait for a lost node), this lead leaves without them.
-    """
+    """Takes the ranks down as if one had been refused: their work no longer counts. Asks for no save and no requeue."""
+    # The event repeats. If the ranks are still there then (srun may wait for a lost node), the lead leaves anyway.
     lost = model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED
     reason = f"a newer attempt owns the run: {owner}"
     if model.state is State.ENDED:
         return Decision(model)
     if lost or model.state in (State.STARTING, State.PAUSED, State.LEAVING):
         return _exit(model, ExitCode.FENCED, reason)
+    # Without a save and a requeue: this attempt can commit nothing, and the job that owns the run looks after itself.
     refusal = Refused(rank=-1, exit_code=int(ExitCode.FENCED), reason=reason)
     after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
     return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
@@ -182,6 +185,7 @@ def _on_signal(model: Model, signal: str, where: str) -> Decision:
     if model.state is State.ENDED or stale:
         return Decision(model)
     trigger = f"{signal} to {where}"
+    # A signal to a step adds nothing to the question under way. One to the lead may be a cancel.
     if model.asking:
         return Decision(msgspec.structs.replace(model, ask_again=trigger) if where == "lead" else model)
     return Decision(msgspec.structs.replace(model, asking=True), (act.AskCause(trigger),))
@@ -202,10 +206,12 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     match event.kind:
         case "unknown" | "operator":  # Slurm may be away: a save can only help, whatever the cause
             return _operator_save(model, note)
+        # The ranks stand still with the job, so they could not save.
         case "suspended":
             return Decision(model, (note,))
         case "preemption" | "time_limit" | "failed" | "operator_requeue":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
+        # This replaces an intent to requeue (rule 1). It is saved all the same: the user may submit the run again.
         case "cancel":
             intent = Intent.CANCELLED
         case "requeued" | "node_lost":
@@ -216,6 +222,7 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     notes = () if known else (note,)  # Slurm sends CONT and USR1: one note is enough
     model = msgspec.structs.replace(model, intent=intent, cause=event.kind)
     if model.state in _BEFORE_RANKS or (
+        # Ranks are missing: a save, which needs all of them, cannot complete.
         model.state is State.RUNNING and event.kind in ("node_lost", "failed")
     ):
         return _leave(model, note)  # no rank is there to save
@@ -229,6 +236,7 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
         # The deadline may be nearer now.
         return Decision(model, (*notes, act.ArmDeadline(event.seconds_left)))
+    # LEAVING, and a cancel: the step may be gone already.
     exit_now = _maybe_exit(model)
     return Decision(exit_now.model, (*notes, *exit_now.actions))
 
@@ -243,6 +251,7 @@ def _operator_save(model: Model, note: act.Note) -> Decision:
 
 def _on_rank(model: Model, message: FromRank) -> Decision:
     match message:
+        # Models may load for minutes after this, before the first safe point makes the state RUNNING.
         case RankStarted():
             return Decision(msgspec.structs.replace(model, started=True))
         case Stopped():
@@ -251,11 +260,13 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             return Decision(_further(model, message))
         case Progress():
             return _on_progress(model, message)
+        # Kept until shared storage answers: if the deadline or a crash comes first, this copy is what is left.
         case SavedOnNodes():
             if model.state is not State.SAVING or message.request_id != model.request_id:
                 return Decision(model)
             return Decision(msgspec.structs.replace(model, on_nodes=message), (kept_note(message),))
         case Saved():
+            # A rank's number is not trusted: a later request would find its answer here already.
             if message.request_id > model.request_id:  # no such request was made
                 return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
             notes = saved_notes(message)
@@ -264,6 +275,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
                 if model.state is State.SAVING and message.request_id == model.request_id:
                     return _leave(model, *notes)
                 return Decision(model, notes)
+            # Periodic saves are read back, too: each good one renews the budgets.
             actions: tuple[act.Action, ...] = (*notes, act.Verify(message.name))
             if model.state is State.CHECKING and model.unverified and message.request_id != model.request_id:
                 return Decision(model, actions)  # late; the awaited answer has come already
@@ -288,15 +300,14 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
 
 
 def _on_refused(model: Model, message: Refused) -> Decision:
-    """Ends the run if another start would not change the refusal. User code that raised after it had worked is
-    started once more, since a service it uses may answer again. The same exception at the same place, with nothing
-    new in between, is final.
-    """
+    """Ends the run if another start would not change the refusal."""
     note = act.Note(ev.Refused(message.reason, message.rank))
     if model.state not in _TRAINING:
         return Decision(model, (note,))
     if message.place and model.failure:
         return Decision(model)  # other ranks raise as well
+    # User code that had worked is started once more: a service that it uses may answer again. The same exception at
+    # the same place, with nothing new in between, is final.
     worked = message.worked or model.step > 0
     if message.place and worked and (message.place != model.raised or model.fresh):
         after = msgspec.structs.replace(model, failure=message.reason, raised=message.place)
@@ -329,6 +340,7 @@ def _on_progress(model: Model, message: Progress) -> Decision:
 
 def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
     """Reacts to a node that is dead or silent. The others are taken down too: no rank can go on alone."""
+    # The first failure is kept: the peers of a dead rank fail in their collectives because of it.
     if model.state not in (*_TRAINING, State.SAVING) or model.failure or _all_finished(model):
         return Decision(model)
     after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
@@ -338,12 +350,11 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
 
 
 def _on_stranger(model: Model, node: str, detail: str) -> Decision:
-    """Reacts to a stranger: the start is lost. What the ranks report of it, before or after, follows from that and is
-    no failure of its own.
-    """
+    """Reacts to a stranger: the start is lost."""
     refused = model.refusal is not None and not model.refusal.place
     if model.state not in (*_TRAINING, State.SAVING) or refused or _all_finished(model):
         return Decision(model)
+    # The ranks' own reports, which may have come first, follow from the stranger: they are overwritten.
     after = msgspec.structs.replace(
         model, failure=detail, failure_kind="stranger", failure_node=node, refusal=None
     )
@@ -382,6 +393,7 @@ def _on_crash(model: Model, detail: str) -> Decision:
     model = msgspec.structs.replace(model, crashes=len(failed), failed=failed)
     if kind == "stranger":
         return _after_stranger(model, of_kind, note)
+    # The back-off grows with restarts that sampled nothing new; a crash after progress starts it again.
     fruitless = 0 if model.fresh else model.fruitless + 1
     model = msgspec.structs.replace(model, fruitless=fruitless)
     if of_kind > budget:
@@ -391,10 +403,7 @@ def _on_crash(model: Model, detail: str) -> Decision:
 
 
 def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
-    """Waits longer each time: some minutes in place, then without the nodes, up to an hour at a time. A run that
-    meets nothing else for most of a day ends with a report: otherwise it would queue for weeks and train on no day of
-    them.
-    """
+    """Waits longer each time: some minutes in place, then without the nodes, up to an hour at a time."""
     starts = 1 if model.fresh else model.strangers + 1
     model = msgspec.structs.replace(model, strangers=starts)
     budget = model.limits.stranger_budget
@@ -402,6 +411,7 @@ def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
         pause = act.Pause(float(_STRANGER_DELAY_S << (of_kind - 1)))
         return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
     jobs = max(starts // (budget + 1), 1)
+    # After most of a day the run ends with a report: else it would queue for weeks and train on no day of them.
     if jobs > _MOST_FAILED_STARTS:
         ended = _exit(
             model, ExitCode.NO_PROGRESS, f"{starts} restarts in a row met strangers: {model.failure}"
@@ -424,6 +434,7 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
 def _on_verified(model: Model, event: inputs.Verified) -> Decision:
     found = ev.Verified if event.good else ev.Pruned if event.pruned else ev.Corrupt
     note = act.Note(found(event.name, event.detail))
+    # A checkpoint that verifies is progress: budgets start again, and no node is suspected any more.
     if event.good:
         model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0)
     if event.name != model.unverified:
@@ -446,6 +457,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     """Takes the step down. If the intent is to requeue, asks for it at the same time."""
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
+        # Asked for before the ranks are gone: taking them down may use up the time that Slurm leaves.
         actions.append(act.Requeue(suspects(model.failed), model.delay_s))
     if not model.step_gone:
         actions.append(act.TakeDown())
@@ -466,6 +478,7 @@ def _maybe_exit(model: Model) -> Decision:
         return Decision(model)
     if model.intent in _EXIT_OF:
         return _exit(model, _EXIT_OF[model.intent], f"{model.cause}: {model.intent}")
+    # Slurm has not answered yet: `RequeueAnswered` comes back here.
     if model.requeue is None:
         return Decision(model)
     return _exit(model, model.requeue.exit_code, model.requeue.detail)
@@ -476,4 +489,5 @@ def _exit(model: Model, code: ExitCode, reason: str) -> Decision:
 
 
 def _all_finished(model: Model) -> bool:
+    # `Ready` has not come while `world_size` is 0: nobody has finished then.
     return model.world_size > 0 and len(model.finished) == model.world_size

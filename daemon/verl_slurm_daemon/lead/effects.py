@@ -139,6 +139,7 @@ class Effects:
             task.cancel()
         if self._server is not None:
             self._server.close()
+        # The epoch is checked there: a newer attempt's address stays.
         remove_lead_address(self._paths, self._epoch)
 
     def perform(self, action: act.Action) -> None:
@@ -182,16 +183,20 @@ class Effects:
             if self.exit is None:
                 code = error.exit_code if isinstance(error, VerlSlurmError) else ExitCode.INTERNAL
                 self.exit = (code, str(error))
+                # The loop waits for an event before it looks at `exit`; any event wakes it.
                 self._post(inputs.SignalArrived("internal", "effects"))
 
     # ---- a restart, from start to end
 
     async def _run_generation(self, generation: int) -> None:
+        # All of these are new for each restart: what an agent of the former step still sends changes nothing of this
+        # one.
         self._generation, self._leaving = generation, asyncio.Event()
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
         self.left_clean = True
         self._all_ready = asyncio.Event()
         self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
+        # Calls that still wait are answered here.
         self._store.close()
         self._store = RankStore()
         try:
@@ -204,6 +209,7 @@ class Effects:
         if not isinstance(point, ResumePoint):
             self._post(point)
             return
+        # A take-down that came during `_begin` found no step to end.
         if self._leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(generation, point))
@@ -217,6 +223,7 @@ class Effects:
             await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
         for link in self._links.values():
             link.close()
+        # Last: `Finished` and `Saved` of these messages come before it, or a run that is done would count as a crash.
         self._post(inputs.GenerationEnded(max(codes, key=abs)))
 
     async def _begin(
@@ -228,11 +235,14 @@ class Effects:
             OSError, VerlSlurmError: nothing was started.
         """
         point = await self._resume_point()
+        # run.yaml may have been edited while the job waited or since the last restart, and the ranks read the file
+        # themselves.
         await asyncio.to_thread(self._require_unchanged, point)
         array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
         done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
         if not done:
             self._journal.write(ev.Restart(generation, point.name or None, point.progress))
+        # After the journal has the restart: a lead that is killed before this takes the named checkpoint again.
         self._paths.resume_once.unlink(missing_ok=True)
         if done:
             return inputs.AllDone(point.name, done)
@@ -289,6 +299,7 @@ class Effects:
         self._allocation.keep_step(self._step)
         if self._leaving.is_set():
             return
+        # By SLURM_NODEID and not by arrival: the same nodes get the same ranks at each restart.
         nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
         for node_rank, ready in enumerate(nodes):
             self._links[ready.node].send(
@@ -354,6 +365,7 @@ class Effects:
             await link.messages(deliver)
         except (OSError, VerlSlurmError) as error:
             self._journal.write(ev.Link(node, str(error)))
+        # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing.
         if node and not said_goodbye:
             detail = "the agent is gone without a word"
             if await self._fell_with_the_step():
@@ -389,10 +401,14 @@ class Effects:
             await self._write_stacks()
             if generation != self._generation:
                 return  # it ended by itself in between: the running one is the next
+        # Before anything is awaited: `_begin` looks at it just before a step starts, and a later step would not be
+        # ended here.
         self._leaving.set()
         step = self._step
         for link in self._links.values():
             link.send(Shutdown())
+        # First the agents' own end, then by srun, which passes TERM on to the step. KILL to srun comes last: without
+        # its shepherd (`keep_step`) it leaves agents behind.
         for end in (None, signal.SIGTERM, signal.SIGKILL):
             alive = [process for process in step if process.returncode is None]
             if not alive:
@@ -420,10 +436,12 @@ class Effects:
 
     def _arm(self, seconds_left: float) -> None:
         seconds = max(0.0, seconds_left - self._config.daemon.save_margin_s)
+        # No timer is cancelled: the earliest one counts, and the policy ignores `SaveDeadline` outside of a save.
         asyncio.get_running_loop().call_later(seconds, self._post, inputs.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
         found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        # The nodes may hold a whole second copy: it is fetched before the policy hears that the save is lost.
         if not found.good and not found.pruned and self._config.checkpoint.local_dir:
             self._journal.write(ev.Corrupt(name, found.detail))
             if await self._bring_home(""):

@@ -99,6 +99,7 @@ class Lead:
 
     async def run(self) -> ExitCode:
         loop = asyncio.get_running_loop()
+        # At once: when it reads a save back at the end of a job, the node may have no thread left to give.
         keep_threads(loop)
         bury_orphans(loop)
         for number in SIGNALS:
@@ -109,6 +110,7 @@ class Lead:
         try:
             mine = await self._take_run()
         except VerlSlurmError:
+            # This error ends the job for good, and Slurm must not start it again.
             await self._allocation.withdraw()
             raise
         epoch = 0 if mine is None else mine.epoch  # 0 owns nothing
@@ -127,6 +129,7 @@ class Lead:
             await effects.close()
             if self._metrics is not None:
                 self._metrics.close()
+        # After `close`, which ends what a next attempt would meet: the mover, the scrub, the port and lead.json.
         await self._end(mine, journal, code, reason, clean=effects.left_clean)
         return code
 
@@ -149,6 +152,7 @@ class Lead:
                 )
             except OSError as error:
                 self._failed = error
+                # A signal is in the queue: Slurm may want the nodes, so this start does not wait any longer.
                 if pause is None or not self._events.empty():
                     break
                 say_again(error, pause)
@@ -164,6 +168,7 @@ class Lead:
         status = self._status
         status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
         status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
+        # Before the first event is written: `_journaled` adds that one, and it must not count twice.
         self._take_over()
         journal.write(
             ev.Started(
@@ -183,6 +188,8 @@ class Lead:
 
         If Slurm did not accept the requeue (24), it may still start the job again by itself, and that is welcome.
         """
+        # Slurm ignores a start time that has passed by the end of COMPLETING and waits 120 s. So it is set again now,
+        # when the processes here are gone.
         if code is ExitCode.REQUEUED:
             await self._allocation.hasten(clean)
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
@@ -256,9 +263,12 @@ class Lead:
         if self._failed is not None:
             return start_failed(self._paths, self._allocation, self._failed)
         try:
+            # Before the run is touched: a task of a chain, or a successor, whose predecessor was cancelled must not
+            # continue it.
             if cancelled := await self._allocation.cancelled_before():
                 return inputs.Over(ExitCode.CANCELLED, cancelled)
             stuck = stuck_restarts(read_events(self._paths))
+            # Counted in the journal over all attempts: a requeue does not renew this limit.
             if stuck >= self._config.daemon.no_progress_limit:
                 journal.write(ev.Held(stuck, "every restart crashed at the same place"))
                 return inputs.Over(
@@ -287,10 +297,13 @@ class Lead:
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""
+        # Attempt 0 never took the run and has none to lose.
         while self._status.attempt:
             await asyncio.sleep(_FENCE_EVERY_S)
             try:
+                # In a thread: storage that hangs must not hold up signals and messages.
                 owner = await asyncio.to_thread(read_epoch, self._paths)
+            # No answer proves no newer owner; ranks check the epoch themselves before they commit.
             except (OSError, VerlSlurmError):
                 continue
             if owner is not None and owner.epoch > self._status.attempt:
@@ -306,6 +319,7 @@ class Lead:
             left = outlook.seconds_left
             near = outlook.preempted or (left is not None and left <= lead_s)
             model = self._model
+            # A save for a requested requeue has no deadline; when the time limit comes near, it gets one.
             listens = model.state in (State.LAUNCHING, State.RUNNING, State.PAUSED) or model.saves_unbounded
             if near and listens:
                 self._events.put_nowait(inputs.SignalArrived("TIMER", "lead"))
@@ -336,6 +350,7 @@ class Lead:
                 status.last_checkpoint, changed = name, True
                 status.last_checkpoint_time = status.updated
         now = asyncio.get_running_loop().time()
+        # The snapshot lies on shared storage: progress within a phase writes it at most once a second.
         if changed or now >= self._status_due:
             self._status_due = now + _STATUS_EVERY_S
             journal.status(status)
@@ -348,11 +363,13 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
         hostfile: the hosts of a run without Slurm; this is the first of them.
     """
     paths = RunPaths(root)
+    # Blocked, not ignored: a signal that comes during the start stays pending until the lead listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
     try:
         ground = prepare(paths, hostfile)
     except VerlSlurmError:
+        # The next start would fail in the same way, so Slurm is told not to make one.
         if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
             asyncio.run(SlurmAllocation(job, RunConfig(), paths).withdraw())
         raise
@@ -391,6 +408,7 @@ def keep_threads(loop: asyncio.AbstractEventLoop) -> None:
     Reading a save back and asking Slurm each need a thread. If the node or the job's control group cannot start one at
     the end of a job, the lead would leave without asking for the requeue.
     """
+    # The executor starts a thread when none is idle; the barrier keeps all of them busy until the last one has started.
     pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="lead")
     all_there = threading.Barrier(_THREADS + 1)
     with suppress(RuntimeError, threading.BrokenBarrierError):  # none can be started now
@@ -398,6 +416,7 @@ def keep_threads(loop: asyncio.AbstractEventLoop) -> None:
             for _ in range(_THREADS):
                 pool.submit(all_there.wait)
         except RuntimeError:
+            # Releases those that did start; they serve as the pool.
             all_there.abort()
         all_there.wait()
     loop.set_default_executor(pool)

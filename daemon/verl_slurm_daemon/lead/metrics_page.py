@@ -1,8 +1,4 @@
-"""The lead's Prometheus page: its numbers, their names and their help texts. docs/observability.md lists them.
-
-From the moment the lead starts, its time follows the monotonic clock: setting the wall clock makes no save
-older.
-"""
+"""The lead's Prometheus page: its numbers, their names and their help texts. docs/observability.md lists them."""
 
 import asyncio
 import time
@@ -96,6 +92,7 @@ class LeadMetrics:
         """Takes note of an event that the lead is writing now."""
         if isinstance(event, Restart):
             self.live.new_generation()
+        # Ages follow the steady clock of this process: setting the wall clock must not make a save older.
         steady = datetime.fromtimestamp(self._clock(), UTC).isoformat()
         self.run.feed(msgspec.structs.replace(event, time=steady))
 

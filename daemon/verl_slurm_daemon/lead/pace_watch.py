@@ -1,8 +1,6 @@
 """Keeps the pace of one restart from its ranks' messages, and waits for a hang. `hang.py` defines a hang.
 
-Time during which this process itself stood still does not count as silence. `scontrol suspend` and gang
-scheduling stop the lead with its ranks, and storage that hangs stops the lead alone. A look that comes late
-reveals such a stop, and the time is left out.
+Time during which this process itself stood still does not count as silence.
 """
 
 import asyncio
@@ -38,6 +36,8 @@ class PaceWatch:
     def awake_s(self) -> float:
         """Returns the clock without the time during which this process stood still."""
         now = self._clock()
+        # `scontrol suspend` and gang scheduling stop the lead with its ranks, and storage that hangs stops the lead
+        # alone. A look that comes late reveals such a stop.
         if self._next_look is not None and now - self._next_look > _LATE_S:
             self._stood_still_s += now - self._next_look
             self._next_look = now + _MOST_LOOK_S  # counted once; the look itself is due at once
@@ -61,8 +61,10 @@ class PaceWatch:
         people.
         """
         while (silence := self._hang.silence(self.awake_s())) is None:
+            # Short looks also where nothing is due for long: a stop that falls between two looks counts as silence.
             pause = min(max(self._hang.next_look_s(self.awake_s()), _LEAST_LOOK_S), _MOST_LOOK_S)
             self._next_look = self._clock() + pause
             await asyncio.sleep(pause)  # silence is no event
+        # Ranks of several nodes at one safe point: any of them may be the one that hangs, so no node is blamed.
         nodes = {self._node_of.get(rank, "") for rank in silence.ranks}
         return (nodes.pop() if len(nodes) == 1 else ""), silence.words

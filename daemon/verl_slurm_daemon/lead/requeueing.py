@@ -28,16 +28,16 @@ async def requeue(
     avoid: tuple[str, ...],
     delay_s: int | None = None,
 ) -> RequeueAnswered:
-    """Returns Slurm's final answer to the request.
-
-    While Slurm is away or gives no answer that counts, this job stays. Leaving would end the run's job, and
-    staying costs at most the rest of the grace time. Slurm's KILL ends the loop.
-    """
+    """Returns Slurm's final answer to the request. Asks until there is one."""
+    # The job stays while Slurm is away or gives no answer that counts: leaving ends the run's job, staying costs at
+    # most the rest of the grace time. Slurm's KILL ends the loop.
     while isinstance(answer := await allocation.requeue(delay_s), str):
         journal.write(ev.Requeue(False, answer))
         await asyncio.sleep(_ASK_AGAIN_S)
     accepted = answer.exit_code is ExitCode.REQUEUED
     journal.write(ev.Requeue(accepted, answer.detail))
+    # After the yes: the exclusion is not worth the requeue, and Slurm takes ExcNodeList of a job that is COMPLETING
+    # (22.05.8).
     if accepted:
         with contextlib.suppress(OSError):  # the journal cannot be read, so no node is avoided
             await _avoid(allocation, config, paths, journal, avoid)
@@ -49,6 +49,7 @@ async def _avoid(
 ) -> None:
     """Tells Slurm which nodes failed us lately. If there were some earlier and none now, tells it that as well."""
     events = read_events(paths)
+    # An earlier exclusion has to be taken back once its time is over: Slurm keeps it for good.
     if not new and not any(isinstance(event, ev.Avoid) for event in events):
         return
     nodes = avoided_nodes(events, new, datetime.now(UTC), config.avoid_node_s)

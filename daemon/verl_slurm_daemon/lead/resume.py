@@ -66,8 +66,8 @@ def find_resume_point(
     A checkpoint that the user named counts for the first start after the submission
     (`RUN/control/resume_once`), then `auto`.
 
-    If the user named a checkpoint (or null: none), the run goes on from there. Newer ones are set aside, or
-    the next requeue would return to them. A checkpoint of another run is copied in first.
+    If the user named a checkpoint (or null: none), the run goes on from there, and newer ones are set aside. A
+    checkpoint of another run is copied in first.
 
     If no checkpoint of the run itself verifies and it has tiers, the newest one in the tiers is brought back.
     This is not done if the run was told to begin from nothing and has saved nothing since.
@@ -86,10 +86,13 @@ def find_resume_point(
     require_epoch(paths, epoch)  # an earlier attempt that still runs must not clean up under the present one
     if not paths.resume_once.exists():
         resume_from = "auto"
+    # Staging directories here belong to attempts that are closed: what they began can no longer be committed.
     sweep(paths)
     sweep(paths.partial)
     sweep_work(paths)
     choice = choose_resume(paths, resume_from, verifier=checked)
+    # `from_nothing` remembers that the user began afresh. Without it a crash before the first save would bring back
+    # from a tier what the user wanted to leave.
     if choice.name is not None:
         paths.from_nothing.unlink(missing_ok=True)
     elif resume_from is None:
@@ -106,9 +109,11 @@ def find_resume_point(
         choice = choose_resume(paths, _adopt(paths, choice.path), verifier=checked)
     reasons = list(choice.reasons)
     if resume_from != "auto":
+        # Set aside, or the next requeue, which takes the newest again, would return to them.
         reasons += _abandon_newer(paths, choice)
         write_file(paths.parts_since, str(epoch).encode())
     name = choice.name or ""
+    # Sizes are enough: the ledger grows with each rollout, and two starts with equal sizes brought nothing new.
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
     progress = f"{name or 'start'}+{journaled}"
@@ -124,20 +129,22 @@ def _manifest_of(checkpoint: Path) -> bytes | None:
 def _adopt(paths: RunPaths, source: Path) -> str:
     """Copies a verified checkpoint of another run into this one and verifies the copy.
 
-    Our own checkpoint of that name is set aside unless it is identical. So are our rollouts: weights other
-    than those that now continue sampled them.
+    Our own checkpoint of that name is set aside unless it is identical. So are our rollouts.
     """
     final = paths.checkpoints / source.name
     if final.exists():
         if _manifest_of(final) == bounded.read_regular(source / MANIFEST, bounded.MANIFEST):
             return final.name
         move_to_quarantine(final, [f"replaced by {source}, as checkpoint.resume_from says"])
+    # Copied beside the target, synced and then renamed: a kill leaves a staging directory, which the next start sweeps
+    # away.
     staging = paths.staging(final, secrets.token_hex(4))
     shutil.copytree(source, staging, symlinks=True)
     for path in [*staging.rglob("*"), staging]:
         path.chmod(0o700 if path.is_dir() else 0o600)
         fsync_path(path)
     rename(staging, final)
+    # Other weights than those that now continue have sampled these rollouts; they are kept under another name.
     if paths.ledger.is_dir() and any(paths.ledger.iterdir()):
         rename(paths.ledger, paths.ledger.with_name(f"ledger.before.{final.name}.{secrets.token_hex(4)}"))
         private_dir(paths.ledger)
@@ -173,10 +180,7 @@ class ReadBack(msgspec.Struct, frozen=True):
 
 
 def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> ReadBack:
-    """Reads a committed checkpoint again, every byte.
-
-    It is set aside if it is damaged beyond doubt. A disk that did not answer may answer at the next start.
-    """
+    """Reads a committed checkpoint again, every byte. It is set aside if it is damaged beyond doubt."""
     verdict = verify(paths.checkpoints / name, keys=keys)
     if verdict.ok:
         return ReadBack(True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s")
@@ -184,6 +188,7 @@ def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = Non
         return ReadBack(
             False, "removed as older than those that are kept, before it was read back", pruned=True
         )
+    # A disk that did not answer proves no damage, and may answer at the next start.
     if verdict.damaged:
         require_epoch(paths, epoch)
         move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
@@ -191,14 +196,12 @@ def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = Non
 
 
 def _was_pruned(paths: RunPaths, name: str) -> bool:
-    """Returns whether retention removed it: that leaves nothing under the name, and never takes the newest.
-
-    A checkpoint that is gone and was the newest is lost. One in quarantine was damaged: the scrub set it
-    aside first.
-    """
+    """Returns whether retention removed it, rather than damage or loss."""
     if os.path.lexists(paths.checkpoints / name):
         return False
     infos, order = list_checkpoints(paths), checkpoint_order(name) or (-1, -1)
+    # One in quarantine was damaged: the scrub set it aside first.
     if any(info.kind == "quarantined" and info.name.startswith(f"{name}.") for info in infos):
         return False
+    # Retention never takes the newest: one that is gone and was the newest is lost.
     return any(info.kind == "committed" and info.order > order for info in infos)

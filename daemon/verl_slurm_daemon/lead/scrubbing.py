@@ -1,7 +1,6 @@
 """Scrubs a running job slowly: reads checkpoints and frozen models back one by one, and sets damaged ones aside.
 
-The journal holds the time of each last read (`verified`, `scrubbed`), so the schedule survives requeues. If
-the nodes have a second copy, a damaged checkpoint is brought home at once. No error here ends a run; errors
+If the nodes have a second copy, a damaged checkpoint is brought home at once. No error here ends a run; errors
 are recorded.
 """
 
@@ -44,9 +43,11 @@ def scrub_next(
     """
     every_s = config.scrub_every_h * 3600
     infos = [*list_checkpoints(paths), *_frozen(paths)]
+    # The journal has the time of each last read, so the schedule survives requeues.
     due = next_due(infos, last_judged(read_events(paths)), now=now, every_s=every_s)
     if due.name is None or due.in_s > 0:
         return min(due.in_s, every_s), None
+    # It sets damaged ones aside, which an attempt that lost the run must not do.
     require_epoch(paths, epoch)
     bytes_per_s = config.scrub_mb_per_s * 1e6
     if due.name.startswith(_FROZEN):
@@ -55,6 +56,7 @@ def scrub_next(
     else:
         path = paths.checkpoints / due.name
         one = scrub_one(path, set_aside=True, keys=keys, bytes_per_s=bytes_per_s)
+    # Retention of the living run took it in between, which is no damage.
     if one.gone:
         return 0.0, None
     detail = "; ".join(str(problem) for problem in one.verdict.problems[:3])

@@ -51,6 +51,7 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
     oldest = checkpoint_order(after) or (-1, -1)
     for part in list_parts(directory, keys) if directory is not None else ():
         lacking = not (paths.checkpoints / part.name).exists()
+        # Attempts before `parts_since` saved what the user has abandoned by naming another checkpoint.
         if part.order > oldest and lacking and part.manifest.epoch >= parts_since(paths):
             send_home(part, paths)
     return ExitCode.OK

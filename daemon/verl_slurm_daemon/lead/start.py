@@ -87,6 +87,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         try:
             config, failed = attempt(), None
             break
+        # Storage may answer in a moment. A `VerlSlurmError` passes: the file was read, and is wrong.
         except OSError as error:
             failed = error
         if pause is None:

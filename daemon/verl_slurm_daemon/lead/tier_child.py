@@ -54,6 +54,7 @@ class TierMover:
 
     def interrupt(self) -> None:
         """Ends a pass that is under way: a save needs the disks and the network now. The next pass continues it."""
+        # KILL is safe at any moment: it costs at most one part of an upload.
         if self._child is not None and self._child.returncode is None:
             self._child.kill()
 
@@ -64,6 +65,7 @@ class TierMover:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                # Slurm's warnings reach each process of the job; and the child must not outlive its lead.
                 preexec_fn=child_setup,
             )
         except OSError as error:  # no process left: no reason to end a training
@@ -88,6 +90,7 @@ def restore_newest(paths: RunPaths) -> None:
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         found = done.stderr.strip()[-500:]
+        # The child limits its own time, by the bytes that it expects, and is ended by its alarm.
         if done.returncode == -signal.SIGALRM:
             found = "a tier did not give its bytes in time"
         raise TierError("nothing could be brought back from the run's tiers", found=found)
