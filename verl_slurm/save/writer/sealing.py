@@ -205,6 +205,7 @@ class SealedStream:
         return self._ring[start : start + file.sealer.length(chunk)]
 
     def _seal(self, file: _File, chunk: int) -> None:
+        # Each chunk is sealed by one thread, outside the lock. Encryption and hashing release the interpreter lock.
         start, out = file.file.at + chunk * CHUNK_BYTES, self.slot(file, chunk)
         # From the arena into the ring: the arena keeps its plaintext unchanged, as another medium or a later look needs
         # it.
