@@ -55,6 +55,8 @@ def read_epoch(paths: RunPaths) -> Epoch | None:
     Raises:
         CheckpointCorrupt: the file is not what `take_epoch` writes.
     """
+    # The copy is a place to start from and no more: a winner that slept may have written an older number over a newer
+    # one. The claims above it decide.
     owner = _read_copy(paths)
     number = 1 if owner is None else owner.epoch + 1
     with suppress(FileNotFoundError):
@@ -71,6 +73,7 @@ def require_epoch(paths: RunPaths, epoch: int) -> None:
         Fenced: `epoch` is closed: a newer attempt owns the run.
     """
     owner = read_epoch(paths)
+    # Unequal, not lower: an attempt above the owner's number exists in no claim, so it is no owner either.
     if owner is None or owner.epoch != epoch:
         raise Fenced(
             "this attempt no longer owns the run; nothing was written",
@@ -97,7 +100,10 @@ def take_epoch(
     Raises:
         Fenced: another attempt took it at the same moment.
     """
+    # Claims lie where no other user can make names: who can make a claim owns the run.
     private_dir(paths.control)
+    # Two leads may both have found the former one over. Both ask for the same number then, and link(2) lets one of them
+    # have it; taking it from the present owner would let the slower one close the faster one's epoch.
     before = read_epoch(paths) if isinstance(after, msgspec.UnsetType) else after
     mine = Epoch(
         epoch=1 if before is None else before.epoch + 1,
@@ -109,6 +115,7 @@ def take_epoch(
         taken=datetime.now(UTC).isoformat(timespec="milliseconds"),
         born=birth_of(os.getpid()),
     )
+    # From here on the epoch is taken. All that follows serves people and readers, and a crash in it changes no owner.
     mine = _claim(paths, mine)
     write_file(paths.epoch, msgspec.json.encode(mine))
     _sweep(paths, mine.epoch)
@@ -118,6 +125,8 @@ def take_epoch(
 def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
     """Wins the number of `mine`, or the next number that is not spoilt."""
     while True:
+        # The claim names its owner from its first moment, so a start that dies after it leaves nothing that only time
+        # could resolve.
         claim = _claim_path(paths, mine.epoch)
         if create_file(claim, msgspec.json.encode(mine)):
             return mine
@@ -131,6 +140,7 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
                 found=f"attempt {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
                 remedy=f"verl-slurm status {paths.root}",
             )
+        # An unreadable claim names no owner. The next number closes it, whoever it was, without asking how old it is.
         mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)
 
 
@@ -139,11 +149,14 @@ def _sweep(paths: RunPaths, won: int) -> None:
     for temp in paths.control.glob("*epoch_*.tmp"):
         number = _TEMP.match(temp.name)
         if number is not None and int(number[1]) <= won:
+            # A live attempt that loses its temporary file here finds the number taken, and is fenced as any loser
+            # (`create_file`).
             temp.unlink(missing_ok=True)
 
 
 def _read_copy(paths: RunPaths) -> Epoch | None:
     try:
+        # Bounded and typed: the file may have been handed over or damaged.
         return decode_json(read_regular(paths.epoch, SMALL), Epoch, SMALL, doubles=False)
     except FileNotFoundError:
         return None
@@ -167,6 +180,7 @@ def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
         claimed = decode_json(read_regular(_claim_path(paths, number), SMALL), Epoch, SMALL, doubles=False)
     except UNREADABLE:
         return None
+    # A claim that was copied or renamed by hand counts for no other number.
     return claimed if claimed.epoch == number else None
 
 

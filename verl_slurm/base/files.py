@@ -43,8 +43,11 @@ _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 def private_dir(path: Path) -> Path:
     """Makes `path` (and its parents) durably and requires mode 0700 and our own uid; refuses a foreign owner."""
+    # Noted before mkdir: afterwards nothing tells which names are new and have to be made durable.
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # Owner and mode are asked of the descriptor: the name may be exchanged between two calls. mkdir with exist_ok
+    # accepts anybody's directory of that name.
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         info = os.fstat(fd)
@@ -57,6 +60,7 @@ def private_dir(path: Path) -> Path:
                 remedy="choose another run directory",
             )
         if stat.S_IMODE(info.st_mode) & 0o077:
+            # Ours and too open: tightened. Somebody else's is refused above, because its owner can open it again.
             os.fchmod(fd, 0o700)
     finally:
         os.close(fd)
@@ -78,10 +82,14 @@ def make_private(path: Path) -> Path:
     if path.exists():
         return path
     try:
+        # mkdir passes through a directory that another user made first, so the folder above is checked as well.
         private_dir(path.parent)
         require_safe_folder(path.parent.parent, "others can put a directory of theirs in the place of ours")
     except PermissionRefused as error:
+        # For a save this is a failure of one medium like any other; the other medium may still succeed.
         raise OSError(errno.EPERM, str(error)) from error
+    # Another thread, the writer process or a rank of this node was first; the name is unguessable, so it was one of
+    # ours.
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     return path
@@ -89,6 +97,8 @@ def make_private(path: Path) -> Path:
 
 def _others_may_replace(folder: os.stat_result) -> bool:
     """Returns whether another user could replace a file or directory of ours in this folder."""
+    # In a sticky directory others may add names and can replace none of ours. Root is trusted: it can do anything
+    # anyway.
     writable = bool(folder.st_mode & 0o022) and not folder.st_mode & stat.S_ISVTX
     return writable or folder.st_uid not in {0, os.geteuid()}
 
@@ -105,6 +115,8 @@ def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
         OSError: it cannot be examined.
     """
     info = folder.lstat()
+    # A link of ours or root's is followed. One of another user's is judged as it is, and refused by its owner: they may
+    # turn it at any time.
     if stat.S_ISLNK(info.st_mode) and info.st_uid in {0, os.geteuid()}:
         info = folder.stat()
     if _others_may_replace(info):
@@ -125,12 +137,14 @@ def unsafe_on_the_way(path: Path) -> tuple[Path, str] | None:
     Returns:
         That directory with its mode and owner; None: there is none.
     """
+    # Both ways count: a link on the written way can be turned, and a directory on the resolved way can be exchanged.
     written = Path(os.path.abspath(path))
     for way in dict.fromkeys((written, Path(os.path.realpath(path)))):
         for folder in (*reversed(way.parents), way):
             try:
                 info = folder.stat()
             except OSError:
+                # What does not exist yet will be made by us, below directories that were checked.
                 break
             if _others_may_replace(info):
                 return folder, _mode_and_owner(info)
@@ -198,7 +212,11 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     Args:
         durable: False: after a power cut there may be the old content, the new one, or an empty file.
     """
+    # Beside the target, since rename works within one file system. The suffix is random, so that two writers never
+    # share a temporary file.
     temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
+    # The bytes are synced before the name points to them. Otherwise a power cut may leave the new name with an empty
+    # file.
     write_new(temp, [data], durable=durable)
     try:
         os.rename(temp, path)
@@ -206,6 +224,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
         temp.unlink(missing_ok=True)
         raise
     if durable:
+        # The rename is an entry of the folder: without this a power cut may bring the old file back.
         fsync_path(path.parent)
 
 
@@ -217,6 +236,7 @@ def rename(source: Path, target: Path, *, durable: bool = True) -> None:
     """
     os.rename(source, target)
     if durable:
+        # The new name first: a power cut in between leaves the entry under two names, and never under none.
         for folder in dict.fromkeys((target.parent, source.parent)):
             fsync_path(folder)
 
@@ -247,12 +267,14 @@ def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> N
             for block in blocks:
                 view = memoryview(block)
                 while view:
+                    # A write may be short (a signal, a quota, a nearly full disk) and still be no error.
                     view = view[os.write(fd, view) :]
             if durable:
                 os.fsync(fd)
         finally:
             os.close(fd)  # NFS may report a failed write here
     except BaseException:
+        # Half a file must not keep its name: a retry would find it taken.
         path.unlink(missing_ok=True)
         raise
 
@@ -265,7 +287,9 @@ def create_file(path: Path, data: bytes) -> bool:
     """
     temp = path.parent / f"{path.stem}.{secrets.token_hex(8)}.tmp"
     try:
+        # Whole and durable under another name first: link(2) then publishes it in one step, with its content.
         write_file(temp, data)
+        # link(2) refuses a name that exists, and rename would replace it: here the first caller has to win.
         os.link(temp, path, follow_symlinks=False)
     except FileExistsError:
         return False
@@ -277,6 +301,8 @@ def create_file(path: Path, data: bytes) -> bool:
         if error.errno not in _NO_LINKS:
             raise
         try:
+            # No links here (FAT, some network file systems). O_EXCL still lets one caller win, though a reader may see
+            # it empty.
             write_new(path, [data])
         except FileExistsError:
             return False
@@ -297,11 +323,14 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
     Raises:
         OSError: it was not written whole.
     """
+    # O_RDWR, not O_WRONLY: the last byte is read below.
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(fd).st_size
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         data = (b"\n" if torn else b"") + line + b"\n"
+        # No second write for the rest: between the two, another writer's line could get in. The half that is there is
+        # closed by the next line's newline.
         if os.write(fd, data) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         if durable:
@@ -317,6 +346,8 @@ def read_private(path: Path) -> bytes:
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(file.fileno())
         mode = stat.S_IMODE(info.st_mode)
+        # One link: a second name could lie where others read. Asked of the descriptor, so that what is judged is what
+        # is read.
         ours = info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode) and info.st_nlink == 1
         if not ours or mode & 0o077:
             raise PermissionRefused(

@@ -52,6 +52,7 @@ class Hasher:
         """Cuts `jobs` into batches. Jobs that are too few for a batch come one by one, so that threads share them."""
         step = self.at_once
         whole = len(jobs) - len(jobs) % step
+        # A rest of that size is still faster at once than one by one.
         if len(jobs) - whole >= FEWEST:
             whole = len(jobs)
         return [
@@ -66,10 +67,12 @@ class Hasher:
             number: of this batch within the save or the reading, from 0. It selects what hashlib checks.
         """
         lanes = self._lanes
+        # `_lanes` is read once: another thread may set it to None in the middle of this call.
         if lanes is None or len(pieces) < FEWEST:
             return _hash_each(pieces)
         found: list[bytes] = lanes(len(pieces)).update(pieces).digest()
         if number % _JUDGED_EVERY == 0:
+            # Another lane each time, so that a fault of one lane is met as well.
             judged = number // _JUDGED_EVERY % len(pieces)
             if self.again(pieces[judged], found[judged]) != found[judged]:
                 return _hash_each(pieces)
@@ -78,6 +81,7 @@ class Hasher:
     def again(self, piece: memoryview, found: bytes) -> bytes:
         """Returns hashlib's digest of a piece that `digests` gave the digest `found`."""
         digest = sha256(piece).digest()
+        # Said once for the process: threads of one reading may all find it.
         if digest != found and self._lanes is not None:
             self._lanes = None
             _say("found another SHA-256 than hashlib; hashlib now hashes everything, from the beginning")
@@ -92,6 +96,7 @@ class Hasher:
         """
         before = self._lanes
         result = work()
+        # Identity, not equality: what counts is whether any thread gave the fast one up meanwhile.
         return result if self._lanes is before else work()
 
 
@@ -99,6 +104,7 @@ class Hasher:
 def process_hasher() -> Hasher:
     """Returns the faster hasher on this processor. The first call loads stringzilla, if it is installed."""
     try:
+        # Here, not at the top: verifying must work where it is not installed, and most commands hash nothing.
         import stringzilla
     except ImportError:
         return Hasher()
@@ -121,6 +127,7 @@ def _agrees(lanes: Callable[[int], Any]) -> bool:
     lengths."""
     memory = memoryview(bytes(range(251)) * 40)
     lengths = [[size] * LANES for size in (0, 1, 55, 56, 63, 64, 119, 120, 128, 4096, 8191)]
+    # Different lengths side by side: lanes that end early must not disturb the others.
     lengths += [[lane * 61 for lane in range(count)] for count in range(1, LANES + 1)]
     batches = [[memory[3 * lane :][:size] for lane, size in enumerate(sizes)] for sizes in lengths]
     return all(lanes(len(batch)).update(batch).digest() == _hash_each(batch) for batch in batches)

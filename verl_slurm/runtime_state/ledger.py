@@ -62,6 +62,8 @@ class Ledger:
     def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
         self.path = paths.ledger_segment(epoch, rank)
         self._epoch, self._rank, self._keys = epoch, rank, keys
+        # Set when the file's end is not known to be a record's end. The segment then takes nothing more, instead of
+        # acknowledging records that no reader would find.
         self._broken = False
         # Training appends while the save path compacts in the background.
         self._writing = threading.Lock()
@@ -69,7 +71,10 @@ class Ledger:
         private_dir(self.path.parent)
         self._fd = self._open()
         try:
+            # Before the first append: a record written after half a record would read as damage in the middle, not as a
+            # torn end.
             self._end = self._cut_torn_tail()
+            # The segment's name: synced records in a file without one are lost with the node.
             fsync_path(self.path.parent)
         except BaseException:
             self.close()
@@ -105,17 +110,21 @@ class Ledger:
 
     def _settle(self) -> None:
         try:
+            # The error of the sync that the record before began; it arrives here because nothing waited for it then.
             self._sync.wait()
         except OSError:
             self._broken = True
             raise
 
     def _append(self, step: int, micro_batch: int, arrays: Arrays) -> int:
+        # Before packing: a segment that is closed for good should not cost a compression for each record.
         if self._broken:
             raise OSError(f"{self.path} takes no more records: a former fsync or compaction failed")
         header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
+        # The limit leaves room for the seal: whether a record fits must not depend on whether the run has a key.
         payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
         if self._keys is not None:
+            # Authenticated with the record: one that is moved to another place in the ledger does not open there.
             place = (self._epoch, self._rank, step, micro_batch)
             payload = seal_record(self._keys.current, place, payload)
         record = memoryview(frame(step, micro_batch, payload, sealed=self._keys is not None))
@@ -123,14 +132,18 @@ class Ledger:
         written = 0
         try:
             while written < len(record):
+                # At a known offset, not O_APPEND: after a failed write `_end` still says where the last whole record
+                # ends.
                 written += os.pwrite(self._fd, record[written:], self._end + written)
         except OSError:
             # Otherwise the next record would follow half a record, and read as damage.
             self._broken = True
+            # If this fails as well, `_broken` stays set.
             os.ftruncate(self._fd, self._end)
             self._broken = False
             raise
         self._end += len(record)
+        # Not waited for: sampling the next micro-batch takes longer than the sync, which was most of the ledger's cost.
         self._sync.begin(self._fd)
         return len(record)
 
@@ -146,13 +159,17 @@ class Ledger:
         keep.extend(
             os.pread(self._fd, item.end - item.offset, item.offset)
             for item in scan(self._fd, self._epoch, self._rank)
+            # Damaged regions are dropped as well: no reader gets a record out of them.
             if isinstance(item, Frame) and item.step >= before_step
         )
         data = b"".join(keep)
         saved = self._end - len(data)
         if saved > 0:
             try:
+                # The lock is on the old file. The new one is locked by `_open` before the old descriptor is closed.
                 write_file(self.path, data)
+                # If this fails after the rename, the old descriptor has no name any more; the comparison below finds
+                # that out.
                 old, self._fd = self._fd, self._open()
             except BaseException:
                 # A record in a file without a name would never be read.
@@ -171,6 +188,7 @@ class Ledger:
         if self._fd < 0:
             return
         try:
+            # An error is raised, and the descriptor is closed all the same: the last record is then not promised.
             self.settle()
         finally:
             os.close(self._fd)
@@ -188,9 +206,11 @@ class Ledger:
         self.close()
 
     def _open(self) -> int:
+        # Not O_TRUNC: a restart within the epoch continues the segment.
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o600)
         try:
+            # Before anything is read: a rank of the former start may still be ending, and append.
             lock_segment(fd, self.path)
         except BaseException:
             os.close(fd)
@@ -202,8 +222,10 @@ class Ledger:
         size = os.fstat(self._fd).st_size
         items = list(scan(self._fd, self._epoch, self._rank))
         end = size
+        # A damage in the middle stays for readers to report; what was never whole is cut.
         if items and isinstance(items[-1], Gap) and items[-1].torn:
             end = items[-1].offset
+        # A start that was killed in the first write of this file: nothing in it was ever acknowledged.
         if end < HEAD_BYTES:
             os.ftruncate(self._fd, 0)
             start = head(self._epoch, self._rank)
@@ -211,6 +233,7 @@ class Ledger:
             end = len(start)
         elif end < size:
             os.ftruncate(self._fd, end)
+        # The head and the cut are durable before the first record: later syncs are fdatasync, of the records.
         os.fsync(self._fd)  # noqa: TID251 - of the descriptor that it appends to
         return end
 
@@ -244,10 +267,14 @@ def load(
     """
     rollouts: dict[Key, Arrays] = {}
     for key, arrays in records(paths, from_step=from_step, wanted=wanted, report=report, keys=keys):
+        # In the order of `records`: the newest epoch comes last and wins. A record without arrays takes back what older
+        # ones said.
         if arrays:
             rollouts[key] = arrays
         else:
             rollouts.pop(key, None)
+            # Told even if a later record brings it back: a checkpoint may hold the refused rollout, and must not be
+            # used either.
             taken_back(*key)
     return rollouts
 
@@ -269,6 +296,7 @@ def records(
     for path, fd, item in _walk(paths, from_step):
         if isinstance(item, Gap):
             _complain(path, item, report)
+        # Judged by the frame, before anything is decompressed.
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
             arrays = _arrays(path, fd, item, report, keys)
             if arrays is not None:
@@ -286,6 +314,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     """
     removed = []
     for epoch, rank, path in segments(paths):
+        # Later ones, too: this rank may be fenced off and not know it yet.
         if current_epoch is not None and epoch >= current_epoch:
             continue
         fd = open_segment(path)
@@ -296,6 +325,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
                 or (isinstance(item, Frame) and item.step >= before_step)
                 for item in items
             )
+            # A former attempt's rank can still be alive on a node that lost its controller, and write.
             if needed or is_locked(fd):
                 continue
             path.unlink()
@@ -303,6 +333,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
         finally:
             os.close(fd)
     if removed:
+        # Once for all: a name that a power cut brings back is removed by the next prune.
         fsync_path(paths.ledger)
     return removed
 
@@ -318,6 +349,7 @@ def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | 
 
 
 def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> None:
+    # The end of a killed process's file, as expected: at most the record that was being written.
     if gap.torn:
         return
     error = CheckpointCorrupt(
@@ -338,11 +370,15 @@ def _arrays(
     """Returns the arrays of a record that the scan found whole; None: they cannot be read, and `report` was told."""
     payload = item.payload(fd)
     try:
+        # Its checksum was right when it was scanned: the storage gives different bytes now.
         if payload is None:
             raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
         place = (*owner(path), item.step, item.micro_batch)
+        # `KeyRefused` passes through: with the wrong key every record would count as damaged, and all rollouts be
+        # sampled again.
         payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")
         header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
+        # Frame and header name the place twice. The frame's is what was filtered by, so it must be the header's.
         if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:
             raise CheckpointCorrupt("a ledger record and its frame disagree", where=f"{path}@{item.offset}")
         arrays = {k: v for k, v in groups.get(_GROUP, {}).items() if isinstance(v, np.ndarray)}

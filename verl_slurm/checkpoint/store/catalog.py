@@ -35,6 +35,7 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
     entries = [path for path in _children(paths, paths.checkpoints) if not _is_ours(paths, path)]
     infos = [info for path in entries if (info := _classify(path, partial)) is not None]
     for path in _children(paths, paths.quarantine):
+        # The reasons' records are files; links are not ours.
         if path.is_dir() and not path.is_symlink():
             step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
             infos.append(
@@ -68,6 +69,7 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
     staged = STAGING_NAME.fullmatch(path.name)
     try:
         is_directory = stat.S_ISDIR(path.lstat().st_mode)
+    # A prune renames before it removes, and a commit renames its staging directory.
     except FileNotFoundError:
         return None
     if staged is not None and is_directory:
@@ -80,11 +82,13 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
             safe_point=safe_point,
             detail="staging directory: being written, or its writer died",
         )
+    # Listed, so that people see what lies there; no decision takes it.
     if order is None or not is_directory:
         return CheckpointInfo(kind="foreign", name=path.name, path=path, detail="not a checkpoint's name")
     step, safe_point = order
     try:
         manifest = read_manifest(path)
+    # Either it has no manifest that verifies, or it was removed between the listing and this.
     except (OSError, VerlSlurmError) as error:
         if not os.path.lexists(path):
             return None
@@ -108,6 +112,7 @@ def _classify(path: Path, partial: bool) -> CheckpointInfo | None:
         path=path,
         step=step,
         safe_point=safe_point,
+        # The manifest keeps the field's former name.
         attempt=manifest.epoch,
         phase=manifest.phase,
         world_size=manifest.world_size,

@@ -90,7 +90,11 @@ def begin(paths: RunPaths, step: int, safe_point: int) -> StagingDirectory:
 
     Runs on rank 0.
     """
+    # Durable before anything lies in it: a power cut otherwise takes the directory's own name, and with it the run's
+    # first checkpoint.
     private_dir(paths.checkpoints)
+    # 64 random bits in the name: another user cannot make it first, and a retry does not meet the leftovers of a dead
+    # save.
     staging = name_staging(paths, step, safe_point)
     staging.directory.mkdir(mode=0o700)
     return staging
@@ -122,10 +126,14 @@ def seal(staging_dir: Path, files: Iterable[str]) -> list[FileEntry]:
         problem = path_problem(name)
         if problem is not None:
             raise ValueError(f"{problem}: {name!r}")
+    # Every name is opened below this descriptor, without following links: a directory exchanged meanwhile leads nowhere
+    # else.
     with open_directory(staging_dir) as root:
         with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="seal") as pool:
             entries = list(pool.map(lambda name: _seal_file(root, name), names))
         folders = {folder for name in names for folder in _folders(name)}
+        # Files first, then their directories from the deepest up: an entry is durable once its directory is synced, and
+        # a synced name must not point to bytes that are not.
         for folder in sorted(folders, reverse=True):
             with open_below(root, folder) as fd:
                 os.fchmod(fd, 0o700)
@@ -156,26 +164,34 @@ def commit(
         Fenced: by `epoch_check`.
         OSError: the storage refused. On any error the staging directory is left for `abort`.
     """
+    # The digest is computed first, and the signature covers it: neither may change any more from here on.
     manifest = sealed(manifest)
     if keys is not None:
         manifest = sign(manifest, keys.current)
     data = render(manifest)
     parse(data, where=staging.directory / MANIFEST)  # never write what every reader would refuse
+    # Before the manifest is written: a file beside the sealed ones would be committed without any fsync.
     _check_sealed(staging, manifest)
+    # Asked here too, and not just before the rename: a fenced attempt then ends before it touches the name below.
     epoch_check()
     write_file(staging.directory / MANIFEST, data)
     replaced: Path | None = None
+    # The name is judged by reading every byte, since whoever wrote it may have died at any point of its commit.
     if os.path.lexists(staging.final):
         verdict = verify(staging.final, keys=keys)
         other = verdict.manifest if verdict.ok else None
         if other is not None and (why := _difference(other, manifest)):
             epoch_check()
+            # Two renames cannot be one. The record in quarantine names our staging directory, so that `sweep` can tell
+            # a replacement that died half way from one that is done.
             replaced = move_to_quarantine(staging.final, [why], until_gone=staging.directory.name)
+        # The same state twice. The one that is there stays: to exchange it would mean a moment with neither.
         elif verdict.ok:
             fsync_path(staging.final.parent)  # its writer may have died between rename and fsync
             abort(staging)
             _point_latest(staging)
             return staging.final
+        # An unreadable directory may be whole: storage that does not answer now must not cost a good checkpoint.
         elif not verdict.damaged:
             raise CheckpointCorrupt(
                 "the name is taken by a checkpoint that cannot be judged",
@@ -188,12 +204,15 @@ def commit(
             epoch_check()
             move_to_quarantine(staging.final, [str(p) for p in verdict.problems])
     try:
+        # The owner is asked once more right before the rename: reading a taken name back may have lasted minutes, long
+        # enough for another attempt to start.
         epoch_check()
         _rename(staging, manifest)
     except BaseException:
         if replaced is not None:
             put_back(replaced, staging.final)  # otherwise neither would have the name
         raise
+    # The rename is visible at once and durable now. The save is reported after this, since a report is a promise.
     fsync_path(staging.final.parent)
     _point_latest(staging)
     return staging.final
@@ -213,6 +232,8 @@ def _rename(staging: StagingDirectory, manifest: Manifest) -> None:
         os.rename(staging.directory, staging.final)  # noqa: TID251 - its errors are judged apart from fsync's
     except OSError:
         # NFS may report ESTALE or ENOENT for a rename that was done and whose reply was lost.
+        # Both must hold: our directory is gone, and what has the name carries our manifest's digest. Otherwise another
+        # save may have taken it.
         if staging.directory.exists() or not _is_ours(staging.final, manifest):
             raise
 
@@ -230,10 +251,13 @@ def sweep(paths: RunPaths) -> list[Path]:
     replace."""
     removed = []
     names = sorted(names_in(paths.run, paths.checkpoints))
+    # Before anything is removed: a checkpoint that was set aside for a save that died comes back first, while the
+    # staging directory that tells so still exists.
     names_in(paths.run, paths.quarantine)  # refuses a link: its target is not ours to put back
     put_back_unfinished(paths.checkpoints)
     for name in names:
         path = paths.checkpoints / name
+        # Only the two kinds of names that this package makes are removed; a user's own directory stays.
         if STAGING_NAME.fullmatch(name) and stat.S_ISDIR(path.lstat().st_mode):
             _remove(path)
         elif name.startswith(f".{paths.latest.name}.") and name.endswith(".tmp"):
@@ -252,8 +276,10 @@ def _seal_file(root: int, name: str) -> FileEntry:
     with open_below(root, name) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise OSError(f"{name} is not a regular file")
+        # Frameworks write with the user's umask; a checkpoint holds weights and rollouts.
         os.fchmod(fd, 0o600)
         os.fsync(fd)  # noqa: TID251 - by descriptor
+        # Hashed after the fsync and from the same descriptor, so that digest and durable bytes are of one file.
         return hash_file(fd, name)
 
 
@@ -261,6 +287,7 @@ def _check_sealed(staging: StagingDirectory, manifest: Manifest) -> None:
     """The tree must hold what was sealed and nothing else: all else, nobody made durable."""
     wanted = {entry.path: entry.size for entry in manifest.files}
     with open_directory(staging.directory) as root:
+        # Sizes alone: every byte is read back by the lead's verification after the commit.
         there = {e.path: (e.kind, e.info.st_size) for e in list_tree(root) if e.kind != "directory"}
     wrong = [f"{path}: not sealed" for path in sorted(there.keys() - wanted.keys())]
     wrong += [f"{path}: sealed, but missing" for path in sorted(wanted.keys() - there.keys())]
@@ -268,6 +295,7 @@ def _check_sealed(staging: StagingDirectory, manifest: Manifest) -> None:
         if there[path] != ("file", wanted[path]):
             wrong.append(f"{path}: {there[path][0]} of {there[path][1]} bytes, sealed with {wanted[path]}")
     wrong += [f"{part}: required" for part in missing_parts(manifest)]
+    # Every reader orders checkpoints by name, and the signature covers the manifest's name: the two must agree.
     if (manifest.name, checkpoint_order(manifest.name)) != (
         staging.final.name,
         (staging.step, staging.safe_point),
@@ -292,6 +320,7 @@ def _is_ours(final: Path, manifest: Manifest) -> bool:
 def _point_latest(staging: StagingDirectory) -> None:
     hint = staging.final.parent / "latest"
     try:
+        # For people and scripts: a resume verifies what is there and never reads this file.
         write_file(hint, staging.final.name.encode() + b"\n")
     except OSError:
         # The checkpoint is committed; a stale hint must not make that look like a failure.
@@ -299,5 +328,6 @@ def _point_latest(staging: StagingDirectory) -> None:
 
 
 def _remove(path: Path) -> None:
+    # A link is left alone: its target may be a directory of the user's, which no save of ours has made.
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

@@ -49,6 +49,7 @@ def frozen_digests(paths: RunPaths) -> list[str]:
 
 def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
     """Records the expected content of the copy of that digest, durably; does nothing if the record exists."""
+    # Written once: the record proves itself by its digest, and the source may have changed since.
     if _record(paths, seen.digest) is None:
         write_file(_record_path(paths, seen.digest), msgspec.json.encode(seen, order="sorted") + b"\n")
 
@@ -70,15 +71,19 @@ def check_frozen(
     problems: list[Problem] = []
     found: _Contents = {}
     try:
+        # All faults are collected, so that one verdict names them all.
         for path, size, sha256 in _read(paths.frozen / digest, problems, bytes_per_s):
             found[path] = (size, sha256)
     except OSError as error:
         problems.append(_unreadable(".", error))
     expected = _expected(paths, digest, seen)
     if expected is not None:
+        # A file that could not be read is reported as that. Calling it missing as well would make the copy look
+        # damaged, and it would be set aside.
         unread = {problem.path for problem in problems}
         problems += _differences(expected, found, unread)
     elif not problems and _digest_of(found) != digest:
+        # Kind `version`, not `damaged`: an old copy of a model with links may be whole, and must not be moved.
         what = "not its own tree's digest, and nothing says which of its files were links: not to be judged"
         problems.append(Problem(path=".", what=what, kind="version"))
     return Verdict(
@@ -95,17 +100,22 @@ def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Ite
     """Yields (path, size, SHA-256) of every file, and of every empty directory; follows no link."""
 
     def failed(error: OSError) -> None:
+        # os.walk passes over directories that it cannot read; the copy would seem to lack their files.
         raise error
 
     began, total = time.monotonic(), 0
     for folder, folders, names in os.walk(root, onerror=failed):
         here = os.path.relpath(folder, root)
+        # Empty directories belong to the tree that the digest describes.
         if not folders and not names and here != ".":
             yield here, 0, ""
+        # os.walk lists a link to a directory among the folders and does not enter it. A copy has no links, so it is
+        # reported.
         for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
             path = os.path.normpath(os.path.join(here, name))
             digest, size = hashlib.sha256(), 0
             try:
+                # O_NONBLOCK: a FIFO in the place of a file must not hang the start.
                 fd = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
                 with os.fdopen(fd, "rb", buffering=0) as file:
                     # Cached pages say nothing about the medium.
@@ -122,6 +132,7 @@ def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Ite
 
 
 def _unreadable(path: str, error: OSError) -> Problem:
+    # A link is damage beyond doubt; any other error may pass with the storage.
     if error.errno == errno.ELOOP:
         return Problem(path=path, what="a link where a plain file belongs")
     return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind="unreadable")
@@ -139,6 +150,7 @@ def _differences(expected: _Contents, found: _Contents, unread: set[str]) -> lis
 
 
 def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Contents | None:
+    # What was hashed just now outweighs a file that lies beside the copy.
     known = seen if seen is not None and seen.digest == digest else _record(paths, digest)
     if known is None:
         return None
@@ -150,7 +162,9 @@ def _record(paths: RunPaths, digest: str) -> Fingerprint | None:
     try:
         data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
         record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
+        # Its digest is computed again: a record that was changed or mixed up describes no copy.
         return record if sealed(record.files).digest == digest else None
+    # No record is no fault: copies of former versions have none.
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
 
@@ -187,14 +201,18 @@ def store_frozen(
     private_dir(paths.frozen)  # before anything in it is examined: it is no link, and ours
     final = paths.frozen / seen.digest
     if final.is_dir() and not _set_aside_damaged(paths, seen.digest, seen, notice, "it is stored anew"):
+        # Before the rename, so that no copy stands without what it is judged by.
         record_frozen(paths, seen)  # older copies have none
         return final
     for left in paths.frozen.glob(".*.tmp"):  # left by a start that died; no other process may write here
+        # Before the copy: frozen models are large, and leftovers of several deaths would fill the disk.
         shutil.rmtree(left)
+    # Under a name that no reader takes for a copy until it is whole.
     staging = paths.frozen / f".{seen.digest}.{secrets.token_hex(8)}.tmp"
     try:
         # Links are followed: Hugging Face's cache consists of them, and their targets are the content.
         shutil.copytree(source, staging, copy_function=shutil.copyfile)
+        # Bottom up: a directory is synced after everything in it.
         for folder, _, files in os.walk(staging, topdown=False):
             for name in files:
                 path = Path(folder, name)
@@ -216,6 +234,7 @@ def store_frozen(
         record_frozen(paths, seen)
         rename(staging, final)
     except BaseException:
+        # The error that led here is the one to report.
         shutil.rmtree(staging, ignore_errors=True)
         raise
     return final
@@ -230,6 +249,7 @@ def read_back_others(paths: RunPaths, seen: Collection[str], *, notice: Callable
         notice: as in `store_frozen`.
     """
     for digest in frozen_digests(paths):
+        # A checkpoint of before a change of model still names the other one, whose directory may be gone.
         if digest not in seen:
             _set_aside_damaged(
                 paths, digest, None, notice, "the model it was made of is not what the run starts with now"
@@ -243,6 +263,7 @@ def _set_aside_damaged(
     verdict = check_frozen(paths, digest, seen=seen)
     if verdict.ok:
         return False
+    # Left in place: the storage may give it at the next start, and it may be the last copy.
     if not verdict.damaged:
         notice(f"a frozen model could not be read back: {verdict.one_line()}")
         return False

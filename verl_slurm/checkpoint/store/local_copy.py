@@ -79,6 +79,8 @@ def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None
     """
     if not base:
         return None
+    # By the resolved path: runs of the same name in different places must not share parts, and two spellings of one
+    # path must.
     root = paths.root.resolve()
     key = hashlib.sha256(os.fsencode(root)).hexdigest()[:8]
     return Path(base) / f"{root.name}-{key}" / node
@@ -86,6 +88,7 @@ def local_directory(base: str | None, paths: RunPaths, node: str) -> Path | None
 
 def this_node() -> str:
     """Returns Slurm's name for this node; without Slurm, its host name."""
+    # Slurm's name, since the lead starts `send_home` by it; several slurmd on one machine have one host name.
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
@@ -98,11 +101,13 @@ def commit_part(staging: Path, manifest: Manifest) -> LocalPart:
     Raises:
         OSError: the node's disk refuses.
     """
+    # From here on the staging directory is a whole part and counts, whatever happens to the rename.
     write_file(staging / MANIFEST, render(manifest))
     final = staging.parent / manifest.name
     if final.exists():
         # Part of a former save at the same safe point: the same state, and perhaps the last copy of it. Ours already
         # counts under its present name (`list_parts`), should the power fail meanwhile.
+        # The staging directory's own name, before the older part goes: a power cut must leave one of the two.
         fsync_path(final.parent)
         drop_staging(final)
     rename(staging, final)
@@ -130,6 +135,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     """
     if not os.path.lexists(directory):
         return []
+    # From the root on: who can rename a directory above ours can put another one in its place.
     require_safe_way(directory.parent.parent, "checkpoint.local_dir")
     _require_ours(directory.parent)
     _require_ours(directory)
@@ -137,6 +143,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
     names = os.listdir(directory)
     for name in names:
         staged = STAGING_NAME.fullmatch(name)
+        # A staging directory with a manifest counts as well: see the specification.
         if staged is None and CHECKPOINT_NAME.fullmatch(name) is None:
             continue
         try:
@@ -145,6 +152,7 @@ def list_parts(directory: Path, keys: Keyring | None = None) -> list[LocalPart]:
             continue
         if manifest.name == (staged[1] if staged else name):
             parts.append(LocalPart(name=manifest.name, path=directory / name, manifest=manifest))
+    # The attempt first: a run that was thrown back saves lower steps that are newer all the same.
     return sorted(parts, key=lambda part: (part.manifest.epoch, part.order), reverse=True)
 
 
@@ -162,6 +170,7 @@ def part_problems(part: LocalPart) -> list[str]:
     """Reads every file of the part from its disk; returns its faults."""
     problems: list[str] = []
     with open_directory(part.path) as root:
+        # The manifest names the files of all nodes; this disk has those of its own ranks.
         there = {entry.path for entry in list_tree(root) if entry.kind == "file"}
         wanted = [Reading(entry) for entry in part.manifest.files if entry.path in there]
         read_checked(
@@ -176,10 +185,12 @@ def prune_parts(directory: Path, keep: int) -> list[str]:
     """Removes leftovers of a dead save and all but the newest `keep` parts; returns their names. Runs on one rank per
     node.
     """
+    # By directory name, not by checkpoint: the same checkpoint may lie here twice, staged and final.
     kept = {part.path.name for part in list_parts(directory)[:keep]}
     gone = []
     for name in sorted(os.listdir(directory)):
         is_ours = CHECKPOINT_NAME.fullmatch(name) or (name.startswith(".step_") and name.endswith(".tmp"))
+        # Whatever else somebody keeps here stays.
         if is_ours and name not in kept:
             drop_staging(directory / name)
             gone.append(name)
@@ -194,16 +205,20 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     Raises:
         OSError: a disk refuses.
     """
+    # So nodes meet in one directory without talking, and parts of another save of the same name do not.
     nonce = (part.manifest.digest or "")[:_NONCE_HEX]
     target = paths.staging(paths.checkpoints / part.name, nonce)
+    # Each on its own: `private_dir` checks the last directory of a path.
     private_dir(paths.checkpoints)
     private_dir(target)
+    # A file that the manifest does not name would make the whole directory fail its verification.
     ours = {entry.path for entry in part.manifest.files} | {MANIFEST}
     with open_directory(part.path) as root:
         names = [entry.path for entry in list_tree(root) if entry.kind == "file" and entry.path in ours]
     for name in names:
         to = target / name
         to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Several nodes write the same bytes, so by rename: a reader never finds half of it.
         if name == MANIFEST:
             # Several nodes write the same one.
             write_file(to, read_regular(part.path / name, bounded.MANIFEST))
@@ -211,6 +226,7 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
         shutil.copyfile(part.path / name, to, follow_symlinks=False)
         to.chmod(0o600)
         fsync_path(to)
+    # Files first, then folders: `assemble` on another node relies on what is durable here.
     for folder in sorted({(target / name).parent for name in names}, reverse=True):
         fsync_path(folder)
     return target
@@ -239,6 +255,7 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
     """
     results = []
     for home in sorted(paths.checkpoints.iterdir()):
+        # A directory came home if its nonce is its manifest's digest. A save that is being written has a random one.
         named = STAGING_NAME.fullmatch(home.name)
         try:
             manifest = read_manifest(home) if named else None
@@ -250,16 +267,19 @@ def assemble(paths: RunPaths, keys: Keyring | None = None) -> list[Assembled]:
         final = paths.checkpoints / name
         verdict = verify(home, name=name, keys=keys)
         filled = []
+        # With a checkpoint of that name there, the parts are not needed, and nothing is worth repairing.
         if verdict.damaged and not os.path.lexists(final):
             wrong = {problem.path for problem in verdict.problems}
             copies = set_aside_copies(paths, name, read_regular(home / MANIFEST, bounded.MANIFEST))
             filled = fill(home, [entry for entry in manifest.files if entry.path in wrong], copies)
             if filled:
                 verdict = verify(home, name=name, keys=keys)
+        # The one that has the name stays: it is the same save, or a start has judged it already.
         good = verdict.ok and not os.path.lexists(final)
         if good:
             rename(home, final)
         else:
+            # The parts on the nodes' disks are still there; they can come home again.
             drop_staging(home)
         results.append(Assembled(verdict, good, filled))
     return results

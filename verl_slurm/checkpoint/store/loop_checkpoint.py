@@ -97,19 +97,26 @@ def commit_tree(
     """
     began = time.monotonic() if save.began is None else save.began
     check = epoch_check or (lambda: require_epoch(paths, save.epoch))
+    # Before anything is moved: the parts of a fenced attempt stay where its loop wrote them.
     check()
+    # Safe point 0: these loops save at the end of a step.
     staging = door.begin(paths, save.step, 0)
     try:
+        # Renamed, not copied: the work directory lies on the same file system, and a copy would double the save's time.
         for name, source in parts.items():
             _move(source, staging.directory / name)
         for name, data in (_small_files(paths, save) | dict(texts or {})).items():
             write_file(staging.directory / name, data)
+        # Each rank has sealed its own files side by side; one rank alone would hash the whole checkpoint.
         known = {entry.path: entry for entry in sealed}
+        # Judged after the move: from here on the loop cannot change names any more.
         files = _files(staging.directory)
         entries = door.seal(staging.directory, [name for name in files if name not in known])
         manifest = _manifest(paths, save, staging.final.name, (*entries, *known.values()), began)
+        # Unsigned: a loop's files are not encrypted by us.
         final = door.commit(staging, manifest, epoch_check=check)
     except BaseException:
+        # Parts that were moved go too: half a save is of no use, and its loop writes whole ones.
         shutil.rmtree(staging.directory, ignore_errors=True)
         raise
     return SavedCheckpoint(
@@ -132,6 +139,7 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
         CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.store.verify.read_manifest`.
     """
     manifest = read_manifest(directory)
+    # The field was added with loops; manifests without it are the native trainer's.
     whose = "native" if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
     if whose != guest:
         raise ConfigError(
@@ -157,7 +165,9 @@ def clear_work(paths: RunPaths, epoch: int) -> Path:
     first save of a generation.
     """
     work = paths.work(epoch)
+    # Before anything is removed.
     names_in(paths.run, work.parent)  # refuses a link: its target is not ours to remove
+    # A restart within the attempt has the same number, and its loop must not find half a save of the one before.
     shutil.rmtree(work, ignore_errors=True)
     private_dir(work)
     return work
@@ -175,16 +185,19 @@ def sweep_work(paths: RunPaths) -> list[Path]:
     work = paths.root / "work"
     found = [work / name for name in sorted(names_in(paths.run, work))]
     for path in found:
+        # The link itself is removed below, and never what it leads to.
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             with suppress(OSError):
                 path.unlink()
+    # Asked afterwards, since what could not be removed is no error and must not be reported as gone.
     return [path for path in found if not os.path.lexists(path)]
 
 
 def _move(source: Path, target: Path) -> None:
     try:
+        # Durable with the commit, which syncs the tree.
         rename(source, target, durable=False)
     except OSError as error:
         raise OSError(
@@ -212,6 +225,7 @@ def _small_files(paths: RunPaths, save: LoopSave) -> dict[str, bytes]:
         msgspec.json.format(msgspec.json.encode(metadata), indent=1) + b"\n",
         render_schema(current_schema()),
     )
+    # `GUEST_FILES` is part of the specification: a verification asks for each of them.
     return dict(zip(GUEST_FILES, small, strict=True))
 
 
@@ -231,6 +245,7 @@ def _files(staging: Path) -> list[str]:
             remedy="the save is given up; the checkpoint before it counts",
         )
     needed = {path[:at] for path in files for at, char in enumerate(path) if char == "/"}
+    # Deepest first, since a directory of empty directories is empty only once those are gone.
     for entry in reversed(entries):
         if entry.kind == "directory" and entry.path not in needed:
             (staging / entry.path).rmdir()

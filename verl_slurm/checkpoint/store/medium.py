@@ -28,11 +28,14 @@ def free_space(path: Path) -> FreeSpace:
 
     Blocks as long as the file system does: on an NFS without its server, until the server is back.
     """
+    # The place of a save need not exist yet, and statvfs needs something that does. lexists: a dangling link is a place
+    # too.
     place = path
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
     try:
         stat, device = os.statvfs(place), os.stat(place).st_dev
+    # An answer that cannot be had is a problem to report and no reason to refuse the save.
     except OSError as error:
         return FreeSpace(problem=f"{place} could not be asked: {error.strerror}")
     # bavail, not bfree: blocks reserved for root are not ours. A file system that reports no blocks, or no inodes, at
@@ -75,6 +78,7 @@ class StorageWatch:
     ) -> None:
         self._name, self._path, self._need, self._ask = name, path, estimate, ask
         self._outcomes = [Outcome(num_bytes=count, seconds=seconds) for count, seconds in earlier]
+        # A new process knows nothing yet, so the first healthy save after a start is no news.
         self._kind: HealthKind = "unknown"
         self.room: Room | None = None
 
@@ -85,6 +89,7 @@ class StorageWatch:
 
     def before_save(self) -> tuple[Notice, ...]:
         """Asks whether the next save fits. The save is tried anyway: only the write itself is proof."""
+        # Only a change is said: a full disk would otherwise be reported at every save.
         before = None if self.room is None else self.room.enough
         self.room = room = self._ask(self._path, self._need)
         if room.enough is False and before is not False:
@@ -104,6 +109,7 @@ class StorageWatch:
         return self._heard(Outcome(error=reason or "for an unknown reason"))
 
     def _heard(self, outcome: Outcome) -> tuple[Notice, ...]:
+        # Bounded: a run of months makes thousands of saves, and the judgement needs the recent ones.
         self._outcomes = [*self._outcomes, outcome][-_REMEMBERED:]
         health = judge_health(self._outcomes)
         before, self._kind = self._kind, health.kind

@@ -48,12 +48,15 @@ def newest_checkpoint(paths: RunPaths) -> Newest | None:
         OSError: the directory of checkpoints cannot be read.
     """
     try:
+        # One listing and one small file: `list` asks a thousand runs.
         names = os.listdir(paths.checkpoints)
     except FileNotFoundError:
         return None
     found = [match for name in names if (match := CHECKPOINT_NAME.fullmatch(name))]
+    # By the numbers, since `step_9` and a name without a safe point sort wrongly as text.
     for match in sorted(found, key=lambda one: (int(one[1]), int(one[2] or 0)), reverse=True):
         manifest = _read(f"{paths.checkpoints}/{match[0]}/{MANIFEST}")
+        # A partial one that was copied here is no state to resume from.
         if manifest is not None and not manifest.components:
             size = sum(file.size for file in manifest.files)
             return Newest(match[0], manifest.step, manifest.safe_point, manifest.created_utc, size)
@@ -63,6 +66,7 @@ def newest_checkpoint(paths: RunPaths) -> Newest | None:
 def _read(path: str) -> _Manifest | None:
     try:
         data = bounded.read_regular(path, bounded.MANIFEST)
+        # Before it is decoded: small JSON can become a multiple of its size in objects.
         bounded.check_json(data, bounded.MANIFEST)
         return _DECODER.decode(data)
     except (OSError, *UNREADABLE):

@@ -68,12 +68,14 @@ def look(
         NotFound: there is no committed checkpoint.
         CheckpointCorrupt: none verifies, so nothing may be removed.
     """
+    # One listing for look and plan: what a live run adds afterwards is in neither, and stays.
     infos = list_checkpoints(paths)
     committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
     if not committed:
         raise NotFound(
             "the run has no checkpoint yet", where=paths.root, remedy=f"verl-slurm status {paths.root}"
         )
+    # Read back, every byte: removing older ones relies on it.
     good, bad = _newest_good(committed, verifier)
     if good is None:
         raise CheckpointCorrupt(
@@ -93,6 +95,7 @@ def look(
             keep_every=keep_every,
             best=best,
             verified={good},
+            # One is enough here, because it was read back just now; the ranks' plan keeps more of them.
             num_verified=1,
             protected=protected,
         ),
@@ -116,8 +119,10 @@ def carry_out(paths: RunPaths, found: Look) -> list[str]:
         return removed
     with open_own(paths.run, paths.quarantine) as quarantine:
         for name in found.quarantined:
+            # The look may have been made of a hostile tree; a name with `/` would remove elsewhere.
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is no name")
+            # Below the descriptor, so that a directory exchanged by a link since the look removes nothing elsewhere.
             shutil.rmtree(name, dir_fd=quarantine)
             with suppress(FileNotFoundError):
                 os.unlink(f"{name}.reason.json", dir_fd=quarantine)  # last: no entry lies here without one
@@ -134,6 +139,7 @@ def _newest_good(
         verdict = verifier(info.path)
         if verdict.ok:
             return info.name, bad
+        # Passed over and kept: whether it is set aside is the recovery's decision.
         bad.append(verdict.one_line())
     return None, bad
 
@@ -168,23 +174,31 @@ def apply_prune(
         ValueError: the plan names something that is no checkpoint (a bug of its maker).
         OSError: one could not be removed; those before it are gone, those after it are whole.
     """
+    # Oldest first: an error half way leaves the newer ones.
     names = [item.name for item in reversed(plan.drop)]
+    # All names are checked before the first removal.
     for name in [*names, *(item.name for item in plan.keep)]:
         if checkpoint_order(name) is None:
             raise ValueError(f"{name!r} is no checkpoint's name")
+    # A plan that keeps nothing removes nothing, whatever it says.
     if not names or not plan.keep:
         return []
+    # Nothing is removed before one of the kept is known to be good: the newest save may not have been read back yet.
     if not plan.assured and not any(verifier(paths.checkpoints / item.name).ok for item in plan.keep):
         return []
     removed = []
     with open_own(paths.run, paths.checkpoints) as folder:
         for name in names:
             doomed = paths.staging(paths.checkpoints / name, secrets.token_hex(8)).name
+            # Before each: this rank may have slept since the plan was made, and the run belong to another attempt.
             epoch_check()
             try:
                 os.rename(name, doomed, src_dir_fd=folder, dst_dir_fd=folder)  # noqa: TID251 - by descriptor
             except FileNotFoundError:
+                # Somebody else removed it first, by the same rules.
                 continue
+            # The rename is durable before the files go: after a power cut a half-removed directory must not have a
+            # checkpoint's name.
             os.fsync(folder)  # noqa: TID251 - by descriptor
             shutil.rmtree(doomed, dir_fd=folder)
             removed.append(name)

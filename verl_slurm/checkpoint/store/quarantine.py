@@ -55,7 +55,9 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     """
     if not os.path.lexists(directory):
         return None
+    # Beside the checkpoints, on the same file system: the move is a rename, and no copy can fail half way.
     quarantine = private_dir(directory.parent / "quarantine")
+    # A random suffix: the same name may be set aside more than once.
     target = quarantine / f"{directory.name}.{secrets.token_hex(4)}"
     record = {
         "name": directory.name,
@@ -64,6 +66,7 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
     } | ({"until_gone": until_gone} if until_gone else {})
     text = msgspec.json.format(msgspec.json.encode(record), indent=1) + b"\n"
     note = quarantine / f"{target.name}{_RECORD}"
+    # First, and durable: a crash before the rename leaves a note without an entry, which is harmless.
     write_file(note, text)
     try:
         rename(directory, target)
@@ -77,20 +80,24 @@ def move_to_quarantine(directory: Path, reasons: Sequence[str], *, until_gone: s
 def is_set_aside(path: Path) -> bool:
     """Returns whether `move_to_quarantine` can have put it there: a name that it makes, and the record beside it."""
     name, _, nonce = path.name.rpartition(".")
+    # `prune` removes by this: a directory that a user put here by hand has no record and stays.
     ours = checkpoint_order(name) is not None and re.fullmatch(r"[0-9a-f]{8}", nonce) is not None
     return ours and path.with_name(path.name + _RECORD).is_file()
 
 
 def put_back(aside: Path, directory: Path) -> bool:
     """Renames what was set aside to its old name, durably; returns False if the name is taken, or `aside` is gone."""
+    # The name is taken: a save has succeeded meanwhile, and what it has is newer.
     if os.path.lexists(directory):
         return False
     try:
+        # Both parents are synced below, in this order: the entry under its own name first.
         rename(aside, directory, durable=False)
     except OSError:  # the save has failed with its own error; the next start tries again
         return False
     fsync_path(directory.parent)
     fsync_path(aside.parent)
+    # Last: until the move is durable the note says what to do with the entry.
     aside.with_name(aside.name + _RECORD).unlink(missing_ok=True)
     return True
 
@@ -100,13 +107,16 @@ def put_back_unfinished(checkpoints: Path) -> list[Path]:
     done = []
     for note in sorted((checkpoints / "quarantine").glob(f"*{_RECORD}")):
         try:
+            # Notes may come from a run that was handed over, so they are bounded and typed.
             record = decode_json(read_regular(note, RECORD), _Record, RECORD, doubles=False)
         except (OSError, *UNREADABLE):
             continue  # not made by us
+        # Both names are joined to paths below: they must be names that this package makes, without `/` or `..`.
         plain = checkpoint_order(record.name) is not None and STAGING_NAME.fullmatch(record.until_gone)
         if len(record.until_gone) > _MAX_NAME:
             continue  # no file system has such a name, and looking it up is an error
         aside = note.with_name(note.name.removesuffix(_RECORD))
+        # The staging directory still exists, so the save that wanted the name never got it.
         unfinished = plain and (checkpoints / record.until_gone).is_dir() and aside.is_dir()
         if unfinished and put_back(aside, checkpoints / record.name):
             done.append(checkpoints / record.name)
@@ -127,6 +137,7 @@ def set_aside_copies(paths: RunPaths, name: str, manifest: bytes) -> list[Path]:
         try:
             with open_directory(path) as root, open_below(root, MANIFEST) as fd:
                 info = os.fstat(fd)
+                # Byte for byte: the same name with another manifest is another save, whose files must not be mixed in.
                 if info.st_size == len(manifest) and os.pread(fd, info.st_size + 1, 0) == manifest:
                     found.append(path)
         except OSError:
@@ -148,10 +159,12 @@ def fill(directory: Path, wanted: Iterable[FileEntry], copies: Sequence[Path]) -
 
 def _take(directory: Path, entry: FileEntry, copy: Path) -> bool:
     to = directory / entry.path
+    # Aside: `to` keeps its bytes until better ones are proven.
     half = to.with_name(f".fill.{secrets.token_hex(4)}")
     try:
         with open_directory(copy) as root, open_below(root, entry.path) as source:
             info = os.fstat(source)
+            # The size first, since a copy in quarantine may be damaged in any way, and be a hole of any size.
             if not stat.S_ISREG(info.st_mode) or info.st_size != entry.size:
                 return False
             to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -160,6 +173,7 @@ def _take(directory: Path, entry: FileEntry, copy: Path) -> bool:
             # Hash what was written, not what was read before: the source may change meanwhile.
             found = hash_file(file.fileno(), entry.path)
         if (found.size, found.sha256) == (entry.size, entry.sha256):
+            # Durable before the next file, so that a crash leaves each file old or new.
             rename(half, to)
             return True
     except OSError:

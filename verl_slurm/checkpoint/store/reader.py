@@ -59,6 +59,7 @@ class CheckpointReader:
     def __init__(self, directory: Path, keys: Keyring | None = None) -> None:
         self.directory = directory
         self.manifest = read_manifest(directory, keys=keys)
+        # Fails here, at the manifest, and not at the first file, if the key is missing.
         self._cipher = CheckpointCipher.of(self.manifest, keys, where=directory)
         self._entries = {entry.path: entry for entry in self.manifest.files}
 
@@ -88,6 +89,7 @@ class CheckpointReader:
 
         def read(at: int, size: int) -> memoryview:
             nonlocal start, held
+            # Readers go forward, so the window moves on and each chunk is checked about once.
             if not start <= at <= at + size <= start + len(held):
                 try:
                     data = read_range(self.directory, entry, self._cipher, at, max(size, _WINDOW_BYTES))
@@ -119,13 +121,17 @@ def read_small(directory: Path, entry: FileEntry, cipher: CheckpointCipher | Non
         CheckpointCorrupt: its tags are not those of what was encrypted.
     """
     limit = _LIMITS.get(entry.path.rsplit("/", 1)[-1], _RUNTIME_STATE)
+    # By the manifest's size, before anything is opened.
     if _plain_size(entry) > limit.num_bytes:
         raise TooMuch(f"{entry.size} bytes, at most {limit.num_bytes}")
     with open_directory(directory) as root, open_below(root, entry.path) as fd:
         size = os.fstat(fd).st_size
+        # Both sizes agree before a byte is read: the manifest's was bounded above.
         if size != entry.size:
             raise ValueError(f"{size} bytes, expected {entry.size}")
         data = bounded.read_fd(fd, Limit(num_bytes=sealed_size(limit.num_bytes)))
+    # Digest, size and chunk digests at once. Encrypted bytes are hashed as they lie there; the tags are checked by
+    # `open`.
     if msgspec.structs.replace(entry_of(entry.path, data), plain_size=entry.plain_size) != entry:
         raise ValueError("another SHA-256")
     return data if cipher is None or not _is_sealed(entry) else cipher.open(entry, data)
@@ -141,6 +147,7 @@ def read_range(
         ValueError: it is not what was committed.
     """
     data = bytearray(max(0, min(most, _plain_size(entry) - start)))
+    # `read_checked` copies to addresses, as tensors need; `data` must not be resized while it does.
     place = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
     opener = cipher.opener(entry) if data and cipher is not None and _is_sealed(entry) else None
     wanted = [Wanted(start, len(data), place)] if data else None
@@ -149,6 +156,7 @@ def read_range(
         read_checked(
             root,
             [Reading(entry, wanted, opener)],
+            # A few chunks: starting threads costs more. Through the page cache, which serves the next window.
             threads=1,
             on_problem=lambda _, what: problems.append(what),
             from_medium=False,

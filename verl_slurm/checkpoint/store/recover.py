@@ -95,15 +95,19 @@ def _auto(
     move_damaged: bool,
     verifier: Callable[[Path], Verdict],
 ) -> ResumeChoice:
+    # By manifests alone. Which of them verify is found out one by one, since each costs reading all its bytes.
     infos = list_checkpoints(paths)
     by_name = {info.name: info.path for info in infos}
     verdicts: dict[str, Verdict] = {}
     decision = decide_resume(infos, verdicts)
+    # The decision is pure and asked again after each verification: the newest good one ends it, and nothing older is
+    # read.
     while decision.action == "verify" and decision.name is not None:
         verdicts[decision.name] = verifier(by_name[decision.name])
         decision = decide_resume(infos, verdicts)
     moved = [
         move_to_quarantine(by_name[name], [str(p) for p in verdicts[name].problems])
+        # After the decision, not during it: a `refuse` must know every verdict first.
         for name in decision.set_aside
         if move_damaged
     ]
@@ -116,6 +120,7 @@ def _auto(
     )
     if decision.action == "fresh" or decision.name is None:
         return fresh
+    # `refuse` is raised after the damaged ones are set aside: the next start need not read them again.
     verdict = verdicts[decision.name]
     if decision.action == "refuse":
         raise _refusal(by_name[decision.name], verdict)
@@ -129,6 +134,7 @@ def _explicit(
     verifier: Callable[[Path], Verdict],
 ) -> ResumeChoice:
     named = checkpoint_order(resume_from) is not None
+    # A name is one of this run's, and a relative path the user's: `step_000012` in the working directory is not meant.
     path = paths.checkpoints / resume_from if named else Path(resume_from).expanduser().resolve()
     if not os.path.lexists(path):
         raise NotFound(
@@ -138,6 +144,7 @@ def _explicit(
             remedy="verl-slurm checkpoints lists what there is",
         )
     verdict = verifier(path)
+    # Neither replaced by an older one nor set aside: the user named this one, and it may be another run's.
     if not verdict.ok:
         raise _refusal(path, verdict)
     reasons = (verdict.one_line(), f"checkpoint.resume_from names {path}")
@@ -156,6 +163,7 @@ def _use(
     schema: SchemaVersion,
 ) -> ResumeChoice:
     """Returns `choice` with the verified checkpoint at `path` in it, after checking that its schema fits."""
+    # After the verification: the file's bytes are the committed ones.
     saved = read_schema(path)
     if verdict.manifest is None or saved.schema_id != verdict.manifest.schema_id:
         raise CheckpointCorrupt(
@@ -165,6 +173,7 @@ def _use(
             expected=verdict.manifest.schema_id if verdict.manifest else None,
             remedy="resume from another checkpoint (verl-slurm checkpoints)",
         )
+    # A partial one verifies as well, and lacks what a resume needs.
     require_full(verdict.manifest, path)
     check_schema(saved, schema, where=path)
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest)
@@ -172,6 +181,7 @@ def _use(
 
 def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | SchemaMismatch:
     for problem in verdict.problems:
+        # First: with an unknown version nothing else that was found means anything.
         if problem.kind == "version":
             return SchemaMismatch(
                 "the checkpoint is of another format version",

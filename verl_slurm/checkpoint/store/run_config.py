@@ -35,6 +35,7 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
     if key_file is not None:
         return Keyring(read_key_file(key_file))
     place = place.resolve()
+    # A run's directory, or RUN/checkpoints/step_x.
     candidates = [place, place.parent.parent]
     if place.parent.parent.name == RunPaths(place).partial.root.name:
         candidates.append(place.parent.parent.parent)  # a partial save lies one level deeper
@@ -85,6 +86,7 @@ def trained_with(
     with suppress(VerlSlurmError):
         reader = CheckpointReader(checkpoint, keys)
         former = parse_config(reader.read("config.yaml"), str(checkpoint / "config.yaml"))
+        # A checkpoint that was taken over from another run has that run's configuration.
         return former if former.run_dir == now.run_dir else None
     return None
 
@@ -93,6 +95,7 @@ def note_trained_with(paths: RunPaths, config: RunConfig) -> None:
     """Records that ranks are started with `config`."""
     data = dump(config)
     with suppress(FileNotFoundError, TooMuch):
+        # The same as last time: no write and no fsync at most restarts.
         if read_regular(paths.trained_with, CONFIG) == data:
             return
     private_dir(paths.control)

@@ -39,6 +39,7 @@ def read_header(fd: int) -> Header | str:
     if len(first) < 8:
         return f"{size} bytes, less than a header"
     (length,) = struct.unpack("<Q", first)
+    # Before it is read: the length is the file's own word.
     if length > min(SAFETENSORS_HEADER.num_bytes, size - 8):
         return f"a header of {length} bytes in a file of {size}"
     try:
@@ -59,10 +60,12 @@ def safetensors_problem(fd: int) -> str:
         return _NO_HEADER
     expected = 8 + header.num_bytes + max(ends, default=0)
     size = os.fstat(fd).st_size
+    # The format has no checksum, and its tensors leave no gap: a file of another length was cut or has a tail.
     return "" if size == expected else f"{size} bytes, its header says {expected}"
 
 
 def _end(entry: Tensor) -> int:
+    # A missing pair must not count as an empty tensor at 0.
     start, end = entry.data_offsets or (-1, -1)
     if not 0 <= start <= end:
         raise ValueError("no place in the file")

@@ -71,9 +71,11 @@ def next_due(
         return Due(name=None, in_s=every_s, reason="there is no checkpoint yet")
     # Among those never read, the newest first: a resume would take it.
     oldest = min(committed, key=lambda info: (read_at.get(info.name, -1.0), -info.step, -info.safe_point))
+    # Not known means due: `read_at` starts empty with each process.
     last = read_at.get(oldest.name)
     if last is None:
         return Due(name=oldest.name, in_s=0.0, reason="not read back yet")
+    # One clock for both, given by the caller: this function stays pure.
     age = now - last
     return Due(name=oldest.name, in_s=max(0.0, every_s - age), reason=f"read back {age:.0f} s ago")
 
@@ -98,6 +100,7 @@ def scrub_one(
     moved = None
     if not verdict.ok and not path.exists():
         return Scrubbed(verdict=verdict, set_aside=None, gone=True)
+    # `damaged` leaves out what could not be read, belongs to others or has another key.
     if set_aside and not verdict.ok and verdict.damaged:
         moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
     return Scrubbed(verdict=verdict, set_aside=moved)
@@ -109,6 +112,7 @@ def scrub_frozen(
     """Reads one copy in RUN/frozen back; the arguments are those of `scrub_one`. The next start replaces a
     damaged one."""
     path = paths.frozen / digest
+    # Without the source: on a login node it may be elsewhere, and the record beside the copy suffices.
     verdict = check_frozen(paths, digest, bytes_per_s=bytes_per_s)
     if not verdict.ok and not path.exists():
         return Scrubbed(verdict=verdict, set_aside=None, gone=True)

@@ -48,6 +48,7 @@ def open_directory(path: Path | str, *, below: int | None = None) -> Iterator[in
     Raises:
         OSError: it does not exist, is a link (ELOOP, ENOTDIR), or is not readable for us.
     """
+    # O_NOFOLLOW: a link in the place of a checkpoint could lead anywhere, and be turned after a check.
     fd = os.open(path, _DIRECTORY, dir_fd=below)
     try:
         yield fd
@@ -67,6 +68,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
         OSError: a name is missing, or not readable for us.
     """
     with ExitStack() as opened:
+        # Links up to the run are the user's own; the flags differ from `_DIRECTORY` in that alone.
         fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         opened.callback(os.close, fd)
         way = run
@@ -75,6 +77,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
             try:
                 fd = opened.enter_context(open_directory(name, below=fd))
             except OSError as error:
+                # With O_DIRECTORY and O_NOFOLLOW a link gives either, by kernel and file system.
                 if error.errno not in (errno.ELOOP, errno.ENOTDIR):
                     raise
                 raise PermissionRefused(
@@ -108,8 +111,10 @@ def open_below(root: int, path: str) -> Iterator[int]:
     try:
         current = root
         for folder in folders:
+            # Name by name: O_NOFOLLOW guards the last name of a path and no other.
             current = os.open(folder, _DIRECTORY, dir_fd=current)
             opened.append(current)
+        # Callers ask fstat for the kind: a FIFO opens here, too.
         opened.append(os.open(name, _FILE, dir_fd=current))
         yield opened[-1]
     finally:
@@ -132,6 +137,7 @@ def list_tree(root: int, most: int = sys.maxsize) -> list[Entry]:
     """
     entries: list[Entry] = []
     _descend(root, "", entries, most)
+    # A directory sorts before what is in it, so the reverse order can remove trees.
     return sorted(entries, key=lambda entry: entry.path)
 
 
@@ -140,11 +146,14 @@ def _descend(fd: int, prefix: str, entries: list[Entry], most: int) -> None:
     begin = len(entries)
     with os.scandir(fd) as names:
         for name in names:
+            # Before the entry is made: a directory may hold millions of names.
             if len(entries) == most:
                 raise TooMuch(f"more than {most} files and directories")
+            # Renamed or removed since it was listed: left out, since ENOENT would mean that the tree is gone.
             with suppress(FileNotFoundError):
                 entries.append(Entry(path=prefix + name.name, info=name.stat(follow_symlinks=False)))
     for entry in entries[begin:]:
+        # The limit bounds the recursion and the open descriptors, one for each level.
         if entry.kind == "directory" and entry.path.count("/") < MAX_DEPTH:
             with (
                 suppress(FileNotFoundError),

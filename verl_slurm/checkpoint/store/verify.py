@@ -31,6 +31,7 @@ _MOST_EXTRA = 4096
 the verdict."""
 
 # These mean that the tree is not what was committed; any other error may be a passing fault of the storage.
+# The distinction decides what is moved to quarantine: damage is, a storage that does not answer is not.
 _TREE_ERRORS = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR}
 
 
@@ -70,11 +71,15 @@ def verify(
             # Count by the manifest as it is: one signed with another key may be good, with all its files.
             entries = list_tree(root, sum(map(len, _named(parsed))) + _MOST_EXTRA)
             if require_owner:
+                # The directory itself counts: who can write it can exchange every file in it.
                 here = Entry(path=".", info=os.fstat(root))
                 problems.extend(_untrusted([here, *entries]))
+            # Without a manifest that proves something there is nothing to hold the files against.
             if manifest is not None:
+                # A checkpoint that was renamed would be taken for another step.
                 if manifest.name != name:
                     problems.append(Problem(path=".", what=f"the manifest is of {manifest.name}"))
+                # Names first: a missing file is known without reading gigabytes.
                 problems.extend(_tree_problems(manifest, entries))
                 num_bytes = _check_files(root, manifest, problems, threads, bytes_per_s)
     except bounded.TooMuch as error:
@@ -86,6 +91,8 @@ def verify(
     return Verdict(
         name=name,
         ok=not problems,
+        # A set: a missing file is found by its name and again when it is to be read. Sorted, so that two runs say the
+        # same.
         problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
         manifest=manifest,
         num_bytes=num_bytes,
@@ -115,6 +122,7 @@ def read_manifest(directory: Path, *, keys: Keyring | None = None) -> Manifest:
 def _read_manifest(root: int, where: object) -> Manifest:
     with open_below(root, MANIFEST) as fd:
         try:
+            # The size comes from whoever wrote the file; a hole of any size takes no disk.
             data = bounded.read_fd(fd, bounded.MANIFEST)
         except bounded.TooMuch as error:
             raise CheckpointCorrupt("the manifest does not verify", where=where, found=error) from None
@@ -126,9 +134,11 @@ def _manifest(root: int, problems: list[Problem]) -> Manifest | None:
         return _read_manifest(root, MANIFEST)
     except FileNotFoundError:
         problems.append(Problem(path=MANIFEST, what="missing: this was never committed"))
+    # A kind of its own: a checkpoint of a newer version is good, and must be neither moved nor passed over.
     except SchemaMismatch as error:
         found = f"format version {error.found}, this code reads {error.expected}"
         problems.append(Problem(path=MANIFEST, what=found, kind="version"))
+    # Bytes that are there and wrong: damage beyond doubt.
     except CheckpointCorrupt as error:
         problems.append(Problem(path=MANIFEST, what=str(error.found)))
     except OSError as error:
@@ -157,6 +167,7 @@ def _untrusted(entries: list[Entry]) -> list[Problem]:
             continue  # reported as a link; its own mode means nothing
         if entry.info.st_uid != os.geteuid():
             what = f"belongs to uid {entry.info.st_uid}, expected {os.geteuid()}"
+        # Group and others: both could change the bytes after this check and before they are loaded.
         elif stat.S_IMODE(entry.info.st_mode) & 0o022:
             what = f"may be written by others (mode {stat.S_IMODE(entry.info.st_mode):04o})"
         else:
@@ -183,6 +194,7 @@ def _tree_problems(manifest: Manifest, entries: list[Entry]) -> list[Problem]:
             if entry.path not in files:
                 problems.append(Problem(path=entry.path, what="extra: not in the manifest"))
         elif entry.kind == "directory":
+            # Nothing is harmless here: a library may load whatever lies in a directory that it is given.
             if entry.path not in folders:
                 problems.append(Problem(path=entry.path, what="extra directory: not in the manifest"))
         else:
@@ -215,6 +227,7 @@ def _shown(problem: Problem) -> Problem:
 
 
 def _os_problem(path: str, error: OSError) -> Problem:
+    # Damage, like all of `_TREE_ERRORS`: the tree answered, and it is not what was committed.
     if error.errno == errno.ENOENT:
         return Problem(path=path, what="missing")
     if error.errno in _TREE_ERRORS:

@@ -36,8 +36,11 @@ def write_to_medium(
         problem = ""
         answer = save.written[medium]
         try:
+            # Before the first byte: who owns the run is asked here, where two media are written.
             first()
             small = save.small.result()
+            # An error of the storage is a value and travels in the result; any other is an exception and stops all
+            # ranks. So one medium may fail while the other goes on.
             try:
                 directory = make_private(save.directories[medium])
                 write_small(directory, {entry.path: data for entry, data in small})
@@ -46,11 +49,15 @@ def write_to_medium(
         finally:
             wait([answer])  # a directory must not be removed while the writer process still writes to it
         written = answer.result()
+        # The first cause wins: where the small files could not be written, the tensors' error is the same one again.
         problem = problem or written.error or ""
+        # Said before the gather, which waits for the slowest rank: at a deadline the daemon names the ranks that have
+        # not said it.
         if save.on_part is not None and not problem:
             save.on_part()
         return MediumResult(entries=(*(entry for entry, _ in small), *written.files), problem=problem)
 
+    # Two exchanges: `together` first, so that a rank that raises is known to all before any waits in the gather.
     mine = ranks.together("writing the checkpoint", write)
     results = [
         msgspec.msgpack.decode(part, type=MediumResult) for part in ranks.gather(msgspec.msgpack.encode(mine))

@@ -72,6 +72,8 @@ def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, ha
         last_seconds: that the last save took there; None: not known yet.
         seconds_left: until the ranks must be gone; None: no hurry.
     """
+    # Without a second medium there is nothing to fall back to, and without a measured time no reason to skip one: the
+    # save is tried.
     if not has_local or last_seconds is None or seconds_left is None or seconds_left >= last_seconds * _SLACK:
         return ""
     return f"{seconds_left:.1f} s are left, and the last save took {last_seconds:.1f} s there"
@@ -79,6 +81,7 @@ def why_not_shared(last_seconds: float | None, seconds_left: float | None, *, ha
 
 def problems_of(ranks: Sequence[str]) -> str:
     """One text of each rank's problem, by rank; empty: there is none."""
+    # Cut: a thousand ranks may say the same, and the text goes into messages of bounded size.
     return "; ".join(f"rank {rank}: {problem}" for rank, problem in enumerate(ranks) if problem)[:500]
 
 
@@ -210,6 +213,7 @@ class PendingSave:
 
     def planned(self, plan: SavePlan) -> None:
         """Derive the directories. Thread "checkpoint", before it sets `request`."""
+        # A medium that is absent here is neither written, waited for, nor removed by any thread.
         if not plan.not_shared:
             self.directories[Medium.SHARED] = self.paths.checkpoints / plan.name
         if self.local is not None:
@@ -217,6 +221,7 @@ class PendingSave:
 
     def answered(self, written: Written) -> None:
         """Take the writer process's answer for one directory. Thread "staging", so `request` is set."""
+        # The process answers by directory, not by medium: it knows nothing of media.
         for medium, directory in self.directories.items():
             if str(directory) == written.directory:
                 self.written[medium].set_result(written)
@@ -224,12 +229,16 @@ class PendingSave:
     def ended(self, staged: "Future[None]") -> None:
         """Fail what the writer process has not answered and will not. Callback of the staging thread's future."""
         error = staged.exception()
+        # The threads "checkpoint" and "second-copy" wait for these without a time limit, so none may stay open. Answers
+        # that came before the process died still count: their files are durable.
         for answer in self.written.values():
             if error is not None and not answer.done():
                 answer.set_exception(error)
 
     def manifest(self, make: Callable[[], Manifest]) -> Manifest:
         """One manifest for all media, made by the first that asks. Rank 0; any thread."""
+        # Both media commit at once, and a manifest holds the time of its making. Two of them would differ, and the
+        # copies with them: parts from both media could not be put together.
         with self._manifest_lock:
             if self._manifest is None:
                 self._manifest = make()
@@ -239,6 +248,7 @@ class PendingSave:
         """The result, as of now."""
         return SavedCheckpoint(
             name=self.name,
+            # Monotonic: a clock that is set during the save must not make the next one look too slow for its deadline.
             seconds=time.monotonic() - self.started,
             num_bytes=num_bytes,
             on_shared=on_shared,
@@ -264,8 +274,10 @@ def manifest_of(
         topology=provenance.topology,
         files=entries,
         components=save.components,
+        # Left out where it says the default, so that manifests of PPO runs keep the bytes that older readers know.
         trained=msgspec.UNSET if provenance.trained == ROLES else provenance.trained,
         frozen={**provenance.frozen, **save.contents.frozen},
+        # For people: nothing orders or judges checkpoints by a clock.
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - save.started, 3),
         metrics=dict(save.contents.metrics) or msgspec.UNSET,

@@ -88,9 +88,12 @@ class CheckpointSaver:
         usual_seconds: float | None = None,
         encryption: EncryptionConfig | None = None,
     ) -> None:
+        # First: a missing or open key ends the run here, before threads and processes exist that would have to be
+        # ended.
         self._keys = load_keys(encryption)
         self._paths, self._provenance, self._epoch_check = paths, provenance, epoch_check
         self._local = local
+        # Before `another` and `Staging` below, in the same order on every rank: making a process group is collective.
         self._second = None if local is None else SecondCopy(ranks, local)
         self._last_seconds = usual_seconds
         # The main thread talks over `ranks` meanwhile: two conversations on one group would mix.
@@ -133,6 +136,7 @@ class CheckpointSaver:
             The same on every rank, once it is durable. It raises `RanksFailed` on every rank alike if some
             rank failed; nothing is left of the save then. If rank 0 was fenced off, its `kinds` have `Fenced`.
         """
+        # A partial save has neither a second copy nor a place among the full ones: no resume may find it.
         save = PendingSave(
             paths=self._paths.partial if components else self._paths,
             contents=contents,
@@ -143,8 +147,11 @@ class CheckpointSaver:
             on_kept=on_kept,
             on_part=on_part,
         )
+        # The copy begins at once, on its own thread. The plan needs an exchange between ranks, which may take longer
+        # than the copy, and training waits for the copy.
         staged = self._staging.begin(save.request, save.answered)
         staged.add_done_callback(save.ended)
+        # One worker: two saves never overlap, since the arena holds one state.
         return self._thread.submit(self._save, save, staged, then)
 
     def fence(self) -> float:
@@ -166,16 +173,21 @@ class CheckpointSaver:
     ) -> SavedCheckpoint:
         try:
             try:
+                # Rank 0 decides name, media and salt, because ranks that decided for themselves (by their own clock,
+                # their own random bits) would write to different places.
                 plan = msgspec.msgpack.decode(
                     self._ranks.on_first("starting the save", lambda: self._plan(save)), type=SavePlan
                 )
+                # `directories` is complete before `request` is set: the staging thread reads it when the answers come.
                 save.planned(plan)
                 save.request.set_result(self._request(save, plan))
             except BaseException as error:
                 save.request.set_exception(error)  # the staging thread waits for it
+                # The copy still reads live tensors; nobody may clean up or start the next save before it is over.
                 wait([staged])
                 raise
             done = self._write_and_commit(save, plan)
+        # Whatever failed: what a dead save leaves takes room until the next start sweeps it.
         except BaseException:
             self._clean(save)
             raise
@@ -187,6 +199,7 @@ class CheckpointSaver:
         """Rank 0: the staging directory's name, and why shared storage takes no part, if it does not."""
         runtime, paths = save.contents.runtime, save.paths
         has_local = save.local is not None
+        # By rank 0's clock and measure for all: ranks that judged for themselves could disagree about the media.
         reason = why_not_shared(self._last_seconds, save.seconds_left, has_local=has_local)
         if save.components:
             private_dir(paths.root)
@@ -194,7 +207,10 @@ class CheckpointSaver:
         # and its writer process, makes the directory for itself.
         make = door.name_staging if has_local else door.begin
         staging = make(paths, runtime.step, runtime.safe_point)
+        # None means for `_clean` that nothing on shared storage is ours to remove.
         save.staging = None if reason else staging
+        # One salt for each save, drawn here: a chunk's nonce is its number, so a salt that served twice would repeat
+        # nonces.
         sealing = begin_sealing(self._keys, staging.final.name)
         return msgspec.msgpack.encode(SavePlan(staging.directory.name, reason, sealing))
 
@@ -203,15 +219,19 @@ class CheckpointSaver:
             files=tuple(file for file in self._staging.layout.files if save.takes(file.path)),
             directories=tuple(str(directory) for directory in save.directories.values()),
             sealing=plan.sealing,
+            # Before a stop the process lets the faster medium run ahead instead of keeping both at the slower one's
+            # pace.
             hurry=save.on_kept is not None,
         )
 
     def _write_and_commit(self, save: PendingSave, plan: SavePlan) -> SavedCheckpoint:
         # Training may be waiting for the copy; the work below would take the interpreter from it.
         self._staging.fence()
+        # Before the second copy begins: both media write these very bytes.
         self._seal_small_files(save, plan.sealing)
         copying: Future[MediumResult] | None = None
         if self._second is not None and Medium.LOCAL in save.directories:
+            # Before anything of shared storage, whose first system call may never return.
             copying = self._second.begin(
                 save, lambda entries: self._manifest_for_nodes(save, plan.sealing, entries)
             )
@@ -221,7 +241,9 @@ class CheckpointSaver:
         try:
             if plan.not_shared:
                 # Storage that is not tried because it is slow may not answer this, either.
+                # A daemon thread: a call that hangs in the kernel cannot be ended, and must not keep the process alive.
                 threading.Thread(target=self._ask_owner, args=(save,), name="owner", daemon=True).start()
+                # Counts as failed from here on: the save is then reported with one copy, and that copy is read back.
                 failed[Medium.SHARED] = plan.not_shared
             else:
                 shared = self._commit_shared(save, plan)
@@ -229,27 +251,34 @@ class CheckpointSaver:
                 if shared.problem:
                     failed[Medium.SHARED] = shared.problem
         except RanksFailed as error:
+            # With one medium there is nothing left to save.
             if copying is None:
                 raise
             # A dead writer process, too: the parts on the nodes' disks count, and the next save reports it dead.
             failed[Medium.SHARED], kinds = _text(error), error.kinds
         finally:
             if copying is not None:
+                # In any case: the thread "second-copy" uses `save` and its collectives, and must be out of them before
+                # `_clean`.
                 wait([copying])
         if self._second is not None and copying is not None:
             try:
                 local = copying.result()
                 problem, num_bytes = local.problem, num_bytes or local.num_bytes
                 if Medium.SHARED in failed and not problem and Fenced.__name__ not in kinds:
+                    # With a single copy left, "written" is not enough for a promise. A fenced attempt has nothing to
+                    # promise.
                     problem = self._second.read_back(save)  # nobody else will
             except RanksFailed as error:
                 problem, kinds = _text(error), kinds | error.kinds
             if problem:
                 failed[Medium.LOCAL] = problem
+        # `Fenced` outweighs a medium that succeeded: another attempt owns the run, and this save must not be reported.
         if all(medium in failed for medium in save.directories) or Fenced.__name__ in kinds:
             lost = RanksFailed("writing the checkpoint failed", found="; ".join(failed.values()))
             lost.kinds = kinds
             raise lost
+        # Older parts go after the new one is known to be kept: before, a crash here could leave none.
         if self._second is not None and Medium.LOCAL in save.directories and Medium.LOCAL not in failed:
             self._second.prune()
         return save.saved(
@@ -264,8 +293,11 @@ class CheckpointSaver:
             self._ranks,
             save,
             Medium.SHARED,
+            # With one medium the commit asks right before the rename, and that is enough. With two, the nodes' parts
+            # are committed without shared storage, so the owner is asked before they can be.
             first=(lambda: self._require_owner(save)) if two else (lambda: None),
         )
+        # `result` is the same on every rank, so all ranks raise or none does.
         if result.problem and not two:
             raise RanksFailed("writing the checkpoint failed", found=result.problem)
         if not result.problem:
@@ -281,8 +313,11 @@ class CheckpointSaver:
                 with suppress(OSError):  # broken storage cannot be tidied, either; the next sweep does that
                     door.abort(save.staging)
         else:
+            # After the commit has returned, which is after the fsync of the directory: "second-copy" takes this for a
+            # promise.
             save.on_shared.set()
             if not save.components:
+                # A partial save is smaller: its time would promise too much for the next full one.
                 self._last_seconds = time.monotonic() - save.started
         return result
 
@@ -294,6 +329,8 @@ class CheckpointSaver:
         try:
             door.commit(save.staging, manifest, epoch_check=self._epoch_check, keys=self._keys)
         except (OSError, CheckpointCorrupt) as error:
+            # With a second copy a failed commit is a problem of one medium. Other errors, `Fenced` among them, are
+            # raised either way and end the save on both.
             if save.local is None:
                 raise
             problem = f"{type(error).__name__}: {error}"
@@ -307,6 +344,8 @@ class CheckpointSaver:
         Without shared storage that cannot be asked. It is asked again when the parts are brought home.
         """
         wait([save.owned], timeout=_PATIENCE_S)
+        # Not answered within the limit: the storage is away. Then the parts are committed for an owner that is not
+        # known, and the start that brings them home compares attempts.
         if save.owned.done():
             save.owned.result()
         return self._manifest(save, sealing, entries)
@@ -329,6 +368,7 @@ class CheckpointSaver:
         try:
             with suppress(OSError):  # unreachable storage does not say
                 self._epoch_check()
+        # Whatever happens the future is set: "second-copy" waits for it.
         except Exception as error:  # noqa: BLE001 - raised where `owned` is read
             save.owned.set_exception(error)
         else:
@@ -352,6 +392,7 @@ class CheckpointSaver:
         """Set `save.small`, once for all media: with a key its nonces serve once."""
         try:
             indexes = {path: data for path, data in self._staging.layout.indexes.items() if save.takes(path)}
+            # The index describes all ranks' files and is the same everywhere, so one rank writes it.
             files = dict(save.contents.texts) | indexes if self._ranks.rank == 0 else {}
             files[runtime_state_name(self._ranks.rank)] = encode(save.contents.runtime)
             save.small.set_result(seal_small(files, cipher_for(self._keys, sealing)))

@@ -40,6 +40,8 @@ class SecondCopy:
     """Saves to the nodes' disks. Collective; made on the main thread of every rank."""
 
     def __init__(self, ranks: Collective, place: LocalPlace) -> None:
+        # A process group of its own: this thread and "checkpoint" talk at the same time, and collectives of two
+        # conversations on one group would pair up wrongly.
         self._ranks, self._place = ranks.another(), place
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="second-copy")
 
@@ -58,12 +60,15 @@ class SecondCopy:
 
         def work() -> None:
             try:
+                # `read_back` is set before `done`: the thread "checkpoint" looks at it as soon as `done` is there, and
+                # would otherwise start a second reading.
                 result, unneeded = self._commit(save, manifest)
                 if save.on_kept is not None and not result.problem and not unneeded:
                     save.read_back = Future()
             except BaseException as error:  # noqa: BLE001 - raised where `done` is read
                 done.set_exception(error)
                 return
+            # Now, and not after the reading back: the save as a whole does not wait for it if shared storage succeeds.
             done.set_result(result)
             if save.read_back is None:
                 return
@@ -83,6 +88,7 @@ class SecondCopy:
 
         After the future of `begin` is done.
         """
+        # On the thread "second-copy" in both cases: the parts' collectives belong to its group.
         found = save.read_back or self._thread.submit(self._read_back, save)
         return found.result()
 
@@ -90,6 +96,8 @@ class SecondCopy:
         """Remove older parts, once the newest is known to be good or not to be needed."""
         if self._place.is_first:
             with suppress(OSError):
+                # One rank of a node does it, and an error is dropped: older parts cost room, and the next save tries
+                # again.
                 prune_parts(self._place.directory, self._place.keep)
 
     def drop(self, staging: Path) -> None:
@@ -106,19 +114,27 @@ class SecondCopy:
     ) -> tuple[MediumResult, bool]:
         """The result, and whether reading the parts back is not needed."""
         directory = save.directories[Medium.LOCAL]
+        # Every rank of every node is durable before any part is committed: a checkpoint comes home from all its nodes
+        # or not at all.
         result = write_to_medium(self._ranks, save, Medium.LOCAL)
+        # The result is the same on every rank, so all leave here together and none waits in the next collective.
         if result.problem:
             return result, True
         whole = parse(
+            # The manifest travels as bytes and is parsed again on each node: every part then holds the same signed
+            # bytes.
             self._ranks.on_first("committing the second copy", lambda: render(manifest(result.entries))),
             where=directory,
         )
         problem = ""
         if self._place.is_first:
             try:
+                # Storage errors are a value here: one node's disk must not stop ranks whose shared storage is fine.
                 save.part = commit_part(directory, whole)
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
+        # Whether to read back must be decided alike on every rank, because reading back is collective. So rank 0's view
+        # counts, though another rank may see `on_shared` a moment later.
         reports = self._gather(_PartReport(problem, save.on_shared.is_set()))
         result = MediumResult(entries=whole.files, num_bytes=whole.num_bytes, problem=_problems(reports))
         return result, reports[0].unneeded
@@ -127,14 +143,18 @@ class SecondCopy:
         problem = ""
         if save.part is not None:
             try:
+                # Bytes that were just written are in the page cache, so the parts are read around it, from the disk.
                 problem = "; ".join(part_problems(save.part)[:3])
                 if problem:
+                    # A damaged part is removed: its node would otherwise report it at the next start, and bringing it
+                    # home would fail.
                     drop_staging(save.part.path)
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
         return _problems(self._gather(_PartReport(problem)))
 
     def _tell(self, save: PendingSave, result: MediumResult, problem: str) -> None:
+        # Shared storage may have finished during the reading back; then the plain answer is on its way.
         if problem or save.on_kept is None or save.on_shared.is_set():
             return
         save.on_kept(

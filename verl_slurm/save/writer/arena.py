@@ -32,6 +32,8 @@ class Arena:
 
     def __init__(self, size: int, *, fd: int | None = None) -> None:
         self.size = max(_PAGE, -(-size // _PAGE) * _PAGE)
+        # Anonymous, not a file in /dev/shm: no other user can open it, and the kernel frees it when rank and saver are
+        # gone, however they ended.
         self.fd = os.memfd_create("verl-slurm-staging", os.MFD_CLOEXEC) if fd is None else fd
         if fd is None:
             os.ftruncate(self.fd, self.size)
@@ -47,15 +49,18 @@ class Arena:
         with suppress(OSError, AttributeError):  # shared memory in huge pages is the machine's to allow
             self._map.madvise(mmap.MADV_HUGEPAGE)
         libc = ctypes.CDLL(None, use_errno=True)
+        # By ctypes, which releases the interpreter lock: other threads load models meanwhile.
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         done = libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(self.size), _MADV_POPULATE_WRITE)
         if done == 0:
             return
         number = ctypes.get_errno()
         if number == 22:  # EINVAL: an older kernel
+            # One write for each page has the same effect, with the interpreter lock held.
             for at in range(0, self.size, _PAGE):
                 self.view[at] = 0
             return
+        # Now, at the start. Without this the memory would be missing in the first save, which may be the emergency one.
         raise ConfigError(
             "no memory for the staging arena of checkpoints",
             found=os.strerror(number),
@@ -66,6 +71,8 @@ class Arena:
     def close(self) -> None:
         """Unmap, if nobody holds a view of it any more; the memory goes with the last process."""
         with suppress(BufferError):
+            # A tensor may still view the memory, and mmap refuses to close then. The mapping goes with the process at
+            # the latest.
             self.view.release()
             self._map.close()
         os.close(self.fd)
@@ -80,17 +87,23 @@ def available_memory(
         meminfo, cgroups, own: where the kernel tells; `own` is this process's `/proc/self/cgroup`.
     """
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+    # MemAvailable, not MemFree: the page cache gives way to the arena.
     least = int(fields["MemAvailable"].split()[0]) * 1024
     with suppress(OSError):
         for line in (own or Path("/proc/self/cgroup")).read_text().splitlines():
             _, kinds, path = line.split(":", 2)
+            # Version 2 has one hierarchy, of empty name; version 1 has one for each controller.
             if kinds not in {"", "memory"}:
                 continue
             base = cgroups / kinds
             limit, usage = ("memory.max", "memory.current") if not kinds else _V1
             group = base / path.lstrip("/")
+            # Slurm may set the limit on the job's, the step's or the task's group: each on the way up binds this
+            # process.
             while group.is_relative_to(base):
                 with suppress(OSError, ValueError):
+                    # `max` is no number and means no limit; a group that cannot be read, as in a container, says
+                    # nothing.
                     least = min(least, int((group / limit).read_text()) - int((group / usage).read_text()))
                 if group == base:
                     break

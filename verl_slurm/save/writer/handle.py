@@ -29,13 +29,17 @@ class SaverProcess:
     """
 
     def __init__(self, arena: Arena, *, hashers: int = 1, encryption: EncryptionConfig | None = None) -> None:
+        # -P: otherwise Python imports from the working directory first, and a module that lies there would run here.
         argv = [sys.executable, "-P", "-m", "verl_slurm.save.writer.process"]
         argv += ["--arena", str(arena.fd), "--size", str(arena.size), "--hashers", str(hashers)]
         if encryption is not None and encryption.key_file is not None:
+            # The path or the variable's name. The key itself stays out of argv, which every user of the node can read.
             argv += ["--key-file", encryption.key_file]
         elif encryption is not None:
             argv += ["--key-env", encryption.key_env or ""]
         self._process = subprocess.Popen(
+            # stderr is inherited: what the saver says goes to the rank's log. Every other descriptor of the rank stays
+            # closed in it.
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(arena.fd,), bufsize=0
         )
         assert self._process.stdin is not None
@@ -56,6 +60,7 @@ class SaverProcess:
             SaverDied: it did not start.
         """
         if not isinstance(self._receive(), Ready):
+            # No request has been sent, so this is not our program's protocol. Nothing that follows could be believed.
             raise self._died("an answer before its first word")
 
     def write(
@@ -72,11 +77,13 @@ class SaverProcess:
         Raises:
             SaverDied: it ended, or answered another question.
         """
+        # Numbered, so that a late answer to an earlier request never counts for this one.
         self._count += 1
         request, directories = msgspec.structs.replace(request, save=self._count), request.directories
         data = memoryview(msgspec.json.encode(request) + b"\n")
         try:
             while data:
+                # bufsize=0 gives a raw pipe, whose write may be short.
                 data = data[self._in.write(data) :]
         except OSError as error:
             raise self._died(str(error)) from error
@@ -85,14 +92,17 @@ class SaverProcess:
             answer = self._receive()
             if not isinstance(answer, Written) or answer.save != self._count:
                 raise self._died(f"{answer!r:.200}")
+            # Twice, or not asked for: the caller sets one future for each directory, and would fail in another place.
             if answer.directory not in directories or answer.directory in answers:
                 raise self._died(f"an answer for {answer.directory!r:.200}")
             answers[answer.directory] = answer
+            # At once: the nodes' disks are committed on this answer while shared storage is still being written.
             on_done(answer)
         return tuple(answers[directory] for directory in directories)
 
     def close(self) -> None:
         """End it; what it writes just now is finished first."""
+        # The end of its input ends the saver's loop after the request in hand; a signal would cut a write short.
         self._in.close()
         self._process.wait()
         self._out.close()
@@ -103,6 +113,7 @@ class SaverProcess:
             if not more:
                 raise self._died("the end of its output")
             self._pending += more
+        # More than one answer may come in one read, and an answer in several.
         line, _, self._pending = self._pending.partition(b"\n")
         try:
             message: FromSaver = self._decoder.decode(line)

@@ -37,6 +37,8 @@ def cipher_for(keys: Keyring | None, sealing: Sealing | None) -> CheckpointCiphe
 
     Runs on every rank.
     """
+    # Rank 0's choice and this rank's key must agree. A rank without a key would otherwise write plaintext into an
+    # encrypted checkpoint.
     if keys is None and sealing is None:
         return None
     if keys is None or sealing is None:
@@ -45,15 +47,18 @@ def cipher_for(keys: Keyring | None, sealing: Sealing | None) -> CheckpointCiphe
             remedy="let every node see the same key (checkpoint.encryption)",
         )
     record = sealing.encryption
+    # By the id that rank 0 named: nodes may read different key files, or the file may have been exchanged.
     return CheckpointCipher(keys.find(record.key_id, where="the key of rank 0"), sealing.name, record)
 
 
 def seal_small(files: Mapping[str, bytes], cipher: CheckpointCipher | None) -> list[SealedFile]:
     """Encrypt and hash each file, in the order of their paths. Once a save: a nonce serves once."""
     sealed = []
+    # Sorted, so that entries have the same order on each medium.
     for path in sorted(files):
         data = files[path] if cipher is None else cipher.seal(path, files[path])
         entry = entry_of(path, data)
+        # A few files stay readable without the key (`PLAIN_FILES`); `cipher.seal` gives those back as they are.
         if cipher is not None and path not in PLAIN_FILES:
             entry = msgspec.structs.replace(entry, plain_size=len(files[path]))
         sealed.append((entry, data))
@@ -69,6 +74,8 @@ def write_small(directory: Path, files: Mapping[str, bytes]) -> None:
     Runs once per medium.
     """
     for path, data in files.items():
+        # Several ranks of a node share the folder, and so does the writer process.
         (directory / path).parent.mkdir(mode=0o700, exist_ok=True)
+        # Not durable yet: `seal` syncs all files together, then their folders.
         (directory / path).write_bytes(data)
     door.seal(directory, files)

@@ -31,8 +31,10 @@ _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, sign
 
 def main(argv: list[str] | None = None) -> int:
     """Serve one rank until it closes the pipe."""
+    # First of all, before the arguments: a signal that Slurm sends to the step may come while Python starts.
     for number in _NOT_OURS:
         signal.signal(number, signal.SIG_IGN)
+    # A saver that outlives its rank would go on writing into a staging directory that the next start removes.
     die_with_parent()
     parser = argparse.ArgumentParser(
         prog="verl_slurm.save.writer.process", description=__doc__.splitlines()[0]
@@ -43,23 +45,29 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--key-file", help="where the key is to encrypt with")
     parser.add_argument("--key-env", help="the variable that holds it, instead")
     options = parser.parse_args(argv)
+    # Before any file is made: weights must not be readable to others even for a moment.
     os.umask(0o077)
     arena = Arena(options.size, fd=options.arena)
     try:
+        # The saver reads the key itself: the arena holds plaintext, and what leaves this process has to be sealed.
         keys = load_keys(_keys_config(options.key_file, options.key_env))
         sealer = None if keys is None else Sealer(keys.current)
+        # The same pages as the rank's, mapped into this process: otherwise the first save pays for its page faults.
         arena.fault_in()
     except VerlSlurmError as error:
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)
     if sealer is None:
         process_hasher()  # now, and not in the first save: a network file system may take its time to give stringzilla
+    # The rank sends nothing before this word, so a saver that could not start is noticed before the first save.
     _say(Ready())
     decoder = msgspec.json.Decoder(Write)
     for line in sys.stdin.buffer:
+        # A request that does not decode ends the process with a traceback; the rank reads the end of its output.
         request = decoder.decode(line)
         try:
             stream = _stream(sealer, request, arena)
+        # Ends the process: a save that should be sealed and is not must fail as a whole.
         except KeyRefused as error:
             sys.stderr.write(f"{error.one_line()}\n")
             return int(error.exit_code)
@@ -89,6 +97,7 @@ def _stream(sealer: Sealer | None, request: Write, arena: Arena) -> SealedStream
         )
     if sealer is None or request.sealing is None:
         return None
+    # In the grace period a medium that is slower for a moment must not hold up the other one.
     patience = 0.0 if request.hurry else PATIENCE_S
     return sealer.begin(request.sealing, arena.view, request.files, patience)
 
@@ -99,6 +108,7 @@ def _answer(save: int, written: Written) -> None:
 
 def _say(message: FromSaver) -> None:
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+    # One line, at once: the rank commits on it. Answers come from one thread, so lines do not mix.
     sys.stdout.buffer.flush()
 
 

@@ -40,6 +40,8 @@ class Sealer:
     def __init__(self, key: MasterKey) -> None:
         self._key = key
         self._salts: set[str] = set()
+        # Made once and kept: fresh memory for each save would cost its page faults again. Page-aligned, as direct
+        # writes need.
         self._ring = mmap.mmap(-1, RING_CHUNKS * CHUNK_BYTES)
 
     def begin(
@@ -59,6 +61,8 @@ class Sealer:
             ValueError: its salt has served already.
         """
         record = sealing.encryption
+        # The key file may have been exchanged since this process read it. The manifest would name one key, and the
+        # files need another.
         if record.key_id != self._key.id:
             raise KeyRefused(
                 "the key has changed since this rank started",
@@ -66,8 +70,11 @@ class Sealer:
                 expected=f"key id {record.key_id}",
                 remedy="put the former key back, or start the job again",
             )
+        # Asked of this process, which is the one that seals: a rank that sends a request again would repeat every nonce
+        # of it.
         if record.salt in self._salts:
             raise ValueError("a salt for the second time: its nonces must not be used again")
+        # Added before the first chunk: a save that fails half way has used its nonces as well.
         self._salts.add(record.salt)
         cipher = CheckpointCipher(self._key, sealing.name, record)
         sealers = [cipher.sealer(file.path, file.size) for file in files]
@@ -111,14 +118,18 @@ class SealedStream:
         for file, sealer in zip(files, sealers, strict=True):
             self._files.append(_File(file, sealer, first))
             first += sealer.num_chunks
+        # One sequence over all files: sealers take its chunks in order, so that readers, who need them in order, never
+        # wait for a chunk that nobody seals.
         self._jobs = iter([(file, chunk) for file in self._files for chunk in range(file.left)])
         self._ready = [False] * first
         self._readers: list[StreamReader] = []
         self._failed = False
+        # Guards everything below: what is sealed, how far each reader is, and who has given up.
         self._changed = threading.Condition()
 
     def reader(self) -> "StreamReader":
         """For one more directory; all must be made before the first `run`."""
+        # Before the first `run`: a reader that came later would find chunks gone from the ring.
         reader = StreamReader(self, {file.file.path: file for file in self._files})
         self._readers.append(reader)
         return reader
@@ -127,6 +138,8 @@ class SealedStream:
         """Seal until nothing is left, or nobody reads any more."""
         try:
             while True:
+                # Taking a chunk and waiting for its buffer are one step: otherwise a later chunk could take the buffer
+                # that an earlier one still waits for.
                 with self._changed:
                     job = next(self._jobs, None)
                     if job is None or not self._wait_for_slot(*job):
@@ -134,12 +147,14 @@ class SealedStream:
                 self._seal(*job)
         except BaseException:
             with self._changed:
+                # Readers wait for chunks that will never come, and would wait without end.
                 self._failed = True
                 self._changed.notify_all()
             raise
 
     def entries(self) -> tuple[FileEntry, ...]:
         """What the manifest will say of the files; none where not all of it was sealed."""
+        # All readers gave up. Entries of part of the files would make a manifest that no medium satisfies.
         if not all(self._ready):
             return ()
         return tuple(
@@ -149,9 +164,12 @@ class SealedStream:
 
     def _wait_for_slot(self, file: _File, chunk: int) -> bool:
         number = file.first + chunk
+        # The buffer still holds a chunk that some reader has not written.
         while late := self._late(number):
             if len(late) == sum(not reader.closed for reader in self._readers):
                 self._changed.wait()  # nobody is faster
+            # Patience is counted anew for each chunk: storage that is slow and moves is waited for, one that stands
+            # still is not.
             elif not self._changed.wait_for(lambda: not self._late(number), self._patience):
                 for reader in self._late(number):
                     reader.behind = True
@@ -160,6 +178,8 @@ class SealedStream:
     def _late(self, number: int) -> "list[StreamReader]":
         """Who still needs the buffer that chunk `number` is to go into."""
         at_work = [] if self._failed else [reader for reader in self._readers if not reader.closed]
+        # Readers that were left behind are heeded again if they are all that is left: then there is no faster medium to
+        # copy from.
         heeded = [reader for reader in at_work if not reader.behind] or at_work
         return [reader for reader in heeded if reader.done <= number - self._slots]
 
@@ -185,13 +205,18 @@ class SealedStream:
         return self._ring[start : start + file.sealer.length(chunk)]
 
     def _seal(self, file: _File, chunk: int) -> None:
+        # Each chunk is sealed by one thread, outside the lock. Encryption and hashing release the interpreter lock.
         start, out = file.file.at + chunk * CHUNK_BYTES, self.slot(file, chunk)
+        # From the arena into the ring: the arena keeps its plaintext unchanged, as another medium or a later look needs
+        # it.
         tag = file.sealer.seal_into(chunk, self._source[start : start + len(out)], out)
         file.tags[chunk * TAG_BYTES : (chunk + 1) * TAG_BYTES] = tag
         if chunk < file.sealer.num_chunks - 1:
             file.leaves[chunk] = hashlib.sha256(out).digest()
         else:
             with self._changed:
+                # The file's end on disk has this chunk and all tags in common chunks of the digest, so every other
+                # chunk's tag has to be there.
                 self._changed.wait_for(lambda: self._failed or file.left == 1)
                 if self._failed:
                     return
@@ -210,6 +235,7 @@ class SealedStream:
         with self._changed:
             self._changed.wait_for(lambda: self._failed or self._ready[number])
             if self._failed:
+                # Not an OSError: no medium is to blame, so the whole save fails, on all of them.
                 raise RuntimeError("sealing broke")
 
     def advance(self, reader: "StreamReader", done: int, *, closed: bool = False) -> None:
@@ -240,6 +266,8 @@ class StreamReader:
 
     def opened(self, file: ArenaFile, fd: int) -> None:
         """What is read from here goes into this file."""
+        # A descriptor of its own, for reading: the writer's may be closed, and has O_DIRECT, while another reader still
+        # copies from the file.
         self._written[file.path] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
     def blocks(self, file: ArenaFile) -> Iterator[tuple[int, memoryview]]:
@@ -261,9 +289,13 @@ class StreamReader:
                 block = (
                     self._stream.slot(sealed, chunk) if ahead is None else self._copied(ahead, sealed, chunk)
                 )
+                # While the caller writes the block, this reader may be left behind and the buffer be used again. So it
+                # is asked afterwards, and the chunk is given once more, then from the other file.
                 yield chunk * CHUNK_BYTES, block
                 again = ahead is None and self.behind
+            # After the write: from here on the buffer may be used again.
             self._stream.advance(self, number + 1)
+        # The tags last, after all plain-sized chunks: so every plain byte keeps its offset in the file.
         yield sealed.file.size, sealed.tags
 
     def _copied(self, ahead: "StreamReader", file: _File, chunk: int) -> memoryview:
@@ -274,6 +306,7 @@ class StreamReader:
         found = hashlib.sha256(block)
         if chunk == file.sealer.num_chunks - 1:
             found.update(file.tags[: min(file.tag_bytes, CHUNK_BYTES - len(block))])
+        # The copy is not sealed again, which would repeat a nonce, so its bytes must be the very ones that were sealed.
         if count != len(block) or found.digest() != file.leaves[chunk]:
             raise OSError(
                 errno.EIO, "the faster medium does not give back what was written there", file.file.path
@@ -288,6 +321,7 @@ class StreamReader:
 
     def close(self) -> None:
         """Nobody waits for this reader any more."""
+        # A directory whose storage failed must not keep the ring full for the other one.
         self._stream.advance(self, self.done, closed=True)
 
 

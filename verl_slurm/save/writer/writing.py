@@ -54,9 +54,12 @@ def write_and_hash(
     """
     with (
         closing(stream) if stream else nullcontext(),
+        # A thread for each directory and each hasher, so that no job waits for another's thread: with a stream they
+        # wait for each other, and fewer threads would be a deadlock.
         ThreadPoolExecutor(max_workers=len(directories) + hashers, thread_name_prefix="save") as pool,
     ):
         writing = [
+            # All readers are made here, before the first chunk is sealed.
             pool.submit(_write_all, stream.reader() if stream else _Plain(source), files, directory)
             for directory in directories
         ]
@@ -65,6 +68,8 @@ def write_and_hash(
             if stream
             else _hash_all(source, files, pool, hashers, hasher or process_hasher())
         )
+        # In the order in which they are done: a medium is answered for while the other still writes. Hashing comes
+        # first, since an answer carries the entries.
         for done in as_completed(writing):
             on_done(msgspec.structs.replace(done.result(), files=entries))
         return entries, tuple(msgspec.structs.replace(done.result(), files=entries) for done in writing)
@@ -78,6 +83,7 @@ def _hash_all(
     chunks.sort(key=lambda job: job[0].size < (job[1] + 1) * CHUNK_BYTES)
 
     def hash_chunks() -> dict[str, list[bytes]]:
+        # Made anew in each pass, so that no digest of a pass that does not count is left.
         leaves = {file.path: [b""] * leaf_count(file.size) for file in files}
         work = iter(enumerate(hasher.batches(chunks)))
         lock = threading.Lock()
@@ -97,6 +103,8 @@ def _hash_all(
             done.result()
         return leaves
 
+    # If the fast implementation turns out to be wrong, all chunks are hashed again by hashlib: no digest from before
+    # counts.
     leaves = hasher.settled(hash_chunks)
     return tuple(make_entry(file.path, file.size, leaves[file.path]) for file in files)
 
@@ -130,26 +138,35 @@ def _write_all(content: _Plain | StreamReader, files: Sequence[ArenaFile], direc
     """The answer for one directory, without the entries: they are hashed meanwhile."""
     direct = True
     try:
+        # `content` is closed even if the directory cannot be made: the sealing threads would wait for this reader.
         with closing(content), _made(directory) as root, ExitStack() as opened:
             folders: dict[str, int] = {}
             written: list[int] = []
             for file in files:
                 folder, _, name = file.path.rpartition("/")
+                # A folder is opened once and kept: its descriptor is synced below, and a path could lead elsewhere by
+                # then.
                 if folder not in folders:
                     folders[folder] = opened.enter_context(_folder(root, folder))
                 fd = opened.enter_context(_new_file(folders[folder], name))
+                # Before the first block: another directory's reader may have to copy from here.
                 content.opened(file, fd)
                 direct = _write_one(fd, name, content.blocks(file), content.size(file)) and direct
                 written.append(fd)
             # Not after each file: the disk would stand still in between.
             for fd in written:
                 os.fsync(fd)  # noqa: TID251 - all files first, then all folders
+                # After the fsync, since dirty pages are not dropped. The cache is then free for the training, and a
+                # read-back comes from the medium.
                 if not direct:
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            # Entries after their files' bytes, and the staging directory last.
             for fd in folders.values():
                 os.fsync(fd)  # noqa: TID251 - by descriptor
             os.fsync(root)  # noqa: TID251 - by descriptor
+    # The answer for this directory. Another medium's thread is not touched by it.
     except OSError as error:
+        # Plain text: the exception does not travel, and a path may hold characters that JSON has not.
         words = ": ".join(str(part) for part in (error.strerror or error, error.filename) if part)
         return Written(directory=directory, error=words, errno=error.errno)
     return Written(directory=directory, direct=direct)
@@ -158,6 +175,7 @@ def _write_all(content: _Plain | StreamReader, files: Sequence[ArenaFile], direc
 @contextmanager
 def _made(directory: str) -> Iterator[int]:
     """A descriptor of a directory. Made here, where its storage can hold up nobody else, unless it is there."""
+    # The rank's thread makes the same directory, whichever is first.
     make_private(Path(directory))
     with open_directory(directory) as fd:
         yield fd
@@ -170,6 +188,7 @@ def _folder(root: int, name: str) -> Iterator[int]:
         at = root
         for part in name.split("/") if name else []:
             with suppress(FileExistsError):  # another rank was first, or an earlier file of ours
+                # Below a descriptor: with paths, a folder exchanged by a link would take the files elsewhere.
                 os.mkdir(part, 0o700, dir_fd=at)
             at = opened.enter_context(open_directory(part, below=at))
         yield at
@@ -187,11 +206,14 @@ def _new_file(folder: int, name: str) -> Iterator[int]:
 
 def _write_one(fd: int, name: str, blocks: Iterable[tuple[int, memoryview]], size: int) -> bool:
     """Write each block where it belongs, and cut to `size`; returns whether it went past the page cache."""
+    # Past the page cache: pages of the model's size would push out the training's data, and the fsync would have all of
+    # it to write at once.
     direct = _set_direct(fd, True)
     end = 0
     for start, data in blocks:
         direct = _write_block(fd, name, data, start, direct)
         end = start + len(data)
+    # Direct writes are whole pages, so the last block may be longer than the file.
     if end != size:
         os.ftruncate(fd, size)
     return direct
@@ -204,11 +226,14 @@ def _write_block(fd: int, name: str, data: memoryview, start: int, direct: bool)
         try:
             count = os.pwrite(fd, data[at : at + _BLOCK_BYTES], start + at)
         except OSError as error:
+            # Some file systems take the flag and refuse the write, or our alignment. Cached writes still work there, so
+            # the save goes on.
             if error.errno != errno.EINVAL or not direct:
                 raise
             direct = _set_direct(fd, False)
             continue
         if not count:
+            # Otherwise this loop would not end.
             raise OSError(errno.EIO, "a write of nothing", name)
         at += count
         if direct and (start + at) % 4096:
@@ -223,5 +248,6 @@ def _set_direct(fd: int, on: bool) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
     except OSError:
+        # No O_DIRECT here (tmpfs, some network file systems): cached writes, with an fsync after them, are as durable.
         return False
     return on
