@@ -82,6 +82,7 @@ class Loop:
         self._learner, self._checkpointer, self._pace = learner, checkpointer, pace
         self._stopper, self._reporter, self._session = stopper, reporter, reporter.session
         self._rewards = rewards
+        # The newest checkpoint that answers a request. Partial saves never stand here: no run resumes from them.
         self._saved: tuple[Position, SavedCheckpoint] | None = None
         if saved_as:
             self._saved = (state.position, SavedCheckpoint(name=saved_as, seconds=0.0, num_bytes=0))
@@ -104,15 +105,21 @@ class Loop:
     def _run(self) -> Ending:
         state, total = self._state, self._config.train.steps
         while True:
+            # A save ends on each rank at another moment. It counts as under way until it is over on all ranks, so that
+            # all settle it at the same safe point and then decide alike.
             agreed = self._stopper.agree(busy=self._saving is not None and not self._saving.outcome.done())
+            # Position(total) is no work: the check stands before `_advance`, so a start of a finished run does nothing.
             request, finished = agreed.request, state.position == Position(total)
+            # Before `_why_save`, which needs to know whether this position is saved and whether a save is under way.
             if not agreed.busy:
                 self._settle()
             why = self._why_save(request)
             if why is not None:
                 self._save(request, why)
+            # Decided after the full save: where one was made, it holds the same tensors.
             elif not self._is_saved() and self._pace.partial_due(state).save:
                 self._save_partial()
+            # Waits for storage here: `Finished` ends the run for good, so its last checkpoint must be there first.
             if finished:
                 self._settle()
                 self._require_saved()
@@ -124,6 +131,7 @@ class Loop:
                 self._checkpointer.close()
                 self._session.stopped(request.request_id)
                 return Ending.STOPPED
+            # After a stop: a run that leaves replaces its reward in the next attempt, from the request or its record.
             if self._rewards is not None:
                 self._replace_reward(self._rewards, asked=request is not None)
             self._advance()
@@ -131,13 +139,16 @@ class Loop:
     def _replace_reward(self, rewards: RewardSwap, *, asked: bool) -> None:
         """Replaces the reward between two steps if an operator asked for it. The state before it is saved first."""
         state = self._state
+        # The file is looked for when the daemon hands a request on, not at each step: storage that is away delays none.
         if asked:
             rewards.look()
         due = rewards.due(state, self._learner.replays_until)
         if due is None:
             return
         saving = self._saving
+        # A save under way at this very position holds the state before the replacement, too. A partial one does not.
         begun = saving is not None and not saving.partial and saving.position == state.position
+        # A recorded switch needs no save: it was saved before it was recorded. At step 0 there is no state to lose.
         if isinstance(due, RewardRequest) and state.position.step and not (begun or self._is_saved()):
             self._save(None, "the reward is to be replaced")
         rewards.perform(due, state)
@@ -147,11 +158,14 @@ class Loop:
         state = self._state
         with self._clock.phase(state.position.phase):
             self._learner.work(state)
+        # A piece of an evaluation is a safe point without a position of its own: a stop here repeats the whole
+        # evaluation.
         if self._learner.must_stay:
             self._reporter.at(state.position, self._learner.new_rollouts)
             return
         following = after(state.position, self._shape)
         metrics: dict[str, float] = {}
+        # The metrics of a step come from its buffers, which `finish_step` empties; so before the position moves on.
         if following.phase == "step_end":
             metrics = self._finish_step()
         state.position = following
@@ -171,6 +185,7 @@ class Loop:
         if any(name.startswith(EVAL_PREFIX) for name in row):
             best = Best.of(self._config.checkpoint)
             news = ", the best so far" if is_new_best(self._state.history, best) else ""
+            # Otherwise the longer step would count as the cost of the save beside it.
             self._pace.evaluated(timings.get("eval_s", 0.0))
             self._reporter.evaluated(row, timings.get("eval_s", 0.0), news)
         return row | timings
@@ -179,6 +194,7 @@ class Loop:
         return self._saved is not None and self._saved[0] == self._state.position
 
     def _require_saved(self) -> None:
+        # A copy on the nodes' disks alone is no end: the nodes may never come back.
         if self._saved is None or not (self._is_saved() and self._saved[1].on_shared):
             raise FinalSaveFailed(
                 "training is done, but its result is not on shared storage",
@@ -188,10 +204,12 @@ class Loop:
 
     def _why_save(self, request: SaveRequest | None) -> str | None:
         """Returns the reason to save at this position, or None."""
+        # A request is answered even where this position is saved: the daemon waits for an answer with its id.
         if request is not None:
             return request.why
         if self._is_saved():
             return None
+        # Collective with an adaptive cadence; `_is_saved` is the same on every rank, so all of them get here or none.
         due = self._pace.due(self._state)
         return due.reason if due.save else None
 
@@ -199,8 +217,10 @@ class Loop:
         """Begins a save of the present position, or answers with the existing one."""
         state, request_id = self._state, request.request_id if request else 0
         position = state.position
+        # Said before the wait: a rank that waits for storage passes no safe point, and would count as hanging.
         self._session.save_started(request_id, position.step, safe_point(position, self._shape))
         waited = self._settle_first()
+        # Asked after the wait: the save that was in progress may have been of this position.
         if self._saved is not None and self._is_saved():
             self._reporter.saved(
                 request_id, msgspec.structs.replace(self._saved[1], seconds=0.0), f"{why}; nothing new since"
@@ -212,6 +232,7 @@ class Loop:
         outcome = self._checkpointer.begin(
             state,
             tidy=not stop,
+            # The wait above has used up a part of the time that Slurm leaves.
             seconds_left=None if left is None else max(0.0, left - waited),
             # Nobody trains any more, so reading the nodes' parts back at once costs nothing.
             on_kept=partial(self._reporter.saved_on_nodes, request_id) if stop else None,
@@ -224,6 +245,7 @@ class Loop:
         if self._saving is not None:  # the daemon should know that what follows may be a wait for storage
             position = self._state.position
             self._session.save_started(0, position.step, safe_point(position, self._shape))
+        # One arena serves full and partial saves.
         self._settle_first()
         components = partial_domains(self._config.checkpoint)
         self._pace.partial_starts()
@@ -248,9 +270,11 @@ class Loop:
         """
         if self._saving is None:
             return
+        # Forgotten first: whatever is raised below, the loop must not wait for the same save again.
         saving, self._saving = self._saving, None
         try:
             done = saving.outcome.result()
+        # RanksFailed comes on all ranks alike, so all of them continue, or all of them leave.
         except RanksFailed as error:
             if saving.partial:
                 self._pace.partial_ends()
@@ -260,6 +284,7 @@ class Loop:
                 self._save_problem = error.one_line()
                 self._reporter.save_failed(saving.request_id, self._save_problem)
                 self._pace.save_failed(self._save_problem)
+            # A rank other than the first hears of the fence as text alone; the kind of the error tells it.
             if Fenced.__name__ in error.kinds:
                 raise Fenced("another attempt owns the run", found=error.found) from error
             if SaverDied.__name__ in error.kinds:
@@ -274,6 +299,7 @@ class Loop:
         self._saved = (saving.position, done)
         self._save_problem = done.problem or None
         self._reporter.saved(saving.request_id, done, saving.why)
+        # A save that the nodes' disks alone took is no measure of shared storage.
         if done.on_shared:
             self._pace.saved(num_bytes=done.num_bytes, seconds=done.seconds)
         else:

@@ -40,6 +40,7 @@ __all__ = ["Checkpointer", "live_tensors"]
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:
     """Every tensor that trains, by domain; they share memory with the models and optimizers."""
+    # In the order of `Models.trained`, the same on every rank.
     tensors: dict[str, Tensors] = {role: model_tensors(model) for role, model in models.trained.items()}
     parts: dict[str, tuple[nn.Module, Optimizer]] = {
         role: (model, optimizers[role]) for role, model in models.trained.items()
@@ -77,6 +78,7 @@ class Checkpointer:
         self._saver, self._ledger, self._schema, self._epoch = saver, ledger, schema, epoch
         # Now, while shared storage is there: a save to the nodes' own disks must not need it.
         self._orchestration = read_regular(paths.orchestration, DATA_FILES) if rank == 0 else b""
+        # Retention keeps ASSURED_KEPT of these, so it drops nothing that might be the last good checkpoint.
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
@@ -97,7 +99,9 @@ class Checkpointer:
             on_kept: told when the nodes' disks have it and shared storage has not (`CheckpointSaver.begin`).
             on_part: told when this rank's own files are durable.
         """
+        # Captured now, on the main thread: the state moves on while the save is written.
         contents = self._contents(state)
+        # Runs on the save's own thread and process group, so that it never mixes with the main thread's collectives.
         then = self._tidy if tidy else self._remember
         return self._saver.begin(contents, then, seconds_left=seconds_left, on_kept=on_kept, on_part=on_part)
 
@@ -106,6 +110,7 @@ class Checkpointer:
         return self._saver.begin(self._contents(state), self._tidy_partial, components=components)
 
     def _runtime(self, state: TrainState) -> RuntimeState:
+        # All ranks, not the data-parallel ones alone: each rank of a larger replica saves a runtime state, too.
         world_size = self._config.distributed.world_size
         return capture_state(state, self._shape, rank=self._rank, world_size=world_size)
 
@@ -114,6 +119,7 @@ class Checkpointer:
         self._saver.close()
 
     def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
+        # A copy on the nodes' disks cannot stand in for an older checkpoint on shared storage.
         if done.on_shared:
             self._assured.add(done.name)
 
@@ -123,7 +129,10 @@ class Checkpointer:
         if not done.on_shared:
             return  # what is there is all there is
         try:
+            # Checkpoints first: the ledger may forget what no kept one needs, never more.
             oldest = msgspec.json.decode(ranks.on_first("pruning checkpoints", self._prune), type=int)
+            # Each rank compacts the segment that it writes itself. Segments of former attempts fell to rank 0 in
+            # `_prune`.
             ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
         except RanksFailed as error:
             # Too many checkpoints harm nobody, but for the room they take.
@@ -155,6 +164,7 @@ class Checkpointer:
 
     def _prune(self) -> bytes:
         """Rank 0's part; returns the step from which on the ledger is still needed."""
+        # No checkpoint is read for it: reading one back here would take the disk from the training.
         plan = plan_prune(
             list_checkpoints(self._paths),
             self._config.checkpoint.keep_last,
@@ -169,7 +179,9 @@ class Checkpointer:
             verifier=lambda path: verify(path, keys=self._keys),
             epoch_check=lambda: require_epoch(self._paths, self._epoch),
         )
+        # Asked again after the removals, which may take long: a newer attempt may need these records by now.
         require_epoch(self._paths, self._epoch)
+        # Listed once more: an entry that the daemon has set aside since the plan holds back no records.
         kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
         prune_ledger(self._paths, oldest, current_epoch=self._epoch)

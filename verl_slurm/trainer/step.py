@@ -88,7 +88,9 @@ class Learner:
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
         self._ledger, self._replay = ledger, replay
         self._evaluator, self._samples = evaluator, samples
+        # Never a step's number, so a new process copies the weights before it samples: its engine starts without them.
         self._synced_step = -1
+        # Not saved: the buffers stay as they were sampled, so a start makes the exchange again.
         self._mini_batches: MiniBatches | None = None
         self.watch = Stopwatch(_device(models.actor))
         """Seconds of the running step's updates and of its communication."""
@@ -114,6 +116,7 @@ class Learner:
     def work(self, state: TrainState) -> None:
         """Does the work that `state.position` names. The loop advances the position."""
         match state.position.phase:
+            # The same place: entering a step is no work (`trainer.state.position`).
             case "step_end" | "generate":
                 self._generate(state)
             case "score":
@@ -129,28 +132,36 @@ class Learner:
 
     def _generate(self, state: TrainState) -> None:
         position, size = state.position, self._shape.prompts_per_generation
+        # Global, so that a record keeps its meaning when the run continues with another number of ranks.
         micro_batch = position.index * self._shape.dp_size + self._ranks.rank
         # rollout_offset counts what all ranks had consumed; this rank's share begins `rank` pieces later.
         prompts = self._data.batch(rollout_offset(position, self._shape) + self._ranks.rank * size, size)
+        # The leader looks for all: two nodes may see different ends of one ledger file for a moment.
         batch = self._replica.found(lambda: self._replayed(position.step, micro_batch, prompts))
         # The sampler gets its weights once a step, or never if every rank finds all in the ledger.
         if self._synced_step != position.step and self._ranks.max([int(batch is None)])[0]:
             with self.watch.span(COMMUNICATION):
                 self._sampler.sync(self._models.actor)
             self._synced_step = position.step
+        # A rank without need still takes part in the group's collectives, with no rows of its own.
         if batch is not None and self._sampler.collective:
             self._sampler.generate(_rows(prompts, slice(0)), position.step)  # others of our group may sample
         if batch is None:
             batch = self._replica.sample(self._sampler, prompts, position.step)
+            # One rank journals and counts for its replica: all of them hold the same rows.
             if self._replica.is_leader:
                 self.new_rollouts += size
                 record(self._ledger, self._ranks.rank, position.step, micro_batch, batch)
             self._my_tokens += int(batch["response_mask"].sum())
+        # After the ledger: whatever a checkpoint holds has been recorded, or its failure reported.
         state.buffers.rollouts.append(batch)
+        # `append` waits for the record before it. Nothing is appended while the step trains, so the last record is
+        # waited for.
         if self._replica.is_leader and position.index + 1 == self._shape.generations:
             settle(self._ledger, self._ranks.rank)
 
     def _replayed(self, step: int, micro_batch: int, prompts: Batch) -> Batch | None:
+        # Popped: each record is used once, and its memory is free as soon as it stands in the buffers.
         arrays = self._replay.pop((step, micro_batch), None)
         if arrays is None:
             return None
@@ -160,11 +171,11 @@ class Learner:
         return batch if same else None
 
     def _take_back(self, step: int) -> None:
-        """Retracts the step, so that no start replays refused rollouts. Collective, as the first rank to leave ends the
-        others.
-        """
+        """Retracts the step, so that no start replays refused rollouts. Collective."""
         if self._replica.is_leader:
             take_back(self._ledger, self._ranks.rank, step, self._shape)
+        # A barrier: the end of one process ends those of the other ranks, and they might not have taken theirs back
+        # yet.
         self._grid.world.max([0])
 
     # ---- score
@@ -173,13 +184,18 @@ class Learner:
     def _score(self, state: TrainState) -> None:
         size, temperature = self._config.train.micro_batch_size_per_device, self._config.rollout.temperature
         start = state.position.index * size
+        # The last slice may be shorter: the pieces of this phase are rounded up.
         batch = _rows(stacked(state.buffers.rollouts), slice(start, start + size))
+        # By the training's own kernels, not the sampler's: the ratio of the first update must start at 1.
         old = logprobs(self._models.actor, batch, temperature=temperature)
         reference = logprobs(self._models.reference, batch, temperature=temperature)
         said: Batch = {}
         if self._replica.speaks:  # the other ranks are told: a judge is asked once for each response
+            # The map of a warm start applies here, so that buffers, cached scores and metrics all have the scale that
+            # trains.
             scores = state.reward.map_at(state.position.step)(self._reward(*self.texts(batch)))
             said["scores"] = scores.float().cpu()
+        # Placeholders on the stages of a pipeline that do not see the logits; `told` replaces them by the speaker's.
         said |= {"old_logprobs": old.float().cpu(), "ref_logprobs": reference.float().cpu()}
         if self._models.critic is not None:
             said["old_values"] = values(self._models.critic, batch).cpu()
@@ -203,11 +219,13 @@ class Learner:
     def _estimate(self, state: TrainState) -> None:
         rollouts, scored = stacked(state.buffers.rollouts), stacked(state.buffers.scored)
         mask = rollouts["response_mask"]
+        # Summed over the ranks before it is judged, so that all refuse or none.
         gap = self._ranks.sum(gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask))
         limit = gap_limit(self._config.rollout.max_logprob_gap, sampling_dtype(self._config))
         try:
             require_small_gap(*gap, limit=limit, step=state.position.step)
         except RolloutMismatch:
+            # First: a refusal that left the rollouts in the ledger would meet them again at every start.
             self._take_back(state.position.step)
             raise
         state.buffers.estimates = estimate(
@@ -218,11 +236,14 @@ class Learner:
 
     def _update(self, state: TrainState) -> None:
         train, step, buffers = self._config.train, state.position.step, state.buffers
+        # Also after a start between two updates: the permutation follows from (seed, step, epoch) alone.
         if self._mini_batches is None or self._mini_batches.step != step:
             # Stays stacked, as after a start: the mini-batches then keep no second copy.
             buffers.rollouts, buffers.scored = [stacked(buffers.rollouts)], [stacked(buffers.scored)]
+            # All of the step, because a rank trains mostly on rows that others sampled.
             batch = buffers.rollouts[0] | buffers.scored[0] | buffers.estimates
             self._mini_batches = MiniBatches(self._config, step, batch, self._ranks)
+        # The rows of this update do not depend on the number of ranks.
         batch = self._mini_batches.piece(state.position.index)
         # Mean over the mini-batch's tokens on all ranks; FSDP averages over ranks (losses.py says why).
         tokens = self._ranks.sum([float(batch["response_mask"].sum())])[0] / self._ranks.world_size
@@ -234,12 +255,17 @@ class Learner:
         for role, model in self._models.trained.items():
             optimizer, base = self._optimizers[role], rates[role]
             norm = clip_gradients(model, train.max_grad_norm, self._grid)
+            # Between clipping and the step: one NaN in a gradient would spoil all weights, and a save would keep them.
             sums[f"{role}_grad_norm"] = require_finite(norm, role, step)
             for group in optimizer.param_groups:
+                # Computed for each update, so the optimizer holds no schedule to save or to lose.
                 group["lr"] = learning_rate(base, train, step)
+            # A hook waits here until the copy of a save in progress is taken (`CheckpointSaver.fence`).
             optimizer.step()
+            # No gradient survives an update, so none has to be saved.
             optimizer.zero_grad(set_to_none=True)
             self.watch.lap(f"{role}_update_s")
+        # The speaker's numbers on all ranks of the replica: its last stage alone has the losses.
         buffers.updates.append(self._replica.told_numbers([sums[name] for name in names]))
 
     def _passes(self, batch: Batch, tokens: float, kl_coef: float, sums: dict[str, float]) -> None:
@@ -250,6 +276,7 @@ class Learner:
 
         def policy(logits: Tensor, rows: Tensor) -> Tensor:
             piece = _rows(batch, rows)
+            # Without a term in the loss the entropy is for display, and its backward pass would cost for nothing.
             learns = self._config.train.entropy_coef != 0.0
             heat = self._config.rollout.temperature
             read = read_logprobs(logits, piece, temperature=heat, learns_entropy=learns)
@@ -295,6 +322,7 @@ class Learner:
             "policy_kl": policy.approx_kl,
             "policy_clip": policy.clip_fraction,
         }
+        # The same reduction as the policy loss: both stand in one sum.
         if train.kl_in == "loss":
             found["kl_loss"] = kl_loss(logprobs_NT, batch["ref_logprobs"], mask, mean)
             loss = loss + kl_coef * found["kl_loss"]
@@ -321,6 +349,7 @@ class Learner:
 
     def _evaluate(self, state: TrainState) -> None:
         """Evaluates one piece. The state has nothing of it before the step ends."""
+        # Pieces without positions: the state has nothing of them, so a run that is stopped here repeats the evaluation.
         step, evaluator = state.position.step, self._evaluator
         if evaluator is None:
             return  # switched off since this position was saved
@@ -343,7 +372,9 @@ class Learner:
         rollouts, scored = stacked(buffers.rollouts), stacked(buffers.scored)
         mask = rollouts["response_mask"]
         kl = token_kl(scored["old_logprobs"], scored["ref_logprobs"], mask)
+        # Computed once more from the buffers: after a start in mid-step no earlier result of this process exists.
         gap, _ = gap_and_tokens(rollouts["logprobs"], scored["old_logprobs"], mask)
+        # Linear in the rows, so a step that changed its number of ranks in between still gives the mean.
         updates = torch.tensor(buffers.updates, dtype=torch.float64).mean(dim=0)
         mine: list[Tensor] = [
             torch.tensor(float(len(mask)), dtype=torch.float64),
@@ -354,6 +385,8 @@ class Learner:
             torch.tensor(float(self._my_tokens), dtype=torch.float64),
             *updates,
         ]
+        # In float64 and in rank order (`Collective.sum`): the row is compared bit for bit, and steers the KL
+        # coefficient.
         samples, score, kl_sum, tokens, gap_sum, fresh, *means = self._ranks.sum([float(x) for x in mine])
         self.new_tokens, self._my_tokens = int(fresh), 0
         self.trained_tokens = int(tokens) * self._config.train.ppo_epochs
@@ -376,10 +409,14 @@ class Learner:
         row |= state.reward.numbers
         if self._evaluator is not None:
             row |= self._evaluator.take()
+        # Before the KL moves and the buffers are emptied; a failing disk costs the samples alone.
         if self._samples is not None:
             self._samples.keep(state.position.step + 1, rollouts, scored, self.texts)
+        # With the mean over all ranks, so that the coefficient is the same on each.
         state.kl = state.kl.update(row["kl"])
+        # Kept for a later change of the reward, and part of the checkpoint: a repeated change finds the same scores.
         state.reward = state.reward.remember(rollouts, scored)
+        # Last of all that reads them. A checkpoint between two steps holds no rollouts.
         state.buffers, self._mini_batches = type(buffers)(), None
         state.remember(row)
         return row
