@@ -40,6 +40,7 @@ class Served:
         self._finished_at: int | None = None
         try:
             self.resume = self._resume()
+        # The daemon is told here, too: an error of the constructor reaches no method of `fit` or `train`.
         except VerlSlurmError as error:
             self._refuse(error)
             raise
@@ -49,6 +50,7 @@ class Served:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Cleared first: `_finish` below is the end that the block has held back.
         self._held = False
         if kind is None:
             self._finish()
@@ -69,10 +71,14 @@ class Served:
             ConfigError: it is of another loop, or of another number of ranks.
         """
         resume = self.session.resume
+        # The first start of the run, or no daemon.
         if resume is None:
             return None
+        # Before the framework loads anything: generators and places in the data are per rank, for this number of
+        # ranks.
         manifest = require_guest(resume, "loop", world_size=self.session.world_size)
         directory = resume / guest_directory("loop", manifest.step)
+        # The manifest tells loops from verl, not one framework from the other; the file that each writes does.
         if not (directory / needed).exists():
             raise ConfigError(
                 f"the checkpoint is not one of {whose}",
@@ -88,12 +94,14 @@ class Served:
         ranks = own_ranks(
             self.session, "have it find its ranks in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK)"
         )
+        # Not in the constructor of the callback: the framework makes its process group when the training starts.
         self._saver = StepEndSaver(self.session, ranks, guest="loop", step=step, metadata=metadata)
         self._saver.begin(step, total)
         return self._saver
 
     def _refuse(self, error: BaseException) -> None:
         """Tells the daemon if another start would end in the same way; otherwise this is a crash."""
+        # Errors of the framework and of the user's code are crashes: the daemon counts them and starts again.
         if isinstance(error, VerlSlurmError) and not restart_may_help(error):
             self.session.refused(error)
 
@@ -105,6 +113,7 @@ class Served:
 
     def _leave(self) -> NoReturn:
         self._close()
+        # Python flushes at its end; a rank that is killed in its shutdown would lose the last lines of its log.
         sys.stdout.flush()
         raise SystemExit(0)
 
@@ -114,9 +123,11 @@ class Served:
         Args:
             broken: other ranks may be anywhere: skips all collective work.
         """
+        # Taken away first: hooks that the framework still calls find no saver and do nothing.
         saver, self._saver = self._saver, None
         if saver is None:
             return
+        # Before the session: a commit that is still running reports its end over it.
         saver.end()
         self.session.close()
         if not broken:

@@ -53,18 +53,25 @@ class ResumableDataLoader(DataLoader[Any]):
         self._to_resume = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # For one epoch: the next begins from its start.
         todo, self._to_resume = self._to_resume, None
         skipped = 0
         if todo is not None:
             skipped, began, _ = todo
+            # Before `super().__iter__`: that draws the order of the samples and the seeds of the workers.
             rng.restore(began)
+        # The generators of the epoch's true start, so that a second interruption can resume from here, too.
         self.epoch_began, self.served = rng.capture(), skipped
         batches = super().__iter__()
         if todo is not None:
+            # Loaded and dropped: data sets and collate functions draw from the generators, so skipping indices is not
+            # enough.
             for _ in islice(batches, skipped):
                 pass
+            # Undoes what the loading above has drawn; the training goes on where the saved step left off.
             rng.restore(todo[2])
         for batch in batches:
+            # Before the yield: a save inside of the step counts this batch as trained on.
             self.served += 1
             yield batch
 
@@ -75,6 +82,7 @@ class ResumableDataLoader(DataLoader[Any]):
         return {
             "served": self.served,
             "epoch_began": _to_tensors(self.epoch_began),
+            # As tensors: `torch.load(weights_only=True)` refuses arrays.
             "then": _to_tensors(rng.capture()),
         }
 

@@ -38,6 +38,7 @@ from verl_slurm.wire.messages import SaveRequest
 __all__ = ["VerlSlurmCallback"]
 
 _STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME
+# The margin of a save in `loops.reach`: all jobs of the partition use the storage at once.
 _EVALUATION_MARGIN = 1.5
 
 
@@ -86,22 +87,28 @@ class VerlSlurmCallback(Served, TrainerCallback):
             return trainer.train(**options)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
+        # Before `train`: the resume inside of it reads the optimizer's file.
         if trainer.args.device.type == "cpu":
             _know_cpus_by_number()
+        # A path, never True: the Trainer would look for the newest `checkpoint-N` in output_dir by itself.
         options.setdefault("resume_from_checkpoint", self.resume)
         try:
             output = trainer.train(**options)
+        # Raised inside the Trainer before its first step; it is the end of the run and no error.
         except _NothingLeft:
             self._restore(trainer.args)
             output = TrainOutput(trainer.state.global_step, math.nan, {})
             self._finished_at = trainer.state.global_step
         except BaseException as error:
+            # On every way out: after the training `args.output_dir` is the user's again.
             self._restore(trainer.args)
             self._refuse(error)
+            # No collectives from here on: the other ranks may still be in a step.
             self._close(broken=True)
             raise
         if self.stopped:
             self._leave()
+        # Inside of a `with` block the run is done at the block's end: work on the model belongs to it.
         if not self._held:
             self._finish()
         return output
@@ -116,15 +123,21 @@ class VerlSlurmCallback(Served, TrainerCallback):
         _check(args)
         library = {"library": f"transformers {transformers.__version__}"}
         saver = self._begin(state.global_step, state.max_steps, library)
+        # An argument of the user's has won over ours. Whatever it read was not verified, and its step is not the
+        # run's.
         if self.resume is None and state.global_step > 0:
             raise ConfigError(
                 "the Trainer went on from a checkpoint that the daemon did not choose",
                 found=f"step {state.global_step}",
                 remedy="leave resume_from_checkpoint to VerlSlurmCallback.train",
             )
+        # The resumed step was reported by the attempt that trained it.
         self._told = state.global_step
+        # Looked for at every start: a job that died between its last save and its end comes here.
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        # Last, after all refusals: from here on a checkpoint of the Trainer lands where it can be committed by a
+        # rename.
         self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
 
     def on_epoch_begin(
@@ -144,19 +157,25 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if saver is None:
             return
         self._steps_of_epoch += 1
+        # Otherwise `on_log` follows and reports the step together with its numbers.
         if not control.should_log:
             self._tell(state, {})
+        # What the Trainer does after this callback, an evaluation and a save, is timed from here.
         self._began = self._evaluation_began = time.monotonic()
+        # Asked at every step, on every rank: it is a collective.
         request, is_last = saver.asked(), state.global_step >= state.max_steps
         if request is not None or is_last or state.global_step % saver.every_steps == 0:
             control.should_save = True
         saver.saving = False  # another callback may have called off the save before
+        # Before the Trainer writes: a save of minutes without this message counts as a hang.
         if control.should_save:
             saver.begins(state.global_step)
         if request is None:
             return
+        # At the last step the Trainer ends by itself, and the run is done instead of stopped.
         if request.stop and not is_last:
             control.should_training_stop = self.stopped = True
+            # The Trainer evaluates before it saves: an evaluation that is too long would cost the checkpoint.
             if control.should_evaluate and not self._fits(saver, request):
                 control.should_evaluate = False
                 self.session.notice(
@@ -174,8 +193,10 @@ class VerlSlurmCallback(Served, TrainerCallback):
         """
         if request.seconds_left is None:
             return True
+        # Never measured: taken for too long. A lost evaluation is said and can be repeated; a lost step costs more.
         measured = self._evaluation_s
         needed = math.inf if measured is None else measured * _EVALUATION_MARGIN + (self.session.save_s or 0)
+        # One rank's no counts for all: an evaluation has collectives of its own.
         return saver.ranks.max([int(needed > request.seconds_left)]) == [0]
 
     def on_log(
@@ -196,6 +217,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         metrics: Mapping[str, float] | None = None,
         **kwargs: Any,
     ) -> None:
+        # The Trainer evaluates before it saves, so these numbers are those of the checkpoint that follows.
         self._metrics |= dict(metrics or {})  # for the checkpoint: see checkpoint.keep_best
         self._began = time.monotonic()
         self._evaluation_s = self._began - self._evaluation_began
@@ -205,6 +227,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
     ) -> None:
         if self._saver is None:
             return
+        # A step's end is reported before its save: the daemon counts the save to the safe point after that step.
         self._tell(state, {})
         self._give_back_strategy(args)
         step, last = state.global_step, state.global_step >= state.max_steps
@@ -216,6 +239,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
             last=last,
             began=self._began,
         )
+        # Earlier failures cost one save; without the last one the run has no result.
         if failure is not None and last:
             raise failure
 
@@ -226,11 +250,13 @@ class VerlSlurmCallback(Served, TrainerCallback):
             return
         if self.stopped:  # nothing more than what was asked for
             control.should_evaluate = control.should_log = control.should_save = False
+        # Saved at the step's end already; `save_strategy="epoch"` would write the same state again.
         elif self._saver.saved_step == state.global_step:
             control.should_save = False
         if control.should_save:
             self._saver.begins(state.global_step)
         self._began = self._evaluation_began = time.monotonic()
+        # The Trainer ends quietly where its data gives no sample, and the run would count as done.
         if control.should_training_stop and self._steps_of_epoch == 0:
             raise DataError(
                 "the data set has no samples left, and the training is not done",
@@ -248,19 +274,23 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if self.stopped:
             self._saver.leave()
         else:  # the last step, or another callback's decision (early stopping)
+            # Said to the daemon later, by `_finish`: the user's `with` block may not be over.
             self._finished_at = state.global_step
 
     # ---- what they have in common
 
     def _tell(self, state: TrainerState, logs: Mapping[str, float]) -> None:
         """Reports once per step, with the step's logs, if any."""
+        # Several callbacks of one step come here; the daemon's safe points and rows count a step once.
         if self._saver is None or state.global_step == self._told:
             return
         self._told = state.global_step
+        # The epoch is a position, and would look like a metric in `status` and in manifests.
         self._metrics = {name: value for name, value in logs.items() if name != "epoch"}
         self._saver.step_done(state.global_step, self._metrics)
 
     def _give_back_strategy(self, args: TrainingArguments) -> None:
+        # Given back after the requested save, so that the user's rule holds for the steps that follow.
         if self._strategy is not None:
             args.save_strategy, self._strategy = self._strategy, None
 
@@ -277,6 +307,7 @@ def _know_cpus_by_number() -> None:
     """
 
     def restore(storage: Any, location: str) -> Any:
+        # None leaves every other location to torch's own restorers.
         return storage if location.startswith("cpu:") else None
 
     torch.serialization.register_package(10_477, lambda _: None, restore)

@@ -30,6 +30,7 @@ class Keeper:
 
     def __init__(self, session: Session, config: CheckpointConfig) -> None:
         self._session, self._config, self._paths = session, config, session.paths
+        # Verified by the lead, or written and hashed by this start: retention may rely on these.
         self._assured = {session.resume.name} if session.resume is not None else set()
         self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=_first_need(session))
 
@@ -48,6 +49,7 @@ class Keeper:
         Raises:
             Fenced: a newer attempt owns the run.
         """
+        # Before the pruning: the plan must count the checkpoint that has just been committed.
         self._assured.add(done.name)
         for notice in self._watch.saved(done.num_bytes, done.seconds, done.num_files):
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
@@ -55,6 +57,7 @@ class Keeper:
             return
         try:
             self._prune()
+        # A fenced start has to end: the run and its checkpoints belong to a newer attempt.
         except Fenced:
             raise
         except OSError as error:
@@ -71,15 +74,19 @@ class Keeper:
             list_checkpoints(self._paths),
             self._config.keep_last,
             keep_every=self._config.keep_every,
+            # ASSURED_KEPT of these stay whatever `keep_last` says: a fresh save has not been read back yet.
             verified=self._assured,
             num_verified=ASSURED_KEPT,
         )
+        # Checked at each removal: a process that slept since its plan must not remove what a newer attempt resumes
+        # from.
         apply_prune(self._paths, plan, epoch_check=lambda: require_epoch(self._paths, epoch))
 
 
 def _first_need(session: Session) -> Need:
     """Estimates the size of the first save from the resumed checkpoint."""
     if session.resume is not None:
+        # An estimate for a warning: a checkpoint that is gone by now is no reason to fail.
         with suppress(OSError, VerlSlurmError):
             manifest = read_manifest(session.resume)
             return need_of_next(manifest.num_bytes, len(manifest.files))

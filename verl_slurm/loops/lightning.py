@@ -77,6 +77,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     """
 
     def __init__(self, every_n_steps: int | None = None, session: Session | None = None) -> None:
+        # Before the base class: its constructor calls `_resume`, which sets it.
         self._place: _Place | None = None
         super().__init__(session)
         self._every = every_n_steps
@@ -88,6 +89,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         directory = self._own_files(_FILE, "Lightning")
         if directory is None:
             return None
+        # Read at the construction, so a damaged file is refused before Lightning has loaded a model.
         self._place = _read_place(directory / _place_name(self.session.rank))
         return str(directory / _FILE)
 
@@ -103,7 +105,9 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             return
         try:
             self._check(trainer)
+            # The caller's ckpt_path wins here, and `on_train_start` refuses what comes of it.
             trainer.fit(*args, **{"ckpt_path": self.resume, **options})
+            # `on_train_end` has not run: Lightning found nothing to do.
             if self._finished_at is None:
                 self._require_done(trainer)
         except BaseException as error:
@@ -120,6 +124,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             ConfigError: there is one.
         """
         problem = remedy = ""
+        # pytorch_lightning has other classes of the same names, whose callbacks are never called by this one.
         if not isinstance(trainer, Trainer):
             problem, remedy = (
                 f"a {type(trainer).__module__}.Trainer",
@@ -127,9 +132,11 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             )
         elif self not in trainer.callbacks:
             problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
+        # It requeues the job itself at a signal, and would do so beside the daemon.
         elif any(isinstance(plugin, SLURMEnvironment) for plugin in _environments(trainer)):
             problem = "SLURMEnvironment among the Trainer's plugins"
             remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
+        # Lightning resumes from such a file by itself, without a word, when no ckpt_path is given.
         elif self.resume is None and (left := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))):
             problem = f"{left[-1]}, which Lightning would go on from by itself"
             remedy = "move it away, or give another default_root_dir"
@@ -156,12 +163,14 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     # ---- Lightning's hooks, in their order; all of them on every rank
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # Lightning has installed its handlers by now, and the sanity check may meet a warning.
         if self.session.has_daemon:
             _ignore_warnings(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self.session.has_daemon:
             return
+        # Again: without a sanity check this is the first hook after Lightning has installed its handlers.
         _ignore_warnings(trainer)
         self._step = trainer.global_step
         if self.resume is None and self._step > 0:
@@ -172,6 +181,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             )
         library = {"library": f"lightning {lightning.__version__}"}
         self._begin(self._step, max(0, trainer.max_steps), library)
+        # Used once: a second `fit` of the same Trainer begins where it is, not at the checkpoint.
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
         loaders = list(_flat(trainer.train_dataloader))
@@ -181,6 +191,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                 "batches of its start, as Lightning does. verl_slurm.loops.lightning.ResumableDataLoader can",
                 loud=place is not None,
             )
+        # After all loaders exist and before the first batch is drawn from one.
         if place is not None:
             self._take_up(place, trainer, loaders)
 
@@ -194,9 +205,11 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         then = from_wire(place.generators)
         for loader, began in zip(loaders, place.loaders, strict=False):
             if isinstance(loader, ResumableDataLoader):
+                # Lightning restores rank 0's loader state on every rank; each rank's own place replaces it.
                 loader.forget()
                 if place.in_epoch and began is not None:
                     loader.resume(place.served, from_wire(began), then)
+        # Last: making iterators and loading a checkpoint draw from the same generators.
         rng.restore(then)
 
     def on_train_batch_end(
@@ -207,10 +220,15 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             return  # gradients are being accumulated
         self._step = step = trainer.global_step
         self._metrics = _numbers(trainer.logged_metrics)
+        # The step's end is reported before it is asked for a save: reports and rows are in the order of the steps.
         saver.step_done(step, self._metrics)
+        # Announced here though the save may follow a validation: the daemon allows that time, too.
         if saver.asked() is not None:
             saver.begins(step)
+        # Remembered: the save is made by the hook after which all of this step is done.
         self._due = saver.request is not None or step % (self._every or saver.every_steps) == 0
+        # At the epoch's last batch Lightning still has schedules and callbacks to run, so the save waits for the next
+        # epoch.
         if step != trainer.max_steps and not trainer.is_last_batch and not _validates_now(trainer):
             self._save(trainer, in_epoch=True)
 
@@ -218,11 +236,13 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if self._saver is None or trainer.sanity_checking:
             return
         self._metrics |= _numbers(trainer.callback_metrics)
+        # As above: after an epoch's last batch the save comes at the start of the next one.
         if self._step != trainer.max_steps and not trainer.is_last_batch:
             self._save(trainer, in_epoch=True)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Runs where all of the previous epoch is done, including Lightning's work after `on_train_epoch_end`."""
+        # The first call of a start is no epoch's end. Taken up in mid-epoch, Lightning does not make that call.
         if self._saver is None or not self._began_epoch:
             self._began_epoch = True
             return
@@ -232,6 +252,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saver is None:
             return
+        # The last step is always saved, whatever `every_n_steps` says, and an open request gets its answer.
         self._due = self._saver.saved_step != self._step or self._saver.request is not None
         self._save(trainer, in_epoch=False, last=True)
         self._finished_at = self._step
@@ -248,10 +269,13 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         assert saver is not None
         if not self._due:
             return
+        # Cleared before the save: one that fails is not repeated at the next hook of the same step.
         self._due, name = False, f"step_{step}"
 
         def write() -> None:
+            # Every rank: Lightning's save is collective, and each rank adds its own place.
             written = private_dir(saver.work / name)
+            # Whole: with the weights alone nothing could be resumed.
             trainer.save_checkpoint(written / _FILE, weights_only=False)
             place = _where(trainer, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
@@ -261,6 +285,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             failure = saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write)
             if failure is not None and last:
                 raise failure
+        # At the end of the training the run is done, and must be reported so instead of stopped.
         if saver.stopping is not None and not last:
             saver.leave()
             self._leave()
@@ -274,6 +299,7 @@ def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
     return _Place(
         generators=to_wire(rng.capture()),
         in_epoch=in_epoch,
+        # `batch_idx` is the batch that has just been trained on, from 0.
         served=trainer.fit_loop.batch_idx + 1,
         metrics=_numbers(trainer.callback_metrics),
         loaders=loaders,
@@ -334,7 +360,10 @@ def _ignore_warnings(trainer: Trainer) -> None:
 
     Lightning handles TERM itself, in every environment, and then ends with an error at the end of a batch.
     """
+    # Python allows signal handlers to be set in the main thread alone.
     if threading.current_thread() is threading.main_thread():
+        # USR1 is what Lightning requeues at; TERM is what Slurm sends to every process when a preemption begins.
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
+    # A TERM that came before our handlers would still end the training at the next batch.
     trainer._signal_connector.received_sigterm = False

@@ -96,6 +96,8 @@ class Run:
 
     def __enter__(self) -> Self:
         try:
+            # Inside of `try`: `__exit__` is not called for an error here, and the daemon would see a crash instead of
+            # a refusal.
             self._begin()
         except BaseException as error:
             if isinstance(error, VerlSlurmError):
@@ -110,8 +112,10 @@ class Run:
         )
         self._objects = Objects(self._named)
         split(self._objects.take())  # refuses now, not at the first save, what cannot be saved
+        # Under a daemon `run_dir` is ignored: the run has a directory, which its lead verifies.
         if not self._session.has_daemon and self._run_dir is not None:
             self._session = self._by_hand(Path(self._run_dir))
+        # Before the saver: it starts at the resumed step.
         if self._session.resume is not None:
             self._go_on_from(self._session.resume)
         metadata = {"objects": list(self._objects.names)}
@@ -121,6 +125,7 @@ class Run:
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
+        # One rank takes the epoch and chooses: ranks that looked by themselves could choose different checkpoints.
         word = ranks.on_first("taking the run", lambda: msgspec.msgpack.encode(_take_the_run(run_dir)))
         start = msgspec.msgpack.decode(word, type=_Start)
         paths = RunPaths(start.root)
@@ -135,6 +140,8 @@ class Run:
 
     def _go_on_from(self, directory: Path) -> None:
         manifest = require_guest(directory, "loop", world_size=self._ranks.world_size)
+        # Kept: loading itself and the code before the first step draw from the generators, which are put back once
+        # more.
         self._generators = load_state(self._objects, directory, self._ranks)
         self.step = manifest.step
         restore_rng(self._generators)
@@ -151,6 +158,7 @@ class Run:
         while self.step < total:
             yield self.step
             self.step_done(self.step + 1)
+            # After the last step a stop changes nothing: the run is done and the code after the block may run.
             if self.stopping and self.step < total:
                 raise SystemExit(0)
         self.finish()
@@ -173,12 +181,16 @@ class Run:
         if not self._started:
             self._start(total)
         self.step, self._total = step, total or self._total
+        # The row is kept for a later `save()` of the same step; `log` fills the next one.
         self._row, self._metrics = self._metrics | metrics, {}
+        # Reported before the save, so that the daemon allows for the storage from here on.
         self._saver.step_done(step, self._row, self._total)
+        # Collective, once per step on every rank, whether or not a save is due.
         request = self._saver.asked()
         every = self._save_every or self._saver.every_steps
         if request is not None or (every and step % every == 0):
             self._save(f"every {every} steps")
+        # Also where the save has failed: the job ends, and the checkpoint before it counts.
         if request is not None and request.stop:
             self.stopping = True
             self._saver.leave()
@@ -200,9 +212,11 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        # First, whatever the error: its thread would go on answering requests for a loop that is over.
         self._saver.end()
         if isinstance(error, VerlSlurmError):
             self._refuse(error)
+        # `finish` was reached and saved. Leaving the block early does not make a run done.
         elif error is None and self._done:
             self._session.finished(self.step)
         elif error is None and not self.stopping and self._session.rank == 0:
@@ -210,6 +224,7 @@ class Run:
                 f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
             )
         self._session.close()
+        # All ranks leave together in these two cases; after an error the others may be in a collective.
         if error is None or isinstance(error, SystemExit):
             free_ranks(self._ranks)
 
@@ -222,6 +237,7 @@ class Run:
         return failure
 
     def _write(self, ranks: Collective) -> Sequence[FileEntry]:
+        # Rank 0 empties the directory before any rank writes: the file of a failed save must not be committed.
         ranks.on_first("starting the save", self._prepare)
         return write_state(self._objects, self._saver.work, self.step, ranks)
 
@@ -231,6 +247,7 @@ class Run:
         return b""
 
     def _refuse(self, error: VerlSlurmError) -> None:
+        # A RanksFailed says that some rank failed; whether a restart helps depends on that rank's own error.
         error = underlying(error)
         if not restart_may_help(error):
             self._session.refused(error)
@@ -258,7 +275,9 @@ def _take_the_run(run_dir: Path) -> _Start:
         PermissionRefused: it is another user's.
     """
     paths = RunPaths(run_dir.absolute())
+    # 0700, and refused if it is another user's: checkpoints of this directory are loaded.
     private_dir(paths.root)
+    # Before the epoch is taken: taking it would fence that lead's run.
     if paths.lead_address.exists():
         raise ConfigError(
             "a daemon serves this run",
@@ -266,11 +285,14 @@ def _take_the_run(run_dir: Path) -> _Start:
             expected="a directory of its own for a loop that is started by hand",
             remedy=f"verl-slurm status {paths.root}; if its job is dead, remove that file",
         )
+    # The commands (`status`, `checkpoints`, `prune`) read a run's settings here, also of one without a daemon.
     if not paths.run_yaml.exists():
         write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
+    # Before the sweep: once the epoch is ours, no other process can commit what is removed below.
     mine = take_epoch(paths, job_id=str(os.getpid()), restart=0)
     private_dir(paths.checkpoints)
     sweep(paths)
     sweep_work(paths)
+    # Reads every byte of the newest checkpoint: without a daemon nothing has verified it.
     choice = choose_resume(paths, "auto")
     return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")

@@ -48,10 +48,14 @@ def reach(
     """
     if seconds_left is None:
         return Reach(ok=True, reason="there is no deadline")
+    # The lead ends the ranks at the deadline; a save that begins now would be killed.
     if seconds_left <= 0:
         return Reach(ok=False, reason="the deadline is over")
+    # The longest of few: the mean would promise the end of a step that has long responses.
     last = list(steps_s)[-STEPS_LOOKED_AT:]
+    # Never measured: taken for nothing. Waiting costs the rest of a grace period, leaving costs the step.
     save = 0.0 if save_s is None else save_s * _SAVE_MARGIN
+    # The first step of a start is not measured: it includes warm-up.
     if not last:
         if save > seconds_left:
             reason = f"a save takes about {save:.0f} s, and {seconds_left:.0f} s are left"

@@ -91,6 +91,7 @@ class Session:
         self._paths, self._clock = paths, clock
         self._answered, self._safe_points = 0, 0
         self._step_began = clock()
+        # Written by the loop, read by the thread "reach": `reach` gets a copy as a tuple.
         self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
         self._logs_steps = rank == 0 and paths is not None
 
@@ -121,14 +122,21 @@ class Session:
         rank = _number(here, "RANK", 0) if rank is None else rank
         world_size = _number(here, "WORLD_SIZE", 1) if world_size is None else world_size
         control = here.get(CONTROL_VARIABLE)
+        # No daemon: torchrun, or a plain start by hand. None of the process-wide settings below may touch that
+        # program.
         if not control:
             return cls(NoDaemon(), rank=rank, world_size=world_size)
+        # Without it a rank that outlives a killed agent would go on and write (`wire.lifeline`).
         if lifeline:
             die_with_launcher()
         paths, epoch, resume = _the_run(here)
+        # Frameworks write checkpoints and logs with the default mode; the run is private to its user.
         os.umask(0o077)
+        # A C-level handler: it answers also where a rank hangs in a call that holds the interpreter lock.
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
         line = RankClient.connect(Path(control))
+        # The daemon's limit for a start runs until this message, so it is sent before torch and the framework are
+        # imported.
         line.send(RankStarted(rank=rank, pid=os.getpid()))
         return cls(line, rank=rank, world_size=world_size, paths=paths, epoch=epoch, resume=resume)
 
@@ -169,6 +177,8 @@ class Session:
             metrics: of the step; values that are not finite numbers are left out.
             total: number of steps in all; 0: unknown.
         """
+        # A monotonic clock: a corrected wall clock would give a step of minutes, and `reach` would refuse every
+        # request.
         now = self._clock()
         seconds, self._step_began = now - self._step_began, now
         self.step = step
@@ -207,6 +217,7 @@ class Session:
         The same on all ranks of a node, but not at the same moment on all nodes: agree on it (`wire.stopping.Stopper`,
         over `line`).
         """
+        # The page goes on showing a request after its answer; the number tells a new one from an answered one.
         asked = self.line.request()
         return asked if asked is not None and asked.request_id > self._answered else None
 
@@ -232,6 +243,7 @@ class Session:
 
     def part_saved(self, request_id: int) -> None:
         """Reports that this rank's own files are durable. From any thread."""
+        # Sent by each rank: the daemon names the ranks that it still waits for when the deadline is over.
         self.line.send(PartSaved(rank=self.rank, request_id=request_id))
 
     def saved(
@@ -252,6 +264,7 @@ class Session:
             reason: why it was made, for people.
             on_shared, problem: as in `wire.messages.Saved`.
         """
+        # On every rank, also where rank 0 alone sends: `request` must give all ranks of the run the same answer.
         self._answered = max(self._answered, request_id)
         # 0: the answer names an existing checkpoint, and measures nothing
         self.save_s = seconds or self.save_s
@@ -290,6 +303,7 @@ class Session:
         Args:
             place, worked: where code of the user's raised, as in `wire.messages.Refused`.
         """
+        # Cut: a packet holds 64 KiB. The agent takes a longer one for a stranger's, and later messages would be lost.
         code, reason = int(error.exit_code), error.one_line()[:MAX_STORY]
         self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
 
@@ -300,6 +314,7 @@ class Session:
 
     def close(self) -> None:
         """Ends all reports; may be called twice."""
+        # Replaced first: a thread that still reports (the watch, a commit) must not write to a closed socket.
         line, self.line = self.line, NoDaemon()
         if isinstance(line, RankClient):
             line.close()
@@ -323,6 +338,7 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     """Selects the values that are numbers, including tensors of one element."""
     found = {}
     for name, value in metrics.items():
+        # A value that is no number (text, a tensor of many elements, a huge int) is left out: metrics are for people.
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             detach = getattr(value, "detach", None)  # converting a tensor that needs a gradient warns
             found[str(name)] = float(value if detach is None else detach())  # type: ignore[arg-type]
@@ -331,6 +347,7 @@ def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
 
 def _number(environ: Mapping[str, str], name: str, default: int) -> int:
     text = environ.get(name, str(default))
+    # Strict: a rank that guesses its number would write another rank's files.
     if not text.isdigit():
         raise ConfigError(
             "this process is not told its place", where=name, found=text, expected="a whole number"
@@ -341,6 +358,7 @@ def _number(environ: Mapping[str, str], name: str, default: int) -> int:
 def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
     """Returns the run, the attempt and the checkpoint that the environment names."""
     root = environ.get(RUN_VARIABLE, "")
+    # A relative path would depend on the program's working directory, which the user's code may change.
     if not root.startswith("/"):
         raise ConfigError(
             "a daemon started this process and did not say for which run",
@@ -350,6 +368,7 @@ def _the_run(environ: Mapping[str, str]) -> tuple[RunPaths, int, Path | None]:
         )
     paths, epoch = RunPaths(root), _number(environ, EPOCH_VARIABLE, 0)
     name = environ.get(RESUME_VARIABLE, "")
+    # The name becomes a path below the run; only the form of a checkpoint's name keeps it there.
     if name and CHECKPOINT_NAME.fullmatch(name) is None:
         raise ConfigError(
             "what to resume from is no checkpoint's name",

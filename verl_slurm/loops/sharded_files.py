@@ -56,6 +56,7 @@ class ShardedFiles(FileSystemReader):
     """
 
     def __init__(self, directory: Path) -> None:
+        # The base class finds pieces by the table in `_metadata`, which was checked; it opens no other names.
         super().__init__(directory)
         # Read here and not in `read_metadata`: DCP would report the error with the traceback of every rank.
         self._metadata = _checked(_unpickled(directory / _METADATA), directory / _METADATA)
@@ -88,6 +89,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     dispatch[pickle.BUILD[0]] = load_build
 
     def find_class(self, module: str, name: str) -> Any:
+        # Dtypes cannot be listed: each torch release has new ones. Whatever is no dtype is refused.
         if (module, name) in _ALLOWED:
             return super().find_class(module, name)
         dtype = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -111,6 +113,7 @@ def _checked(metadata: object, path: Path) -> Metadata:
     tensors = getattr(metadata, "state_dict_metadata", None)
     if not isinstance(tensors, dict):
         raise _corrupt(path, "no table of tensors")
+    # BytesStorageMetadata would have DCP unpickle the piece, with any class.
     for value in tensors.values():
         if not isinstance(value, TensorStorageMetadata):
             raise _corrupt(path, f"{type(value).__name__} in the place of a tensor's")

@@ -51,13 +51,16 @@ def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> t
         RanksFailed: some rank could not; on all ranks alike. So no collective call may be inside `together`.
     """
     directory = work / _DIRECTORY
+    # Each phase by itself in `together`: a rank that fails inside must not leave the others in a later collective.
     marked, leaves, found = ranks.together("taking the state", lambda: _taken(objects))
     alike = _alike(found, ranks)
     names = ranks.together(
         "writing the state", lambda: _write(directory, marked, leaves, alike, step, ranks.rank)
     )
+    # Asked of all ranks: DCP's save is collective, and one rank may hold DTensors where another has none.
     if any(ranks.max([len(leaves.sharded)])):
         names += _write_sharded(directory, leaves, ranks)
+    # Last: files are durable and hashed once all of them are written.
     return seal_own(work, lambda: names, ranks)
 
 
@@ -71,9 +74,11 @@ def _write(
 ) -> list[str]:
     tree, common, own = settle(marked, leaves, alike)
     names = [_rank_file(rank)]
+    # Generators per rank: they differ, and a resume has to continue each one.
     torch.save(
         {"tree": tree, "own": own, "rng": _as_tensors(rng.capture()), "step": step}, directory / names[0]
     )
+    # The same bits on every rank, so one copy: DDP would otherwise write the model once per rank.
     if rank == 0 and common:
         names.append(_COMMON)
         torch.save(common, directory / _COMMON)
@@ -88,6 +93,7 @@ def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[s
         save_sharded(dict(leaves.sharded), storage_writer=writer, process_group=ranks.group)
     except CheckpointException as error:
         raise _failed("writing the sharded state failed", error) from error
+    # DCP names its files by rank, so each rank makes its own durable; `.metadata` is written by rank 0.
     mine = sorted(path.name for path in place.glob(f"__{ranks.rank}_*.distcp"))
     return [
         f"{_DIRECTORY}/{_SHARDED}/{name}" for name in [*mine, *([".metadata"] if ranks.rank == 0 else [])]
@@ -105,9 +111,12 @@ def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generat
     mine, common, sharded = ranks.together(
         "reading the state", lambda: _read_all(objects, directory, ranks.rank)
     )
+    # As in `write_state`: all ranks enter DCP's collective load, or none.
     if any(ranks.max([len(sharded)])):
         reader = ranks.together("reading the state", lambda: ShardedFiles(directory / _SHARDED))
         try:
+            # Our reader and planner: DCP's own unpickle `.metadata` and bytes, and the checkpoint may be another
+            # user's.
             load_sharded(sharded, storage_reader=reader, planner=TensorsOnly(), process_group=ranks.group)
         except CheckpointException as error:
             raise _failed("reading the sharded state failed", error) from error
@@ -121,10 +130,12 @@ def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generat
 def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Reads this rank's file, the common tensors, and the live sharded tensors, into which DCP reads."""
     mine = _read(directory / _rank_file(rank))
+    # Names are compared before anything is loaded: half a state in the live objects could not be taken back.
     saved = set(mine["tree"])
     if saved != set(objects.names):
         raise misfit(directory, ", ".join(objects.names), ", ".join(sorted(saved)))
     common = _read(directory / _COMMON) if (directory / _COMMON).exists() else {}
+    # DCP reads into existing DTensors, so a fresh optimizer needs its state tensors first.
     _, leaves = split(objects.take(as_target=True))
     wanted = list(sharded_paths(mine["tree"]))
     if absent := [path for path in wanted if path not in leaves.sharded]:
@@ -134,6 +145,7 @@ def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[s
 
 def _failed(what: str, error: BaseException) -> RanksFailed:
     failed = RanksFailed(what, found=str(error)[:500])
+    # As `together` fills it, so that callers can treat DCP's failures like the others.
     failed.kinds = frozenset({type(error).__name__})
     return failed
 
@@ -149,6 +161,7 @@ def _alike(digests: list[bytes], ranks: Collective) -> list[bool]:
     everyone = [
         msgspec.msgpack.decode(raw, type=list[bytes]) for raw in ranks.gather(msgspec.msgpack.encode(digests))
     ]
+    # A digest includes the path, so sets are enough: a tensor is common if every rank has the same one at that place.
     there = [set(theirs) for theirs in everyone]
     return [all(digest in theirs for theirs in there) for digest in digests]
 
@@ -172,6 +185,7 @@ def _as_tensors(generators: Generators) -> dict[str, torch.Tensor]:
 
 
 def _as_generators(tensors: Mapping[str, torch.Tensor]) -> Generators:
+    # These two are packed bytes, torch's generators are arrays (`save.ranks.rng`); the file stores both as tensors.
     packed = {"python", "numpy"}
     return {
         name: state.numpy().tobytes() if name in packed else state.numpy() for name, state in tensors.items()

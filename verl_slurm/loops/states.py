@@ -59,8 +59,10 @@ class Objects:
     """
 
     def __init__(self, named: Mapping[str, object]) -> None:
+        # None is left out, so `run(scheduler=None)` works where a loop has its scheduler behind a switch.
         self._objects = {name: thing for name, thing in named.items() if thing is not None}
         for name, thing in self._objects.items():
+            # A class has the methods, too, and no state: `isinstance` with a runtime protocol accepts it.
             if not isinstance(thing, Stateful | torch.Generator) or isinstance(thing, type):
                 raise ConfigError(
                     "no state can be taken of this",
@@ -83,6 +85,7 @@ class Objects:
             as_target: to be loaded into. A sharded optimizer that has not stepped yet gets artificial state for that,
                 which counts as a step of it: do not use this on one that will train without a load.
         """
+        # Sorted: neither paths nor files depend on the order in which the program names its objects.
         return {name: self._state_of(thing, name, as_target) for name, thing in sorted(self._objects.items())}
 
     def put_back(self, state: Mapping[str, Any]) -> None:
@@ -94,6 +97,8 @@ class Objects:
         for name, thing in sorted(self._objects.items()):
             try:
                 self._put(thing, name, state[name])
+            # What torch raises for missing keys and other shapes. As a ConfigError it ends the run: a restart finds
+            # the same.
             except (RuntimeError, ValueError, KeyError, TypeError) as error:
                 raise misfit(name, f"{type(error).__name__}: {error}") from error
 
@@ -104,6 +109,8 @@ class Objects:
             from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
             if _FRESH in state:
+                # `take(as_target=True)` has given it artificial state; with it the first real step would count as the
+                # second.
                 thing.state.clear()
                 thing.load_state_dict(state[_FRESH])
                 return
@@ -116,6 +123,7 @@ class Objects:
         if isinstance(thing, torch.Generator):
             return {"state": thing.get_state()}
         if isinstance(thing, Optimizer) and _is_sharded(thing):
+            # torch's get_optimizer_state_dict steps the optimizer once to create its state, so it is not called here.
             if not thing.state and not as_target:
                 return {_FRESH: thing.state_dict()}
             from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -125,6 +133,7 @@ class Objects:
         return thing.state_dict()
 
     def _model_of(self, optimizer: Optimizer, name: str) -> nn.Module:
+        # By identity: torch's functions for sharded optimizers name state by the model's parameter names.
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         for model in self._models:
             if mine & {id(p) for p in model.parameters()}:
@@ -174,6 +183,7 @@ def settle(marked: Any, leaves: Leaves, alike: Sequence[bool]) -> tuple[Any, dic
         alike: in the order of `digests`, which of them are the same on every rank.
     """
     files: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    # The order of `digests`: both sort by path, so flag and tensor belong together.
     for (path, tensor), is_common in zip(sorted(leaves.plain.items()), alike, strict=True):
         files[0 if is_common else 1][path] = _detached(tensor)
     common, own = files
@@ -202,6 +212,7 @@ def join(marked: Any, common: Mapping[str, Any], own: Mapping[str, Any], sharded
         found = files.get(marked[_MARK], {}).get(marked["path"])
         if found is None:
             raise misfit(marked["path"], f"nothing in {marked[_MARK]}")
+        # Restored as it was given: a state_dict that had an array may call NumPy's methods on it.
         return found.numpy() if marked.get("numpy") else found
     if isinstance(marked, list):
         return [join(value, common, own, sharded) for value in marked]
@@ -214,19 +225,23 @@ def _mark(value: Any, path: str, leaves: Leaves) -> Any:
     """Replaces tensors by marks, and interns texts. A pickle stores a repeated text object in few bytes, so without
     interning the same state would have other bytes in a process that has loaded it.
     """
+    # Before Tensor, of which DTensor is a subclass: its digest and its file would hold this rank's part alone.
     if isinstance(value, DTensor):
         leaves.sharded[path] = value
         return {_MARK: "sharded", "path": path}
     if isinstance(value, torch.Tensor):
         leaves.plain[path] = value
         return {_MARK: "plain", "path": path}
+    # An array of objects can be stored by a pickle alone. A copy: `from_numpy` shares memory, and may be read-only.
     if isinstance(value, np.ndarray) and value.dtype.hasobject is False:
         leaves.plain[path] = torch.from_numpy(value.copy())
         return {_MARK: "plain", "path": path, "numpy": True}
+    # `weights_only=True` refuses NumPy's scalars at the resume.
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, str):
         return sys.intern(str(value))
+    # Exact types: a subclass of int or float would be pickled by its class.
     if type(value) in _PLAIN:
         return value
     if isinstance(value, Mapping):
@@ -237,6 +252,7 @@ def _mark(value: Any, path: str, leaves: Leaves) -> Any:
             )
             for key, inner in value.items()
         }
+    # Exact types: a named tuple would need its class at the resume.
     if type(value) in (list, tuple):
         marked = [_mark(inner, f"{path}/{at}", leaves) for at, inner in enumerate(value)]
         return marked if isinstance(value, list) else tuple(marked)
@@ -252,6 +268,7 @@ def _mark(value: Any, path: str, leaves: Leaves) -> Any:
 def _require_keys(value: Mapping[Any, Any], path: str) -> None:
     """Refuses two keys that give the same path: 1 and `1`, or a key with a slash in it."""
     names = [str(key) for key in value]
+    # Exact types, as for values: any other key would need its class at the resume.
     strange = [key for key in value if type(key) not in (str, int)]
     if strange or len(set(names)) != len(names) or _MARK in names:
         raise ConfigError("a state has keys that cannot be saved", where=path, found=strange or names[:5])
@@ -273,14 +290,17 @@ def _say_where(marked: Any, common: Iterable[str]) -> Any:
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor on the CPU, with no more of its storage than it uses: `torch.save` writes whole storages."""
     here = tensor.detach().cpu().contiguous()
+    # A view into a large flat buffer would bring the whole buffer along.
     return here.clone() if here.untyped_storage().nbytes() != here.nbytes else here
 
 
 def _digest(path: str, tensor: torch.Tensor) -> bytes:
     """Returns the digest of place, type, shape and bits."""
     here = tensor.detach().cpu().contiguous()
+    # Type and shape besides the bits: zeros of two shapes have the same bytes.
     head = f"{path}|{here.dtype}|{tuple(here.shape)}|{tensor.device.type}|".encode()
     found = hashlib.sha256(head)
     if here.numel():
+        # As bytes: NumPy has no bfloat16 and no float8.
         found.update(here.reshape(-1).view(torch.uint8).numpy().data)
     return found.digest()

@@ -78,23 +78,30 @@ class ReachWatch:
     def taken(self, request_id: int) -> None:
         """Records that the loop has heard the request at a step's end: the watcher no longer answers it."""
         with self._lock:
+            # Under the lock of `look`: a request is either taken by the loop or refused by the watcher, never both.
             self._judged = max(self._judged, request_id)
 
     def look(self) -> None:
         """Judges a new request, once, when it is first seen."""
         with self._lock:
+            # Read from shared memory, without a collective: this thread runs while the loop is anywhere in its step.
             request = self._session.request()
             if request is None or request.request_id <= self._judged or self._busy():
                 return
+            # Once: a second look could take back what the loop was promised. A step that outlasts all others is
+            # waited for.
             self._judged = request.request_id
             if not request.stop:
                 return  # no request is waiting
             found = self._session.reach(request)
             if not found.ok:
                 why = f"the end of the step cannot be reached: {found.reason}"
+                # The final answer: the daemon ends the ranks now instead of at the deadline, and requeues that much
+                # earlier.
                 self._session.save_failed(request.request_id, why)
 
     def _run(self) -> None:
+        # A poll: the page is plain memory, and no event wakes this thread when the agent writes to it.
         while not self._over.wait(self._every_s):
             self.look()
 
@@ -152,9 +159,11 @@ class StepEndSaver:
         self._world_size = world_size or ranks.world_size
         self.request: SaveRequest | None = None
         self.stopping: SaveRequest | None = None
+        # A resumed step is on disk already: a stop before the first step is answered with that checkpoint.
         self.saved_step = step if session.resume is not None else -1
         self.saving, self._announced = False, -1
         self._total, self.every_steps = 0, 0
+        # The agents write the request at different moments; without agreement ranks would save at different steps.
         self._stopper = Stopper(session.line, ranks.max)
         self._watch: ReachWatch | None = None
         self._keeper: Keeper | None = None
@@ -162,9 +171,14 @@ class StepEndSaver:
             self.work = session.paths.work(session.epoch)
             config = load_own(session.paths.run_yaml).checkpoint
             self.every_steps = config.every_steps
+            # Rank 0 alone removes checkpoints and looks for room: the plan is one for the run, not one per rank.
             self._keeper = Keeper(session, config) if session.rank == 0 else None
+            # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
+            # files.
             ranks.on_first("preparing to save", self._prepare)
+        # One worker: commits must stay in the order of their steps.
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
+        # A group of its own: collectives of the commit thread and of the loop on one group would pair up wrongly.
         self._side = ranks.another() if beside else ranks
         self._pending: Future[RanksFailed | None] | None = None
 
@@ -181,6 +195,7 @@ class StepEndSaver:
         self._total = total
         self.session.started(step, total)
         if self.session.has_daemon and self.session.rank == 0:
+            # Started after `started`: until then the daemon ends the ranks at once, because none of them could save.
             self._watch = ReachWatch(self.session, busy=self._is_busy)
             self._watch.start()
 
@@ -197,9 +212,12 @@ class StepEndSaver:
         """Returns the daemon's request at the end of this step, on all ranks alike; again until it is answered.
         Collective.
         """
+        # All ranks hold the same `request`, so either all of them enter the collective or none.
         if self.request is None and self.session.has_daemon:
             self.request = self._stopper.agree().request
             if self.request is not None and self._watch is not None:
+                # The step has ended after all: the loop saves, even where the watcher has refused. The job is being
+                # taken down then.
                 self._watch.taken(self.request.request_id)
             if self.request is not None and self.request.stop:
                 self.stopping = self.request
@@ -211,7 +229,9 @@ class StepEndSaver:
 
         It follows the step's `step_done`: from here to the next safe point the daemon waits as long as storage takes.
         """
+        # `saving` before the message: from here on the watcher must not end the ranks in the middle of this save.
         self.saving, self._announced = True, step
+        # Sent for periodic saves, too: without it the daemon takes a slow save for silence, and at last for a hang.
         self.session.save_started(self.request.request_id if self.request else 0, step)
 
     def save(
@@ -251,21 +271,26 @@ class StepEndSaver:
             if write is not None:
                 write()
             return None
+        # At most one save is under way, and a fence that it met is raised here, before another one is written.
         self.settle()
+        # A save that is due by a request or by the end is tried even on a full disk; a periodic one is skipped there.
         must = self.request is not None or last
         if self._pool is not None and not must and self.saved_step != step and not self._fits(step):
             return None
         if self._announced != step:
             self.begins(step)
+        # Taken off before any work: whatever happens below is the answer, and `asked` may look for the next request.
         request, self.request = self.request, None
         if request is not None:
             why = request.why
         elif last:
             why = "all steps are done"
+        # The same state: writing it again would spend the grace period on nothing.
         if self.saved_step == step:
             self._answer_with_old(request, f"{why}; nothing new since")
             return None
         if self._keeper is not None:
+            # For the notice alone: without `beside` the save is tried whatever the file system says.
             self._keeper.before_save()
         save = LoopSave(
             guest=self._guest,
@@ -280,11 +305,14 @@ class StepEndSaver:
         try:
             if write is not None:
                 write()
+            # In the loop's thread: the `seal` of a plain loop writes the live tensors, which the next step changes.
             if self._pool is None:
                 return self._commit(save, name, seal, request, why)
+            # Set before `saving` is cleared: `_is_busy` must not see a gap between the two.
             self._pending = self._pool.submit(self._commit, save, name, seal, request, why)
         finally:
             self.saving, self._announced = False, -1
+        # A request is answered before the loop goes on to leave; a periodic save ends beside the next steps.
         return self.settle() if must else None
 
     def settle(self) -> RanksFailed | None:
@@ -310,12 +338,15 @@ class StepEndSaver:
             Fenced: as `save`.
         """
         if self._watch is not None:
+            # Before the last commit is waited for: the watcher could refuse a request that nobody can answer any
+            # more.
             self._watch.stop()
         self.settle()
         if self._pool is not None:
             self._pool.shutdown()
 
     def _is_busy(self) -> bool:
+        # Read once: the main thread may set it to None between the two questions.
         pending = self._pending
         return self.saving or (pending is not None and not pending.done())
 
@@ -325,12 +356,14 @@ class StepEndSaver:
         full = room is not None and room.enough is False
         if room is not None and full:
             self.session.notice(f"step {step} is not saved: {room.reason}", loud=True)
+        # Rank 0's answer for all: free space changes, and ranks that disagree would hang in the save's collectives.
         return not self.ranks.share(b"full" if full else b"", source=0)
 
     def _answer_with_old(self, request: SaveRequest | None, why: str) -> None:
         self.saving, self._announced = False, -1
         request_id = request.request_id if request else 0
         name = self.session.paths.checkpoint(self.saved_step).name
+        # 0 seconds: this answer measures no save, so it must not enter the prediction of the next one.
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(
@@ -342,24 +375,32 @@ class StepEndSaver:
 
         def put() -> bytes:
             assert keeper is not None
+            # Moved, not copied: the work directory is on the run's file system. So the framework's rotation finds
+            # none to delete.
             parts = {guest_directory(self._guest, save.step): written}
             done = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
+            # Not tidied before a stop: removing old checkpoints would cost seconds of the grace period.
             keeper.saved(done, tidy=request is None or not request.stop)
             return msgspec.msgpack.encode(done)
 
         try:
+            # Durable on every rank before rank 0 names the files in a manifest: a commit promises them.
             sealed = seal(self._side)
             session.part_saved(request_id)
             raw = self._side.on_first("committing the checkpoint", put)
         except RanksFailed as error:
+            # A failed save costs that save alone: the previous checkpoint counts, and training goes on.
             session.save_failed(request_id, error.one_line())
             if keeper is not None:
                 keeper.failed(error.one_line())
+                # What was not moved would fill the disk, and make the next save fail, too.
                 shutil.rmtree(written, ignore_errors=True)
+            # By class name: another rank may have raised the error, and its text and class name are what travels.
             if Fenced.__name__ in error.kinds:
                 raise Fenced("a newer attempt owns the run", where=written, found=error.found) from error
             return error
         done = msgspec.msgpack.decode(raw, type=SavedCheckpoint)
+        # Set by the commit thread with `beside`; the loop reads it after `settle` has waited for that thread.
         self.saved_step = save.step
         session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)
         return None
@@ -374,6 +415,7 @@ def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) 
     Raises:
         RanksFailed: some rank could not.
     """
+    # `together`: a full disk on one node must stop all ranks here, not leave the others waiting in the gather.
     made = ranks.together("making the files durable", lambda: door.seal(root, list(names())))
     everyone = ranks.gather(msgspec.msgpack.encode(made))
     return tuple(entry for raw in everyone for entry in msgspec.msgpack.decode(raw, type=list[FileEntry]))
@@ -385,6 +427,7 @@ def own_ranks(session: Session, remedy: str) -> Collective:
     Raises:
         ConfigError: they are not those that were started.
     """
+    # gloo whatever the loop uses: NCCL would need the messages on a GPU that is busy with the step.
     ranks = Collective(dist.new_group(backend="gloo") if dist.is_initialized() else None)
     if ranks.world_size != session.world_size:
         raise ConfigError(

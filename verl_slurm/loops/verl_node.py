@@ -53,8 +53,11 @@ _MOST_SAID = 4096
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until Ray or verl ends here; returns its exit code."""
+    # First: threads and processes inherit the mask of their creator, and one that is made before could die of a
+    # signal. Blocked, not ignored: Ray's processes install handlers of their own, and its drivers abort at USR1.
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     os.umask(0o077)
+    # Up to the hard limit, which needs no privilege.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (most, most)
@@ -66,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(_run(paths, config, args))
     except VerlSlurmError as error:
         sys.stderr.write(f"{type(error).__name__}: {error.one_line()}\n")
+        # Said over the ranks' protocol: the exit code alone would count as a crash, and be started again.
         if isinstance(error, ConfigError) and not restart_may_help(error):
             session = Session.open(rank=0, world_size=1, lifeline=False)
             session.refused(error)
@@ -90,15 +94,20 @@ def _parser() -> argparse.ArgumentParser:
 
 async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> int:
     is_head = args.node_rank == 0
+    # One process speaks for the run: verl has one driver, and the lead expects rank 0 of 1.
     if is_head:
         # Ray and verl take a minute before verl's own driver reports for the run; until then this process does.
         session = Session.open(rank=0, world_size=1, lifeline=False)
         _require_verl(session)
+        # Closed again before verl starts: its driver opens the same line as rank 0.
         session.close()
+    # Before Ray is started: a refused setting should not cost the minute that Ray and verl take.
     words = checked_settings("ppo", config.verl, _own(paths, config, args)).words if is_head else []
+    # Each node derives the token from the lead's secret, so none has to wait for a file of another node.
     token = _write_token(paths, args)
     nodes = config.distributed.nodes
     environ = ray_environment(os.environ, token, args.head, paths, config.name, nodes)
+    # The node's name may resolve to a loopback address (Debian's 127.0.1.1), at which the head cannot reach it.
     own_address = args.head.rpartition(":")[0] if is_head else await _own_address(args.head, config)
     said = args.scratch / "ray.out"
     ray = await _start(
@@ -107,9 +116,11 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
             head=args.head,
             is_head=is_head,
             own_address=own_address,
+            # Below a private directory: Ray makes its own 0777.
             temp=_temp(args.scratch),
             ranks=config.distributed.ranks_per_node,
             cpus=config.slurm.cpus_per_node,
+            # Given, because Ray would take a share of the whole machine's memory, not of the job's.
             store_bytes=object_store_bytes(config.slurm.mem_mb_per_node, _shm_free()),
             free_port=_free_port() if is_head else 0,
         ),
@@ -123,8 +134,11 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
 async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[str]) -> int:
     """Runs verl's own program, once all nodes are there."""
     shape = config.distributed
+    # A node that never comes must end the start before the daemon takes the silence for a hang.
     patience_s = str(config.daemon.start_timeout_s)
     wanted = [str(shape.nodes), str(shape.ranks_per_node), patience_s]
+    # In a process of its own: a driver of Ray keeps threads and a connection for as long as its process lives.
+    # -P: without it Python looks for modules in the working directory first.
     gather = await _start([sys.executable, "-P", "-m", "verl_slurm.verl.gather", *wanted], environ)
     if code := await gather.wait():
         return code
@@ -135,7 +149,9 @@ async def _lead_verl(config: RunConfig, environ: Mapping[str, str], words: list[
 async def _first(ray: Coroutine[None, None, int], verl: Coroutine[None, None, int]) -> int:
     """Waits for the end of verl, or of Ray below it."""
     tasks = [asyncio.create_task(verl), asyncio.create_task(ray)]
+    # The other one is not ended here: the agent kills the whole tree when this process is gone.
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    # verl first: where both have ended, its result says more than Ray's.
     return next(task.result() for task in tasks if task in done)
 
 
@@ -145,6 +161,7 @@ async def _ray_ended(ray: asyncio.subprocess.Process, said: Path) -> int:
         file.seek(max(file.seek(0, os.SEEK_END) - _MOST_SAID, 0))
         tail = file.read(_MOST_SAID).decode(errors="replace")
     sys.stderr.write(f"{tail}\nRayError: Ray has ended on this node (exit code {code})\n")
+    # `ray start --block` may end with 0; without Ray this node can do nothing for the run.
     return code or 1
 
 
@@ -170,6 +187,7 @@ def _own(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> OwnSet
         directory = paths.checkpoints / args.resume
         manifest = require_guest(directory, "verl", world_size=shape.world_size)
         resume = directory / f"global_step_{manifest.step}"
+        # verl's SFT trainer writes its shards without `actor/`; PPO would fail on them deep inside its workers.
         if not (resume / "actor").is_dir():
             raise ConfigError(
                 "the checkpoint is of another of verl's trainers",
@@ -196,6 +214,7 @@ def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:
         PermissionRefused, WireError: its address is open to others, or cannot be read.
     """
     lead = read_lead_address(paths)
+    # The file may be of a newer attempt already: its token would let this node into the wrong Ray.
     if lead.epoch != args.epoch:
         raise Fenced("a newer attempt owns the run", found=lead.epoch, expected=args.epoch)
     generation = int(os.environ.get(GENERATION_VARIABLE, "0"))
@@ -210,6 +229,7 @@ def _temp(scratch: Path) -> Path:
     """
     if temp_fits(scratch / "r"):
         return scratch / "r"
+    # Ray's sockets add 64 bytes to the directory's path, and a Unix socket's path has at most 107.
     return Scratch(_TEMP_PREFIX, "/tmp").path / "r"  # noqa: S108 - under a name that cannot be guessed
 
 
@@ -222,6 +242,7 @@ async def _own_address(head: str, config: RunConfig) -> str:
     until = loop.time() + config.daemon.start_timeout_s
     while True:
         try:
+            # A connection tells which of this node's addresses leads to the head; names and interfaces are ambiguous.
             _, writer = await asyncio.open_connection(host, int(port))
         except OSError as error:
             if loop.time() > until:
@@ -253,12 +274,14 @@ async def _start(
             stdin=asyncio.subprocess.DEVNULL,
             stdout=output,
             stderr=output,
+            # The agent kills by process tree; a child whose parent is gone would be missed.
             preexec_fn=die_with_parent,
         )
 
 
 def _free_port() -> int:
     with socket.socket() as probe:
+        # Free now, and perhaps not in a moment; Ray cannot be told to choose this port itself.
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 

@@ -43,6 +43,7 @@ class _Interruptible:
     steps_per_epoch: int
 
     def __init__(self, config: Any) -> None:
+        # Before the base class: verl's replay buffer and transfer queue look for its own name of the mode.
         with open_dict(config):
             config.trainer.v1.trainer_mode = self.mode
         libraries = {name: version(name) for name in ("torch", "ray", "transformers")}
@@ -50,9 +51,11 @@ class _Interruptible:
             Session.open(rank=0, world_size=1, lifeline=False),
             Collective(None),
             guest="verl",
+            # The files are one per GPU worker; the saver itself speaks as one rank.
             world_size=config.trainer.nnodes * config.trainer.n_gpus_per_node,
             metadata={"verl": installed_verl(), **libraries},
             texts=tracker_file,
+            # verl dies of a full disk, and its steps take minutes, beside which a commit can run.
             beside=True,
         )
         self.saves = Saves(saver)
@@ -62,16 +65,19 @@ class _Interruptible:
         # verl's loop also ends with the epochs, and then does not know that the previous step was its last.
         within = self.config.trainer.total_epochs * self.steps_per_epoch
         self.total_training_steps = min(self.total_training_steps, within)
+        # verl has loaded the checkpoint by now, and `global_steps` names the step that comes next.
         self.saves.begin(self.global_steps - 1, self.total_training_steps)
         super().on_train_begin()  # type: ignore[misc]
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
+        # verl fills this map while the step runs; a save reads what is in it by then.
         self.saves.numbers(metrics)
         return super().step(metrics, timing_raw)  # type: ignore[misc]
 
     def on_step_end(self) -> None:
         if self.saves.step_end(self.global_steps, super()._save_checkpoint):  # type: ignore[misc]
             self.total_training_steps = self.global_steps  # the loop's own condition ends it
+            # No validation: it would run in the grace period, after the save.
             self.config.trainer.test_freq = -1
             return  # skips sending weights to the rollout engines: no more sampling follows
         super().on_step_end()  # type: ignore[misc]
@@ -83,6 +89,7 @@ class _Interruptible:
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object
     ) -> None:
         super()._compute_metrics(batch, metrics, *args, **named)  # type: ignore[misc]
+        # After verl's own: from here on the step's numbers are complete.
         self.saves.step_done(self.global_steps, metrics)
 
     def fit(self, agent_loop_manager: Any) -> None:

@@ -42,6 +42,7 @@ class Saves:
         Args:
             write: makes verl write; its files are complete when it returns.
         """
+        # Asked before a periodic save, which then answers the request as well: one save instead of two.
         self._asked(step)
         self._save(step, write)
 
@@ -54,12 +55,14 @@ class Saves:
         Returns:
             Whether the loop must end here.
         """
+        # Still open: no periodic save of this step has answered it.
         if self._asked(step) is not None:
             self._save(step, write)
         return self.saver.stopping is not None
 
     def step_done(self, step: int, metrics: Mapping[str, object]) -> None:
         """Reports that a step's work is done and its numbers are known; once per step."""
+        # verl comes here twice where a step ends by a request: before its save, and with its metrics.
         if step != self._said:
             self._said = step
             self.saver.step_done(step, metrics)
@@ -70,6 +73,7 @@ class Saves:
         Raises:
             VerlSlurmError: as `last_words`.
         """
+        # First: the last commit may still be running, and the verdict depends on it.
         self.saver.end()
         last_words(self.saver, step=step, total=self._total, began=self._began)
 
@@ -96,10 +100,13 @@ def last_words(saver: StepEndSaver, *, step: int, total: int, began: int) -> Non
         VerlSlurmError: a crash: it ended unasked before its last step, or its end is not saved.
     """
     session, done = saver.session, step >= total
+    # `began`: an earlier attempt did the last step, and this one had nothing to do.
     if done and (not session.has_run or step in (began, saver.saved_step)):
         session.finished(step)
+    # After the question above: a stop that comes in the last step leaves a run that is done.
     elif saver.stopping is not None:
         saver.leave()
+    # Not finished: a run without its last weights would be reported as done. The restart trains from the newest save.
     elif done:
         raise VerlSlurmError(
             "the last step is done and could not be saved",

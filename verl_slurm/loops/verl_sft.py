@@ -40,12 +40,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # for people who read `ps`: the environment has it, too
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="verl's settings, as Hydra takes them")
     options = parser.parse_args(argv)
+    # Before torch and verl are imported, which takes longer than the daemon waits for a first message.
     session = Session.open()
     try:
         _train(session, options.words)
     except VerlSlurmError as raised:
         error = underlying(raised)
         _complain(f"rank {session.rank}: {error.one_line()}")
+        # No `refused`: the daemon counts a crash and starts the ranks again.
         if restart_may_help(error):
             return int(ExitCode.INTERNAL)
         session.refused(error)
@@ -80,8 +82,10 @@ def _under_a_daemon(session: Session) -> None:
         every_steps=config.checkpoint.every_steps,
         name=paths.root.name,
     )
+    # Checked here once more: in front of a container `submit` had no verl to compose with.
     settings = checked_settings("sft", config.verl, own).config
     with _process_group(settings) as ranks:
+        # Imported here: verl's process group chooses the device first.
         from verl_slurm.loops.step_end import StepEndSaver
         from verl_slurm.loops.verl_ppo_saves import last_words
         from verl_slurm.loops.verl_sft_loop import ServedSFT
@@ -95,9 +99,11 @@ def _under_a_daemon(session: Session) -> None:
             texts=tracker_file,
             beside=True,
         )
+        # The saver before the trainer: verl's constructor loads the checkpoint and makes the handler that saves.
         trainer = ServedSFT(settings, saver, resume_step)
         saver.begin(resume_step, trainer.total)
         trainer.fit()
+        # Before the verdict: the commit of the last step may still be running.
         saver.end()
         last_words(saver, step=trainer.step, total=trainer.total, began=resume_step)
 
@@ -112,6 +118,7 @@ def _by_hand(words: Sequence[str]) -> None:
         trainer = ServedSFT(settings, None, None)
         began = trainer.step
         trainer.fit()
+        # By hand, too, an end without a step is an error: verl itself exits with 0.
         require_all(trainer.step, trainer.total, began, where=Path(settings.trainer.default_local_dir))
 
 
@@ -125,6 +132,7 @@ def _process_group(settings: Any) -> "Iterator[Collective]":
 
     auto_set_device(settings)
     initialize_global_process_group()
+    # A CPU group of our own: verl's may be NCCL, and its collectives run on the GPUs' streams.
     yield Collective(dist.new_group(backend="gloo"))
     destroy_global_process_group()  # not after an error: the others may wait in it
 

@@ -49,9 +49,11 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     def __init__(self, config: Any, saver: StepEndSaver | None, resume_step: int | None) -> None:
         self._saver = saver
         self._metrics: dict[str, float] = {}
+        # Before verl builds the model: LoRA's weights are drawn in its constructor. The same on all ranks.
         _seed(int(config.trainer.seed))
         super().__init__(config=config)
         self.total, self.step = int(self.total_training_steps), int(self.resume_global_step)
+        # verl starts from step 0 without an error where it finds nothing; that would train over a verified run.
         if resume_step not in (None, self.step):
             raise VerlSlurmError(
                 "verl did not resume from where it was told to",
@@ -62,6 +64,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         if self.step == 0:
             # In verl every process draws its own; this gives the same ones in every attempt of the run.
             _seed(int(config.trainer.seed) + int(self.rank))
+        # verl ends with 0 where its epochs are over, and the run would be started again without end.
         ends = self.steps_per_epoch * int(config.trainer.total_epochs)
         if ends < self.total:
             raise ConfigError(
@@ -71,6 +74,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
                 expected="at least as many in all epochs",
                 remedy="raise trainer.total_epochs, or lower trainer.total_training_steps",
             )
+        # Kept: a request sets `save_freq` to 1 for one step.
         self._own_save_freq = self.save_freq
 
     @property
@@ -79,6 +83,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def _build_engine(self) -> None:
         super()._build_engine()
+        # When `train_batch` returns the optimizer has stepped, and verl has not yet decided on validation and saving.
         self.training_client = WatchedWorker(self.training_client, self._step_is_done)
 
     def _build_dataloader(self) -> None:
@@ -106,6 +111,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         """Runs when the weights are those of the next step; metrics, validation and saving follow in `fit`."""
         self.step += 1
         self._metrics = _numbers(output)
+        # Restored at each step: the request before this one may have set it to 1.
         self.save_freq = self._own_save_freq
         if self._saver is None:
             return
@@ -114,6 +120,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
         if request is None:
             return
         if request.stop:
+            # verl's own condition for its end; leaving by an exception would skip its save.
             self.total_training_steps = self.step  # its last step: it saves, and returns
             self.val_dataloader, self.test_freq = None, -1  # no time for a validation
         else:
@@ -133,6 +140,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
             found = (saver.work / name).glob(f"*_rank_{self.rank}.pt")
             return sorted(f"{name}/{path.name}" for path in found)
 
+        # Each rank hashes what it wrote: the pages are in its node's cache, and the work is shared.
         seal, why = partial(seal_own, saver.work, shards), "trainer.save_freq"
         saver.save(step, name, metrics=self._metrics, why=why, last=last, write=write, seal=seal)
 
@@ -149,6 +157,7 @@ def _seed(seed: int) -> None:
 def _numbers(output: Any) -> dict[str, float]:
     """Selects the numbers of `train_batch`'s output; some ranks get none."""
     try:
+        # Without a result on this rank the step counts all the same: it is agreed on by all.
         metrics = tensordict_utils.get(output, "metrics")
     except (KeyError, AttributeError, TypeError):
         return {}

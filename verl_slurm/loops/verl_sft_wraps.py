@@ -25,6 +25,7 @@ class WatchedWorker:
         self._inner, self._after_step = inner, after_step
 
     def train_batch(self, *args: Any, **words: Any) -> Any:
+        # The call comes after verl's own: a step that raises is not reported as done.
         output = self._inner.train_batch(*args, **words)
         self._after_step(output)
         return output
@@ -64,11 +65,13 @@ class WatchedHandler:
             CheckpointCorrupt: it is from within an epoch and lacks the place in the data: verl would begin the epoch
                 again, and report that in its log only.
         """
+        # verl loads the data loader's state unconditionally; the stand-in holds it until the step is known.
         loader, kept = self._inner.train_dataloader, _KeptBack()
         self._inner.train_dataloader = kept
         try:
             step = int(self._inner.load_checkpoint())
         finally:
+            # Also after an error: verl's trainer goes on to use the same object.
             self._inner.train_dataloader = loader
         if step % self._steps_per_epoch == 0:
             return step  # an exhausted iterator's: the next epoch begins afresh
@@ -84,6 +87,7 @@ class WatchedHandler:
 
     def save_checkpoint(self, step: int) -> None:
         """Collective."""
+        # Our save decides whether verl's writes at all: without room it is not begun.
         self._save(step, lambda: self._inner.save_checkpoint(step=step))
 
     def __getattr__(self, name: str) -> Any:
