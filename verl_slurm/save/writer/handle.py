@@ -40,7 +40,11 @@ class SaverProcess:
         self._process = subprocess.Popen(
             # stderr is inherited: what the saver says goes to the rank's log. Every other descriptor of the rank stays
             # closed in it.
-            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(arena.fd,), bufsize=0
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(arena.fd,),
+            bufsize=0,
         )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
