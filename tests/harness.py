@@ -23,6 +23,7 @@ from tests.processes import captured, tell
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.journal.events import KINDS
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.follow import follow_lines
 from verl_slurm.slurm.client import SlurmClient
@@ -118,6 +119,7 @@ class LiveRun:
         self, event_name: str, /, *, after: int = 0, timeout_s: float = 300.0, **wanted: object
     ) -> Line:
         """The first event of that name behind the first `after` ones."""
+        assert event_name in KINDS, f"no journal ever has {event_name!r}"
 
         def there() -> Line | None:
             for event in read_events(self.paths)[after:]:

@@ -74,6 +74,6 @@ def test_a_run_that_the_former_version_trained_and_saved_goes_on_with_this_one_b
     run.wait_event("ended", exit_code=25)
     seen = len(run.events())
     run.upgrade()
-    run.wait_event("generation", after=seen, resume=saved["name"])
+    run.wait_event("restart", after=seen, resume=saved["name"])
     run.wait_end()
     ends_like(run, twin)
