@@ -72,6 +72,8 @@ def _quiet() -> Iterator[None]:
     hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        # A fresh head is drawn from the global generator, which is part of the saved state: loading must not move it.
+        # `devices=[]`: models load on the CPU, and the default would touch the generators of all GPUs.
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
@@ -106,6 +108,7 @@ def load_pretrained(
     try:
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         model_class = _class_of(auto_class, config, path, key)
+        # Both kernels are named here: transformers would take a name in config.json and ask the hub for it.
         config._experts_implementation = None  # transformers' own choice
         with _quiet():
             model, report = auto_class.from_pretrained(
@@ -114,6 +117,7 @@ def load_pretrained(
                 attn_implementation=_attention(attention, model_class, path),
                 local_files_only=True,
                 trust_remote_code=False,
+                # The other format is a pickle.
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
@@ -122,6 +126,7 @@ def load_pretrained(
         raise DataError(
             "the model cannot be loaded", where=path, found=error, expected=expected, remedy=f"set {key}"
         ) from error
+    # Hugging Face fills a missing parameter with random numbers and only logs it.
     missing = sorted(report["missing_keys"])
     if missing:
         raise DataError(
@@ -139,6 +144,7 @@ def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
     """Returns the class that `auto_class` would build. Asked first: transformers' own refusal lists every class it
     knows.
     """
+    # Asked before the load: transformers' own refusal lists every class that it knows.
     if type(config) not in auto_class._model_mapping:
         causal = auto_class is AutoModelForCausalLM
         raise DataError(
@@ -163,6 +169,7 @@ def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
 def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
     """Returns the attention to pass to `from_pretrained`."""
     if wanted == "auto":
+        # Always a name: without one transformers takes that of the directory.
         return "sdpa" if model_class._supports_sdpa else "eager"
     lacks = {
         "sdpa": not model_class._supports_sdpa,
@@ -215,10 +222,12 @@ def _shard(
     """Cuts a model into a stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`. A mesh of None leaves it whole."""
     if mesh is None:
         return model
+    # Stages, then tensors, then FSDP2: each later cut works on the parameters that the former left on this rank.
     model, policy = cut_stage(model, mesh["pp"]), policy_of(shape.mixed_precision)
     if isinstance(model, Stage):
         model.compute_dtype = policy.param_dtype
     cut_tensors(model, mesh["tp"])
+    # Inside FSDP2's hooks: a layer's parameters are gathered when it runs again. The reference has no backward pass.
     if trains and shape.recompute:
         recompute_layers(model)
     shard_over_data(model, mesh["dp"], policy)
@@ -270,6 +279,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for name, whole in whole_parameters(source):
             parameters.pop(name).copy_(whole)
+    # A parameter that was left out would sample with the numbers of the directory, or of an earlier step.
     if parameters:
         raise ValueError(f"parameters without a source: {sorted(parameters)}")
 
@@ -281,6 +291,7 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
         grid: None: a single process, or data parallel alone.
     """
     if grid is not None:
+        # Once, before the norm: a hook at each backward pass counts a micro-batch again for each one after it.
         sum_head_gradients(model, grid.mesh["tp"])
         return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
@@ -295,6 +306,7 @@ def passage(batch: Batch, device: torch.device) -> Passage:
     """
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
+    # Prompts are padded on the left, so the count starts at the first real token; padding would be at -1.
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
     return Passage(ids=ids, mask=mask.long(), positions=positions, keep=batch["response_ids"].shape[1] + 1)
 
@@ -316,6 +328,7 @@ def _call(model: nn.Module, given: Passage) -> Tensor:
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:
     """Returns log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a passage."""
+    # float32 before the division, as `sampling.pick_tokens`: the two log probabilities are held against each other.
     return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
 
 
@@ -333,6 +346,7 @@ def read_logprobs(
         learns_entropy: False: the entropies are for display, and carry no gradient.
     """
     distribution = _distribution(logits, temperature)
+    # Detached, no [N, T, V] product is kept for the backward pass.
     spread = distribution if learns_entropy else distribution.detach()
     return _chosen(distribution, batch), -(spread.exp() * spread).sum(dim=-1)
 
@@ -399,6 +413,7 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
     if isinstance(model, Stage):
         model.train_pass(given, micro_batch, loss_of)
         return
+    # Backward after each micro-batch: activations of one exist at a time, and the gradients add up.
     for rows in torch.split(torch.arange(len(given.ids)), micro_batch):
         loss = loss_of(_call(model, given.rows(rows)), rows)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here

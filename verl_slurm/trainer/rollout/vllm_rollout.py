@@ -93,8 +93,10 @@ class VLLMRollout:
         os.environ.update(_ENVIRONMENT)
         for name, value in _GENTLE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        # vLLM brings kernels without a deterministic form. It samples and trains nothing, so a warning is enough.
         with _process_as_before(), warned_only(device):
             try:
+                # Imported here: it takes seconds, and is an extra.
                 from vllm import LLM
 
                 from verl_slurm.trainer.rollout.vllm_sampler import CounterSampling
@@ -128,6 +130,7 @@ class VLLMRollout:
         """
         weights = whole_parameters(actor)
         with torch.no_grad(), self._manner():
+            # Tensor by tensor from the actor: no file, and no second whole copy of the model.
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for _ in weights:  # a tensor vLLM did not ask for is a collective that the other ranks wait in
                 pass
@@ -145,8 +148,10 @@ class VLLMRollout:
         rollout = self._config.rollout
         num_tokens = rollout.max_new_tokens
         ids: list[int] = prompts["sample_id"].tolist()
+        # Keyed by sample, not by row: a response is the same in any batch and after any restart.
         noise = uniforms(self._config.seed, step, ids, num_tokens, purpose=purpose).tolist()
         mine = [
+            # vLLM takes prompts without padding.
             _Asked(ids[mask].tolist(), row)
             for ids, mask, row in zip(
                 prompts["prompt_ids"], prompts["prompt_mask"].bool(), noise, strict=True
@@ -170,6 +175,7 @@ class VLLMRollout:
         """
         if self._group_size == 1:
             return self._sample(mine, temperature)
+        # Over all ranks, though the group's are needed: `ranks` has one group, and each rank comes here equally often.
         everybody = self._ranks.gather(msgspec.msgpack.encode(mine))
         start = self._ranks.rank // self._group_size * self._group_size
         made = [
@@ -229,11 +235,13 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
     num_seqs = rollout.micro_batch_size_per_device
     arguments: dict[str, Any] = {
         "dtype": sampling_dtype(config),
+        # vLLM seeds numpy with it, which takes 32 bits. No sample depends on it.
         "seed": config.seed % (1 << 32),
         "tensor_parallel_size": size,
         "enforce_eager": rollout.enforce_eager,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "max_model_len": longest,
+        # A micro-batch in one schedule: how it were divided could change the rounding.
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(longest, 8192),
         "load_format": "dummy",  # sync brings the weights
@@ -259,6 +267,7 @@ def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     per_token = 2 * shape.num_hidden_layers * -(-heads // config.rollout.tensor_parallel_size) * width
+    # Whole blocks for every sequence: short of them, vLLM preempts a sequence and computes it again.
     blocks = -(-max_model_len(config) // _BLOCK) + 1
     return int(
         max(
@@ -277,6 +286,8 @@ def _process_as_before() -> Iterator[None]:
     try:
         yield
     finally:
+        # The function first: vLLM's own would ignore the next line with a warning.
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
+        # vLLM seeds all of them, and their state is a part of each checkpoint.
         rng.restore(generators)
