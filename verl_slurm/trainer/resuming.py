@@ -200,8 +200,8 @@ def _my_runtime_state(
     states = [read_runtime_state(reader, rank, world_size) for rank in leaders(former)]
     # With the former's shape of a step: its micro-batches are dealt out anew by their global numbers.
     mine = reshard(states, StepShape.of(_saved_config(reader)), shape, grid.place.dp)
+    # A rank that did not exist before has no generators to take over, and keeps those it was seeded with.
     return msgspec.structs.replace(
-        # A rank that did not exist before has no generators to take over, and keeps those it was seeded with.
         mine, rank=ranks.rank, world_size=ranks.world_size, rng=mine.rng or rng.capture()
     )
 

@@ -62,6 +62,7 @@ def arithmetic(response: str, answer: str) -> float:
     word = words[-1] if words else ""
     if word == answer:
         return 1.0
+    # [0-9]: \d would take digits of other scripts.
     if re.fullmatch(r"-?[0-9]+", word) is None:
         return 0.0
     score = 0.1
@@ -106,12 +107,14 @@ class ClassifierReward:
         self._directory, self._batch_size = directory, batch_size
         self._device = device or torch.device("cpu")
         if digest:
+            # Held to rank 0's digest on each rank, and pinned: files may be swapped before or while they are loaded.
             with pinned_model(directory, _recorded(directory, digest)) as pinned:
                 pinned.fill()
                 model = self._load(pinned.path)
                 pinned.verify()
         else:
             model = self._load(directory)
+        # A classifier takes the last token that is no padding, and finds it by this number.
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.requires_grad_(False).to(self._device)
@@ -142,12 +145,14 @@ class ClassifierReward:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        # The raw texts: the reward model's own tokenizer cuts them, not the policy's.
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         scores = []
         for start in range(0, len(texts), self._batch_size):
             encoded = self._tokenizer(
                 texts[start : start + self._batch_size], padding=True, return_tensors="pt"
             ).to(self._device)
+            # In the given order and in fixed batches: rounding depends on the batch.
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
         whole = torch.cat(scores) if scores else torch.zeros(0)
         if not bool(whole.isfinite().all()):  # one NaN would spoil the weights permanently
@@ -166,6 +171,7 @@ class ClassifierReward:
         its tokenizer's configuration.
         """
         backbone = self._model.base_model_prefix + "."
+        # The backbone is left out: RUN/frozen has the whole model.
         head = {
             name: tensor.detach().cpu().contiguous()
             for name, tensor in self._model.state_dict().items()

@@ -84,6 +84,7 @@ class TrainState:
 
     def remember(self, row: dict[str, float]) -> None:
         """Adds a finished step's metrics."""
+        # A new list: one that was handed to a save does not change while it is written.
         self.history = [*self.history, row][-HISTORY_ROWS:]
 
 
@@ -108,8 +109,10 @@ def capture_state(
         world_size: ranks in all; None: data parallel alone.
     """
     position, buffers = state.position, state.buffers
+    # One array for all micro-batches: another shape cuts the rows in another way.
     rewards = to_arrays(stacked(buffers.scored)) | to_arrays(buffers.estimates)
     if buffers.updates:
+        # float64, which Python's floats are: a resume has the very same numbers.
         rewards["updates"] = np.array(buffers.updates, dtype=np.float64)
     consumed = rollout_offset(position, shape)
     return RuntimeState(
@@ -138,16 +141,20 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
         CheckpointCorrupt: the parts do not fit the position, or the position does not fit the configuration.
     """
     position = Position(saved.step, saved.phase, saved.index)
+    # First: an index outside its phase would make all numbers below meaningless.
     check_position(position, shape, where=where)
+    # Both follow from the position. Said twice, they show a state of other batch sizes.
     found = (saved.safe_point, saved.rollout_offset)
     expected = (safe_point(position, shape), rollout_offset(position, shape))
     if found != expected:
         raise _misfit(where, f"(safe point, prompts consumed) {found} at {position}", expected)
+    # One table on disk: what is left when all known columns are taken out are the scored ones.
     reward, rewards = split(saved.rewards)
     updates = rewards.pop("updates", np.zeros((0, len(update_metrics(config.train)))))
     estimates = to_batch({name: rewards.pop(name) for name in ("advantages", "returns") if name in rewards})
     scored, rollouts = to_batch(rewards), to_batch(saved.rollouts)
     buffers = Buffers(
+        # As one piece: later phases stack the pieces, whatever their number.
         rollouts=[rollouts] if rollouts else [],
         scored=[scored] if scored else [],
         estimates=estimates,
@@ -168,10 +175,12 @@ def _check_rows(
     """Checks the number of rows of every buffer against the position."""
     batch = shape.generations * shape.prompts_per_generation
     past = ("generate", "score", "advantage", "update", "evaluate").index
+    # Between two steps the buffers are empty.
     at = -1 if position.phase == "step_end" else past(position.phase)
     done = position.index
 
     def rows(phase: int, one: int, most: int) -> int:
+        # The last scoring micro-batch may be smaller than the others, so `most` bounds it.
         return 0 if at < phase else min(one * done, most) if at == phase else most
 
     expected = {
