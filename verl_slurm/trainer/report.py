@@ -89,6 +89,7 @@ class Reporter:
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }
         curves |= {f"time/{name}": value for name, value in timings.items()}
+        # A stall belongs to the step in which the training waited, whatever save it waited for.
         curves["save/stall_s"], self._stall_s = self._stall_s, 0.0
         self._step = int(row["step"])
         self._curves(lambda: self._draw(curves, self._step))
@@ -109,6 +110,7 @@ class Reporter:
 
     def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:
         """Reports a checkpoint in place: rank 0 says so, why it was made, and which medium does not have it."""
+        # The daemon first: it acts on the message, and the disk may be too full for a line.
         self.session.saved(
             request_id,
             done.name,
@@ -130,6 +132,7 @@ class Reporter:
         """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
         thread.
         """
+        # The daemon keeps it as the answer, in case shared storage never gets the save.
         if self._rank == 0:
             self.session.line.send(
                 SavedOnNodes(
@@ -172,6 +175,7 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         directory.mkdir(mode=0o700, exist_ok=True)
+        # An earlier attempt may have drawn steps that are done again from here; purged, the curve has each step once.
         self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)
 
     def _draw(self, curves: dict[str, float], step: int) -> None:
@@ -179,6 +183,7 @@ class Reporter:
             return
         for name, value in curves.items():
             self._writer.add_scalar(name, value, step)
+        # At each step: a rank may be killed, and the writer's own thread flushes every two minutes.
         self._writer.flush()
 
     def _curves(self, work: Callable[[], None]) -> None:

@@ -181,8 +181,8 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
 def _parts(pattern: str) -> list[str]:
     """Splits a glob into `**/`, `*`, `?` and the text between; equal stars in a row are one."""
     parts = [part for part in re.split(r"(\*\*/|\*|\?)", pattern) if part]
+    # Equal stars in a row say the same as one, and each would multiply the work.
     return [
-        # Equal stars in a row say the same as one, and each would multiply the work.
         part for part, before in zip(parts, ["", *parts], strict=False) if part[0] != "*" or part != before
     ]
 

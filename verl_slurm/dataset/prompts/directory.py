@@ -74,12 +74,15 @@ def prompts_below(
     if recorded is None:
         names = data_files(root, config, key=key)
     else:
+        # From the fingerprint's names, not from the directory: a file that came later is no part of the run.
         names = choose(list(recorded), _pattern(config, key), read, root=root, key=key)
+    # What is held out stays whole: it decides which prompts never train.
     limit = config.limit if key == "data.root" else None
     rows = 0
     for name in names:
         if rows == limit:
             break
+        # From memory: the bytes that were hashed are the bytes that are parsed.
         for place in prompts_of(io.BytesIO(read(name)), root / name, config):
             if rows == limit:
                 break
@@ -146,6 +149,7 @@ def _read(path: Path, recorded: Content | None) -> bytes:
             raise _unreadable(path, error) from None
         found = str(error)
     else:
+        # Hashed here, on every rank: a node may see another state of the storage than rank 0 did.
         if recorded is None or (there := hashlib.sha256(data).hexdigest()) == digest:
             return data
         found = f"SHA-256 {there[:16]}"

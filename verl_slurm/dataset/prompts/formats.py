@@ -260,8 +260,8 @@ def _parquet(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     # With a buffer: otherwise a whole column of a row group is read at once.
+    # Without extensions: such a column stays as it is stored, and no class of its type reads it.
     with pq.ParquetFile(
-        # arrow_extensions_enabled=False: extension types stay as they are stored, and none of their classes reads the file.
         file, buffer_size=_BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
     ) as parquet:
         wanted = _wanted(parquet.schema_arrow.names, columns)

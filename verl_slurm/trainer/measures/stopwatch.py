@@ -61,6 +61,7 @@ class Stopwatch:
         """Returns seconds by name and resets them to zero. On a GPU it waits for the measured work to finish."""
         parts, self._parts = self._parts, []
         seconds, self._seconds = self._seconds, {}
+        # Events are read once a step: waiting for the device at each measurement would stop what is measured.
         if parts:
             torch.cuda.synchronize()
         for name, began, ended in parts:
@@ -114,6 +115,7 @@ class GpuMemory:
             return None
         now = self._clock()
         if now >= self._due:
+            # Also where the look fails: a driver in trouble must not be asked at every safe point.
             self._due = now + 1.0
             try:
                 free, total = self._look(self._device)

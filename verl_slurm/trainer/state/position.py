@@ -73,6 +73,7 @@ class StepShape:
         """Returns the shape that `config` asks for; `config.load` has checked that everything divides."""
         train, rollout = config.train, config.rollout
         return cls(
+            # Divides: a generation micro-batch is the unit of the ledger, and a part of one has no record.
             generations=train.batch_size_per_device // rollout.micro_batch_size_per_device,
             scores=-(-train.batch_size_per_device // train.micro_batch_size_per_device),
             updates=train.ppo_epochs * (train.batch_size_per_device // train.mini_batch_size_per_device),
@@ -129,6 +130,7 @@ def after(position: Position, shape: StepShape) -> Position:
 
 def safe_point(position: Position, shape: StepShape) -> int:
     """Returns the safe points passed since the last whole step; the number in a checkpoint's name."""
+    # Counted from the last whole step, so that names of checkpoints within a step rise.
     before = {
         "step_end": 0,
         "generate": 0,
@@ -145,6 +147,7 @@ def rollout_offset(position: Position, shape: StepShape) -> int:
 
     A group lies in one micro-batch, so the prompts of the data are always this divided by `samples_per_prompt`.
     """
+    # Over all ranks: the number means the same when the run goes on with more or fewer of them.
     per_generation = shape.prompts_per_generation * shape.dp_size
     return position.step * shape.prompts + first_generation(position, shape) * per_generation
 

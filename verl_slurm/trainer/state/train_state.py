@@ -180,7 +180,6 @@ def _check_rows(
     done = position.index
 
     def rows(phase: int, one: int, most: int) -> int:
-        # The last scoring micro-batch may be smaller than the others, so `most` bounds it.
         return 0 if at < phase else min(one * done, most) if at == phase else most
 
     expected = {
