@@ -1,7 +1,7 @@
 """From a verified checkpoint, or from nothing, to the state a rank trains on from.
 
 Order: the manifest is held against this run, then the checkpoint state is loaded into the live tensors, then
-the runtime state, then the ledger's later rollouts. The generators are put back last of all.
+the runtime state, which puts the generators back, then the ledger's later rollouts, which draw nothing.
 """
 
 from pathlib import Path

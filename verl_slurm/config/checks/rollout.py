@@ -44,6 +44,7 @@ def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
             "1: every rank samples alone",
             f"set {_TP}=1",
         )
+    # The ranks of a group are neighbours by number; across nodes they would wait for the network at each layer.
     elif shape.ranks_per_node % size:
         yield Complaint(
             _TP,
@@ -55,12 +56,15 @@ def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
 
 def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yields what the model's config.json says against `rollout.engine=vllm`. vLLM itself judges unknown fields."""
+    # Models that also see images keep the sizes of their language part there.
     text = model.get("text_config")
     model = text if isinstance(text, dict) else model
     heads, limit = model.get("num_attention_heads"), model.get("max_position_embeddings")
     size, longest = config.rollout.tensor_parallel_size, max_model_len(config)
+    # vLLM cuts attention by heads, and each rank gets whole ones.
     if isinstance(heads, int) and heads % size:
         yield Complaint(_TP, str(size), f"a divisor of the model's {heads} attention heads", f"change {_TP}")
+    # Some families have heads that are not hidden_size / heads wide, and say so.
     width = model.get("head_dim")
     if not isinstance(width, int) and isinstance(heads, int) and isinstance(model.get("hidden_size"), int):
         width = model["hidden_size"] // max(heads, 1)
@@ -71,6 +75,7 @@ def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Co
             f"heads of {', '.join(map(str, _CPU_HEAD_SIZES))}",
             "set rollout.engine=hf, or another model.path, e.g. builtin:tiny32",
         )
+    # Refused by vLLM's start otherwise, after the wait in the queue.
     if isinstance(limit, int) and longest > limit and not _stretched(model):
         yield Complaint(
             "rollout.max_new_tokens",

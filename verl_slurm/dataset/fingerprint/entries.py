@@ -76,6 +76,7 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
     """Returns the fingerprint of these entries, sorted."""
+    # Sorted here, so that the record on disk lists them as the digest counts them.
     ordered = sorted(files.items(), key=_path)
     return Fingerprint(digest=_digest(ordered), files=dict(ordered))
 

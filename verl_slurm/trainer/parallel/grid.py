@@ -77,9 +77,11 @@ def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
 
 
 def _among(groups: list[list[int]], ranks: Collective) -> Collective:
+    # All ranks: their group exists already.
     if len(groups) == 1:
         return ranks
     if len(groups[0]) == 1:
         return Collective(None)
+    # gloo, also on GPUs: these groups carry numbers and bytes on the CPU.
     mine, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")  # type: ignore[no-untyped-call]
     return Collective(mine)

@@ -71,6 +71,7 @@ def build_engine(
     Raises:
         ConfigError: it is not installed, or cannot sample from this model.
     """
+    # Again here, though `submit` has asked: the ranks may have another environment than the login node.
     require_engine(config)
     if config.rollout.engine == "hf":
         return HFRollout(
@@ -79,6 +80,7 @@ def build_engine(
             seed=config.seed,
             eos_id=eos_id,
             pad_id=pad_id,
+            # The actor's own: samples of another precision come from another policy.
             dtype=sampling_dtype(config),
             attention=config.model.attn_implementation,
             device=device,
@@ -100,6 +102,7 @@ def gap_limit(set_to: float | None, dtype: str) -> float:
     """
     if set_to is not None:
         return set_to
+    # Well above what two programs differ by, well below what one lost sync changes: see the table above.
     return 0.002 if dtype == "float32" else 0.02
 
 
@@ -110,6 +113,7 @@ def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, 
         engine, actor: log probabilities of the same tokens, float32 [N, T].
         mask: bool [N, T].
     """
+    # The padding has no log probability of its own.
     gap = torch.where(mask, (actor - engine).abs(), torch.zeros_like(actor))
     return float(gap.double().sum()), float(mask.double().sum())
 

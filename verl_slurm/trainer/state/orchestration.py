@@ -79,7 +79,9 @@ def began_on_gpus(paths: RunPaths) -> bool:
     Runs on every rank.
     """
     try:
+        # Read before there is a process group, so each rank decides by itself from the same file.
         first = msgspec.json.decode(read_regular(paths.orchestration, DATA_FILES), type=Orchestration)
+    # A run that begins has none. Damage is said by `check_or_write`, on rank 0.
     except (OSError, *UNREADABLE):
         return False
     return "nccl" in first.backend
@@ -115,8 +117,10 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
     path = paths.orchestration
     try:
         first = msgspec.json.decode(read_regular(path, DATA_FILES), type=Orchestration)
+    # Written once: a later start may have another layout, and its manifests say which.
     except FileNotFoundError:
         write_file(path, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+        # Read-only for people, too; nothing ever writes it again.
         os.chmod(path, 0o400)
         return now
     except UNREADABLE as error:
