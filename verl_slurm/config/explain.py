@@ -57,6 +57,7 @@ def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
     meanings = _meanings(kind)
     for field in msgspec.structs.fields(kind):
         key = prefix + field.name
+        # A section has no value of its own: its keys are listed instead.
         if inner := _struct(field.type):
             yield from _keys(inner, f"{key}.")
             continue

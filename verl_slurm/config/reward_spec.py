@@ -132,6 +132,7 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             if isinstance(node, ast.If | ast.Try | ast.With):
                 yield from _bindings(getattr(node, inner, []))
         if isinstance(node, ast.Try):
+            # `try: import x` with a fallback in the handler is common.
             for handler in node.handlers:
                 yield from _bindings(handler.body)
 
@@ -155,6 +156,7 @@ def _names(node: ast.stmt) -> set[str]:
 def _complaint(args: ast.arguments) -> str:
     """Returns why a function with these parameters cannot take three positional arguments; empty if it can."""
     positional = len(args.posonlyargs) + len(args.args)
+    # More parameters are fine as long as they have defaults.
     needed = positional - len(args.defaults)
     if needed > len(_ARGUMENTS) or (positional < len(_ARGUMENTS) and args.vararg is None):
         return f"a function of {positional} arguments"

@@ -106,7 +106,9 @@ def dump(data: dict[str, Value]) -> bytes:
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Representer = _Quoting
     yaml.default_flow_style = False
+    # No folding: a long value stays on its line, where an error finds it.
     yaml.width = 1 << 16
+    # In the order of the schema.
     yaml.sort_base_mapping_type_on_output = False
     file = io.BytesIO()
     yaml.dump(data, file)
@@ -272,6 +274,7 @@ class _Builder:
         # A quoted "<<" is a key like any other. Merged before the keys, which win over it.
         if "<<" in pairs and pairs["<<"][0].style is None:
             result = self._merged(pairs.pop("<<")[1], path, depth)
+        # After the merged ones: they replace values and lines of those.
         for key, (key_node, value_node) in pairs.items():
             self.lines[_dotted(path, key)] = key_node.start_mark.line + 1
             result[key] = self._build(value_node, _dotted(path, key), depth)
@@ -312,6 +315,7 @@ def _scalar(node: ScalarNode, path: str, source: str) -> Value:
         return int(text)
     if _FLOAT.fullmatch(text):
         number = float(text)
+        # 1e999 has the form of a float and becomes infinite.
         if not math.isfinite(number):
             raise ConfigError(
                 "a number too large for a float",

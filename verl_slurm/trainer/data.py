@@ -63,6 +63,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callabl
     """
 
     def render(where: str, prompt: Prompt) -> str:
+        # Text is used as it is: its author has written the model's markup into it.
         if isinstance(prompt, str):
             return prompt
         if template is None and not tokenizer.chat_template:

@@ -116,10 +116,12 @@ class Evaluator:
 
     @torch.no_grad()
     def _measure(self, prompts: Batch, step: int) -> list[float]:
+        # A stream of its own: sample ids count other prompts here, and would draw the noise of the training's.
         batch = self._sampler.generate(
             prompts, step, temperature=self._temperature, purpose=Purpose.EVALUATION
         )
         ids, mask = batch["sample_id"], batch["response_mask"]
+        # Here for the collective sampler alone; the reward is not asked about nothing.
         if not len(ids):
             return [0.0] * len(self._sums)
         scores: Tensor = self._reward(

@@ -106,6 +106,7 @@ def load_pretrained(
     if not (path / "config.json").is_file():
         raise DataError("there is no model", where=path, expected=expected, remedy=f"set {key}")
     try:
+        # The configuration first: what cannot be trained is refused before a weight is read.
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         model_class = _class_of(auto_class, config, path, key)
         # Both kernels are named here: transformers would take a name in config.json and ask the hub for it.
@@ -122,6 +123,7 @@ def load_pretrained(
                 output_loading_info=True,
                 **options,
             )
+    # What libraries raise for a broken directory has no common class.
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise DataError(
             "the model cannot be loaded", where=path, found=error, expected=expected, remedy=f"set {key}"
@@ -263,6 +265,7 @@ def build_models(
         ConfigError: it cannot be cut like that.
     """
     shape = shape or DistributedConfig()
+    # Whole on each rank first: the cuts work on Hugging Face's own modules.
     actor = load_causal_lm(path, dtype=dtype, attention=attention).to(device)
     critic = load_critic(path, dtype=dtype, attention=attention).to(device) if "critic" in roles else None
     reference = load_causal_lm(path, dtype=dtype, attention=attention).to(device).requires_grad_(False)
@@ -295,19 +298,17 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
         sum_head_gradients(model, grid.mesh["tp"])
         return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
+    # Of shards the norm is a DTensor, a partial sum on each rank.
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def passage(batch: Batch, device: torch.device) -> Passage:
-    """Joins prompt and response; positions count from the first real token.
-
-    The passage asks for the logits before each response token, which choose it: T + 1 positions from the end, of which
-    the last chooses nothing.
-    """
+    """Joins prompt and response; positions count from the first real token."""
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
     # Prompts are padded on the left, so the count starts at the first real token; padding would be at -1.
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    # The logits before a token choose it, so T + 1 positions are asked for; the last of them chooses nothing.
     return Passage(ids=ids, mask=mask.long(), positions=positions, keep=batch["response_ids"].shape[1] + 1)
 
 
@@ -318,6 +319,7 @@ def _call(model: nn.Module, given: Passage) -> Tensor:
         input_ids=given.ids,
         attention_mask=given.mask,
         position_ids=given.positions,
+        # The tokens are known, so no later pass reads these keys and values.
         use_cache=False,
         logits_to_keep=given.keep,
     )
@@ -370,6 +372,7 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
         outside the response mask, and on all stages of a pipeline except the last.
     """
     logits = _response_logits(model, batch)
+    # A stage that is not the last: the speaker of the replica tells its ranks the numbers.
     if logits is None:
         return _nothing(batch), _nothing(batch)
     return read_logprobs(logits, batch, temperature=temperature)
@@ -411,6 +414,7 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
             summed. A pipeline calls it on the last stage only.
     """
     if isinstance(model, Stage):
+        # 1F1B needs the whole mini-batch: it cuts it, and runs micro-batches of several stages at once.
         model.train_pass(given, micro_batch, loss_of)
         return
     # Backward after each micro-batch: activations of one exist at a time, and the gradients add up.

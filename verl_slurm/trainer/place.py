@@ -78,6 +78,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
         torch.set_num_threads(config.distributed.threads_per_rank)
     determinism.settle(device, deterministic=config.deterministic)
     if device.type == "cuda":
+        # Before NCCL and the first allocation: both would take GPU 0 on every rank.
         torch.cuda.set_device(device)
         torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (save.ranks.rng)
         # gloo beside NCCL: agreements, records and saves go over the CPU (`Collective`).

@@ -83,6 +83,7 @@ class Reporter:
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
         """Writes the line and the curves of a finished step, from rank 0."""
         self.say(progress_line(row, timings, self._total_steps))
+        # A full disk loses a line of steps.jsonl, never a step.
         if problem := self.session.log_step(row | timings):
             self.complain(problem)
         curves = {

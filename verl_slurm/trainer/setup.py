@@ -143,7 +143,9 @@ def _build_loop(
     """Does the work of `build_loop`; `owned` closes finished parts when a later one does not fit."""
     shape = StepShape.of(config)
     session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
+    # Before anything is loaded: a missing key is told at once.
     keys = load_keys(config.checkpoint.encryption)
+    # For a run that begins, and for a rank that its checkpoint does not have. Others get their generators back.
     rng.seed_all(config.seed, ranks.rank)
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
     model_path, data_root = Path(config.model.path), Path(config.data.root)

@@ -21,6 +21,7 @@ __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_com
 
 # A name is a part of paths and of #SBATCH lines: no blank, no quote, no leading dash or dot.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+# These words stand in #SBATCH lines: a blank would begin another option.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
@@ -190,6 +191,7 @@ def _keys(config: RunConfig) -> Iterator[Complaint]:
 def _cadence(config: RunConfig) -> Iterator[Complaint]:
     checkpoint = config.checkpoint
     rows, key = checkpoint.intervals, "checkpoint.intervals"
+    # Rows that the cadence does not read would be ignored silently.
     if rows and checkpoint.cadence != "adaptive":
         yield Complaint(
             "checkpoint.cadence",
@@ -304,6 +306,7 @@ def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Compla
         )
     if not container.python.strip() or not container.python.isprintable() or container.python.startswith("-"):
         yield Complaint("slurm.container.python", repr(container.python), "a program", "e.g. python3")
+    # The runtime reads `,` and `:` as separators, and mounts something else.
     for place in container.binds:
         if not place.startswith("/") or not place.isprintable() or set(place) & set(",:"):
             yield Complaint(

@@ -106,6 +106,7 @@ _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each lin
 
 
 def _of_one_kind(held: list[str], root: object, files_key: str) -> list[str]:
+    # A data set that lies there in two forms would be read twice.
     kinds = sorted({name[name.rindex(".") :] for name in held})
     if len(kinds) > 1:
         raise DataError(
@@ -147,6 +148,7 @@ def _saved(top: list[str], read: Callable[[str], bytes], root: object) -> list[s
             expected="state.json as Dataset.save_to_disk writes it",
             remedy="save the data set again",
         ) from None
+    # A copy that was interrupted would otherwise train on a part of the data.
     if missing := [name for name in files if name not in top]:
         raise DataError(
             "the saved data set is not whole",

@@ -80,6 +80,7 @@ def prompts_below(
     limit = config.limit if key == "data.root" else None
     rows = 0
     for name in names:
+        # Before the next file is opened: it may be large.
         if rows == limit:
             break
         # From memory: the bytes that were hashed are the bytes that are parsed.
@@ -127,6 +128,7 @@ def _names(root: Path) -> Iterator[str]:
 def _small(path: Path) -> bytes:
     try:
         with os.fdopen(open_regular(path, follow=True), "rb") as file:
+            # Bounded: its name is all that is known of it.
             return file.read(_SMALL_BYTES)
     except (OSError, TooMuch) as error:
         raise _unreadable(path, error) from None

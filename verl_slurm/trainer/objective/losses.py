@@ -128,9 +128,11 @@ def policy_loss(
     ratio = torch.exp(log_ratio)
     plain = ratio * advantages
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    # The upper end may be further away: DAPO's clip-higher lets rare tokens grow.
     clipped = torch.clamp(ratio, 1.0 - clip_ratio, 1.0 + high) * advantages
     objective = torch.minimum(plain, clipped)
     loss = -(masked_mean(objective, mask, denominator) if mean is None else mean(objective, mask))
+    # For display: these must add nothing to the graph.
     with torch.no_grad():
         # Where the clip binds, i.e. is the smaller: beyond the range on the other side the plain term has the gradient.
         clip_fraction = masked_mean((clipped < plain).to(ratio.dtype), mask, denominator)

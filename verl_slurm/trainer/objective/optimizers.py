@@ -60,6 +60,7 @@ def schedule_record(config: TrainConfig, step: int) -> dict[str, dict[str, float
             "min_ratio": config.lr_min_ratio,
             "base_lr": base,
             "step": step,
+            # The rate itself, beside what it follows from: a resume compares what was used.
             "lr": learning_rate(base, config, step),
         }
         for role, base in base_rates(config).items()
@@ -122,6 +123,7 @@ class LocalAdamW(AdamW):
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in params)
+        # The fused kernel wants its count of updates on the GPU there, and checkpoints have it on the CPU.
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=on_cpu, foreach=not on_cpu)
 
     # Not public: it collects the lists before `step` calls the kernels. torch is pinned, and a test compares with

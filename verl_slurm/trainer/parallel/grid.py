@@ -70,6 +70,7 @@ def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
         place=place_of(ranks.rank, shape),
         mesh=mesh,
         world=ranks,
+        # Every rank makes every group in this order, also those that it is not in: making one is collective.
         data=_among(data_groups(shape), ranks),
         replica=_among(replica_groups(shape), ranks),
         stages=_among(stage_groups(shape), ranks),

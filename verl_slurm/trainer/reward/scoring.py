@@ -123,6 +123,7 @@ class ClassifierReward:
         model: Any = load_pretrained(
             AutoModelForSequenceClassification, path, "model.reward", dtype=torch.float32
         )
+        # Of several logits none is the score.
         if model.config.num_labels != 1:
             raise DataError(
                 "the reward model does not give one score",
@@ -135,6 +136,7 @@ class ClassifierReward:
         # Loaded tensors are a view of the file; a copy is safe from later writes to it.
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.to(self._device, copy=True)
+        # Read with the model: when it is replaced, the directory may hold something else.
         names = ("tokenizer_config.json", "config.json")
         self._texts = {
             name: read_regular(path / name, TOKENIZER, follow=True)

@@ -87,6 +87,7 @@ def build_engine(
         )
     settled = msgspec.structs.replace(config.distributed, device=device.type)  # it may be auto
     described = read_model_config(model)
+    # Asked again: only here is it known what `auto` is, and what config.json the job finds.
     check_engine(msgspec.structs.replace(config, distributed=settled), str(model), described)
     # Imported here because it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
@@ -115,6 +116,7 @@ def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, 
     """
     # The padding has no log probability of its own.
     gap = torch.where(mask, (actor - engine).abs(), torch.zeros_like(actor))
+    # float64, and a sum with its count: ranks have different numbers of tokens.
     return float(gap.double().sum()), float(mask.double().sum())
 
 

@@ -152,6 +152,7 @@ class HFRollout:
         num = len(prompts["prompt_ids"])
         num_tokens = self._config.max_new_tokens
         device = next(self._model.parameters()).device
+        # The noise is keyed by these, never by a row's place in the batch.
         ids: list[int] = prompts["sample_id"].tolist()
         noise = torch.from_numpy(uniforms(self._seed, step, ids, num_tokens, purpose=purpose))
         heat = self._config.temperature if temperature is None else temperature
@@ -199,6 +200,7 @@ class HFRollout:
             )
             output = self._model(**words)
             tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)
+            # A finished row goes on with padding: without it the batch would have another shape, and other roundings.
             tokens = tokens.masked_fill(ended, self._pad_id)
             made.append(tokens)
             chosen_at.append(logprobs)

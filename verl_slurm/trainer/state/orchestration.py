@@ -84,6 +84,7 @@ def began_on_gpus(paths: RunPaths) -> bool:
     # A run that begins has none. Damage is said by `check_or_write`, on rank 0.
     except (OSError, *UNREADABLE):
         return False
+    # By the first start: a run that began on a CPU may go on there.
     return "nccl" in first.backend
 
 

@@ -110,6 +110,7 @@ class StepShape:
 
 def after(position: Position, shape: StepShape) -> Position:
     """Returns the position that follows once the work of `position` is done."""
+    # Within a phase the index alone moves.
     if position.index + 1 < shape.pieces(position.phase):
         return replace(position, index=position.index + 1)
     match position.phase:
@@ -156,6 +157,7 @@ def first_generation(position: Position, shape: StepShape) -> int:
     """Returns a rank's first unfinished generation micro-batch of the running step (G: all are finished)."""
     match position.phase:
         case "step_end" | "generate":
+            # The next one is not done yet, so as many are finished.
             return position.index
         case _:
             return shape.generations

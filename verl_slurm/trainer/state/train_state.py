@@ -196,6 +196,7 @@ def _check_rows(
     }
     if found != expected:
         raise _misfit(where, f"rows at {position}: {found}", expected)
+    # Columns have no names on disk: another number of them would be read as other metrics.
     num_metrics = len(update_metrics(config.train))
     if any(len(row) != num_metrics for row in buffers.updates):
         raise _misfit(where, "another number of update metrics", num_metrics)
@@ -203,6 +204,7 @@ def _check_rows(
 
 def _num_rows(batch: Batch) -> int:
     """Returns the rows of a batch whose columns agree; -1 where they do not."""
+    # Columns of different lengths come from a damaged file; -1 fits no position.
     sizes = {len(column) for column in batch.values()}
     return 0 if not sizes else sizes.pop() if len(sizes) == 1 else -1
 
