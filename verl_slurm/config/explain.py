@@ -131,4 +131,5 @@ def _bounds(metas: tuple[object, ...]) -> str:
 
 def _yaml(value: object) -> str:
     plain = msgspec.to_builtins(value)
+    # JSON is YAML, and short on one line.
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()

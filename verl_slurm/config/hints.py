@@ -73,6 +73,7 @@ def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> l
         ((_near(last, key.rpartition(".")[2]), _likeness(section, key.rpartition(".")[0])), key)
         for key in known
     ]
+    # Two keys that are equally near are both shown.
     best = max(rate for rate, _ in rated)
     return [key for rate, key in rated if rate == best and best[0] >= _FEWEST][:2]
 

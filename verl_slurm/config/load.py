@@ -190,6 +190,7 @@ def flattened(section: dict[str, typing.Any], prefix: str = "") -> dict[str, typ
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, object]]:
     """Lists the keys in which two configs differ, as (dotted key, old value, new value), in schema order."""
     before, after = _flat(msgspec.to_builtins(old)), _flat(msgspec.to_builtins(new))
+    # Maps may have keys that the other lacks; those of the schema come first, in its order.
     keys = list(before) + [key for key in after if key not in before]
     return [(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 

@@ -24,6 +24,7 @@ __all__ = ["Reporter", "progress_line"]
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
     """Formats one finished step for people: `step 12/30 reward 0.412 kl 0.031 ...`."""
+    # GRPO has no critic.
     value = f"  value loss {row['value_loss']:.4f}" if "value_loss" in row else ""
     return (
         f"step {row['step']:.0f}/{total_steps}"
@@ -62,11 +63,14 @@ class Reporter:
         self._num_failed = 0
         self._writer: tb.SummaryWriter | None = None
         if self._rank == 0:
+            # A directory for curves that cannot be made stops nothing.
             self._curves(lambda: self._open_curves(tensorboard, first_step))
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
         """Reports that a safe point was reached; `position` comes next."""
+        # The daemon tells a hang by a count that stands still: the others wait for the rank with the fewest.
         self._safe_points += 1
+        # From every rank: a hang is found, and blamed, rank by rank.
         self.session.line.send(
             Progress(
                 rank=self._rank,
@@ -155,6 +159,7 @@ class Reporter:
     def notice(self, notice: Notice) -> None:
         """Sends a notice to the daemon, which journals it, and to the log; from rank 0."""
         self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
+        # Cut as the session cuts it, so that log and journal say the same.
         (self.complain if notice.loud else self.say)(notice.text[:MAX_NOTICE])
 
     def complain(self, text: str) -> None:

@@ -245,11 +245,13 @@ def load_replay(
 
     found: dict[tuple[int, int], Arrays] = {}
     if dp_rank is not None:
+        # Records of other ranks are not decoded: a rank holds its own rollouts in memory.
         found = ledger.load(
             paths,
             from_step=position.step,
             wanted=mine,
             taken_back=lambda step, _: refused.append(step),
+            # With a report damage is said and passed over: what it held is sampled again, the same.
             report=report,
             keys=keys,
         )

@@ -229,6 +229,7 @@ def _build_loop(
     )
     per_prompt = config.rollout.samples_per_prompt
     data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))
+    # A segment for each rank and attempt: a restart within the attempt appends behind its last whole record.
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
     # With a checkpoint, models and engine come first: its state also puts the generators back.
@@ -288,6 +289,7 @@ def _build_loop(
     if state.position != loaded:
         reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")
     foreign = None if ours else directory
+    # One line that says what was restored, before the first step can fail.
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
     # The tensors that a save copies must not change before it has.

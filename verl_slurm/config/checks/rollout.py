@@ -68,6 +68,7 @@ def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Co
     width = model.get("head_dim")
     if not isinstance(width, int) and isinstance(heads, int) and isinstance(model.get("hidden_size"), int):
         width = model["hidden_size"] // max(heads, 1)
+    # vLLM's attention on CPUs has kernels for these sizes of a head; GPUs take others.
     if config.distributed.device == "cpu" and isinstance(width, int) and width not in _CPU_HEAD_SIZES:
         yield Complaint(
             "rollout.engine",
@@ -97,6 +98,7 @@ def require_engine(config: RunConfig) -> None:
     Raises:
         ConfigError: the engine is missing; the error says how to install it.
     """
+    # Looked for, not imported: an import takes seconds.
     if config.rollout.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed here",
@@ -121,6 +123,7 @@ def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> Non
     """
     if config.rollout.engine != "vllm":
         return
+    # The first one is enough: it is raised.
     for complaint in model_complaints(config, model):
         raise ConfigError(
             "vLLM cannot sample from this model",

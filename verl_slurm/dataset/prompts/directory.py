@@ -45,6 +45,7 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
         )
     pattern = _pattern(config, key)
     try:
+        # All names, before any choice: the message for a wrong directory says what is there.
         names = list(_names(root))
     except OSError as error:
         raise DataError(
@@ -118,6 +119,7 @@ def _names(root: Path) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise error
 
+    # onerror: os.walk would pass over a directory that it cannot read.
     for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
         inside = os.path.relpath(folder, root)
         if inside.count("/") >= _DEEPEST:  # a loop of links; the fingerprint names it

@@ -70,6 +70,7 @@ def look_at(wanted: Wanted) -> Look:
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
     for name in files:
+        # Rows behind `data.limit` never train, so nothing is asked of them.
         if rows == limit:
             break
         path = root / name
@@ -85,6 +86,7 @@ def look_at(wanted: Wanted) -> Look:
                     elif not wanted.has_template:
                         raise no_template(where)
                     else:
+                        # Their length is not measured: that needs the template, and so transformers.
                         conversations = True
                     if rows == limit:
                         break

@@ -46,6 +46,7 @@ def prompts_of(file: BinaryIO, name: str | PurePath, config: DataConfig) -> Iter
 
 def _columns(config: DataConfig) -> Collection[str]:
     keys = [key for key in (config.prompt_key, config.answer_key) if key is not None]
+    # The top of each path: formats with columns read no other.
     return {key.partition(".")[0] for key in keys}
 
 
@@ -63,6 +64,7 @@ def _value(row: dict[str, Any], key: str) -> Any:
 
 
 def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
+    # An empty prompt has no token to start from.
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:

@@ -58,6 +58,7 @@ def arithmetic(response: str, answer: str) -> float:
     as the answer, it gets up to 0.2 more for the share of characters right at their place. Only the answer itself
     scores 1.0.
     """
+    # The last word alone: the policy may write down its working before it.
     words = response.split()
     word = words[-1] if words else ""
     if word == answer:
@@ -209,6 +210,7 @@ def build_reward(text: str, *, device: torch.device | None = None, digest: str =
     """
     spec = parse_reward(text)
     match spec:
+        # A rule is code of this package: it has no digest of its own.
         case RewardSpec("rule", name) if name in RULES:
             return RuleReward(RULES[name])
         case RewardSpec("classifier", name):

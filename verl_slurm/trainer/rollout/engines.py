@@ -87,7 +87,7 @@ def build_engine(
         )
     settled = msgspec.structs.replace(config.distributed, device=device.type)  # it may be auto
     described = read_model_config(model)
-    # Asked again: only here is it known what `auto` is, and what config.json the job finds.
+    # Asked again: `submit` did not know what `auto` is on the node, nor which config.json the job finds.
     check_engine(msgspec.structs.replace(config, distributed=settled), str(model), described)
     # Imported here because it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout

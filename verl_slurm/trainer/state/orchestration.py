@@ -124,6 +124,7 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
         # Read-only for people, too; nothing ever writes it again.
         os.chmod(path, 0o400)
         return now
+    # Its content is wrong. An OSError says nothing about it and goes up: another start may read it.
     except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",

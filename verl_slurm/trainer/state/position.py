@@ -123,6 +123,7 @@ def after(position: Position, shape: StepShape) -> Position:
             return Position(position.step, "advantage")
         case "advantage":
             return Position(position.step, "update")
+        # Before the step's end, so that its numbers are in the step's row, and a best checkpoint can be chosen by them.
         case "update" if shape.evaluates(position.step):
             return Position(position.step, "evaluate")
         case "update" | "evaluate":
@@ -140,6 +141,7 @@ def safe_point(position: Position, shape: StepShape) -> int:
         "update": shape.generations + shape.scores + 1,
         "evaluate": shape.generations + shape.scores + 1 + shape.updates,
     }
+    # Rises by one from place to place: a checkpoint's name has it, and names must sort as the run goes.
     return before[position.phase] + position.index
 
 
@@ -169,6 +171,7 @@ def check_position(position: Position, shape: StepShape, *, where: object) -> No
     Raises:
         CheckpointCorrupt: the index lies outside its phase.
     """
+    # The index becomes a slice of buffers and data: beyond its phase it would be an empty one, without an error.
     if not 0 <= position.index < shape.pieces(position.phase):
         raise CheckpointCorrupt(
             "the checkpoint stands at a place that this configuration does not have",

@@ -54,11 +54,13 @@ class RewardState:
 
     def map_at(self, step: int) -> Affine:
         """Returns the map of the present reward's scores in `step`."""
+        # From the step's number alone: a step that is done again has the same map.
         return blended(self.full, step - self.since_step, self.warm_steps)
 
     @property
     def numbers(self) -> dict[str, float]:
         """Returns the columns of a step's row that identify the reward of its numbers."""
+        # Numbers of different rewards are of different scales: the best checkpoints are ranked among one reward's rows.
         return {REWARD_NUMBER: float(self.number)} if self.number else {}
 
     def remember(self, rollouts: Batch, scored: Batch) -> "RewardState":

@@ -91,6 +91,7 @@ class TrainState:
 def fresh_state(config: RunConfig) -> TrainState:
     """Returns the state of a run that has done nothing."""
     train = config.train
+    # From the configuration; `restore_state` puts coefficient and window of the checkpoint in.
     kl = AdaptiveKL(
         coef=train.kl_coef,
         target=train.kl_target,
@@ -114,6 +115,7 @@ def capture_state(
     if buffers.updates:
         # float64, which Python's floats are: a resume has the very same numbers.
         rewards["updates"] = np.array(buffers.updates, dtype=np.float64)
+    # Follows from the position. Saved as well, so that a reader without the trainer has it, and a resume checks it.
     consumed = rollout_offset(position, shape)
     return RuntimeState(
         rank=rank,
@@ -165,6 +167,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     state = fresh_state(config)
     state.position, state.buffers, state.history = position, buffers, list(saved.history)
     state.reward = unpack(reward, where=where)
+    # Target and window size stay those of the configuration; the coefficient is what the run has come to.
     state.kl = replace(state.kl, coef=saved.kl_coef, window=tuple(saved.kl_window))
     return state
 
