@@ -193,7 +193,7 @@ def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
             f"{family.name} has no sdpa: its attention is computed by eager (model.attn_implementation)"
         )
     limit, longest = said.get("max_position_embeddings"), max_model_len(config)
-    # With embeddings for positions a longer sequence was refused; computed ones run, beyond what the model has seen.
+    # With embeddings for positions a longer sequence is refused above; computed ones run, beyond what was trained.
     computed = family is None or family.positions is None
     if computed and isinstance(limit, int) and longest > limit:
         notes.append(

@@ -88,7 +88,7 @@ def load_pretrained(
     """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a clear error.
 
     Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which kernels
-    compute attention and experts: transformers would take names of kernels from the directory's config.json.
+    compute attention and experts.
 
     Args:
         auto_class: `AutoModelForCausalLM` or a sibling.
@@ -98,8 +98,7 @@ def load_pretrained(
         options: for `from_pretrained`.
 
     Raises:
-        DataError: no model there, not one that Hugging Face knows, or parameters are missing. Hugging Face would fill
-            a missing one with random numbers and only log it.
+        DataError: no model there, not one that Hugging Face knows, or parameters are missing.
         ConfigError: this environment or this model does not have that attention.
     """
     expected = "a Hugging Face model directory with safetensors"
@@ -143,9 +142,7 @@ def load_pretrained(
 
 
 def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
-    """Returns the class that `auto_class` would build. Asked first: transformers' own refusal lists every class it
-    knows.
-    """
+    """Returns the class that `auto_class` would build."""
     # Asked before the load: transformers' own refusal lists every class that it knows.
     if type(config) not in auto_class._model_mapping:
         causal = auto_class is AutoModelForCausalLM

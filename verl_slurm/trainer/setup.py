@@ -462,7 +462,7 @@ def _beside(num_bytes: int, work: Callable[[], None]) -> None:
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
-    """Returns the seconds of the last save to shared storage. A manifest may have been made before it was over."""
+    """Returns the seconds of the last save to shared storage; None: not known."""
     try:
         told = measured_saves(read_events(paths), 1)
     except OSError:

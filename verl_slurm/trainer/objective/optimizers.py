@@ -117,13 +117,12 @@ _FACTORS: dict[str, Callable[[TrainConfig, int], float]] = {
 class LocalAdamW(AdamW):
     """torch's AdamW on the local part of every tensor.
 
-    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`: the fused kernel there
-    wants AdamW's count of updates on the GPU, too, and checkpoints have it on the CPU.
+    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`.
     """
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in params)
-        # The fused kernel wants its count of updates on the GPU there, and checkpoints have it on the CPU.
+        # On a GPU the fused kernel wants its count of updates there, too, and checkpoints have it on the CPU.
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=on_cpu, foreach=not on_cpu)
 
     # Not public: it collects the lists before `step` calls the kernels. torch is pinned, and a test compares with

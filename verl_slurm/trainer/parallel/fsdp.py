@@ -63,8 +63,7 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
 def recompute_layers(model: nn.Module) -> None:
     """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`.
 
-    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). The wrapper
-    lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
+    The wrapper lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
     """
     for layer in decoder_layers(model):
         # Hugging Face's own switch works in training mode only; these models are in eval mode (no dropout).
