@@ -50,6 +50,7 @@ def render_script(plan: SubmissionPlan) -> str:
         SlurmMissing: submitit finds no srun.
     """
     executor = _slurm_executor(plan.config, RunPaths(plan.run_dir))
+    # Private to submitit, whose public `submit` writes the script and queues it at once.
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
@@ -80,6 +81,7 @@ def submit_job(plan: SubmissionPlan) -> str:
             capture_output=True,
             timeout=_TIMEOUT_S,
             check=False,
+            # The local controller is this child's child: it must not get the terminal's Ctrl-C or hang-up.
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
@@ -89,7 +91,9 @@ def submit_job(plan: SubmissionPlan) -> str:
             remedy="see `scontrol ping`, and with `squeue --me` whether the job was queued all the same",
         ) from None
     try:
+        # From the last line that begins an object: submitit may have printed before the answer.
         answer = msgspec.json.decode(done.stdout.rpartition(b"\n{")[2].join((b"{", b"")), type=_Answer)
+    # No answer of ours: the child died before it could give one, and its last words say more.
     except msgspec.MsgspecError:
         answer = _Answer(error=_last_line(done.stderr) or f"submitit ended with exit code {done.returncode}")
     if answer.error or not answer.job_id:
@@ -99,6 +103,7 @@ def submit_job(plan: SubmissionPlan) -> str:
 
 def main(run_dir: str, cluster: Cluster) -> int:
     """Runs as the child: submits and answers in one JSON line."""
+    # submitit's files are pickles, which whoever unpickles them runs.
     os.umask(0o077)
     # The local controller inherits 1 and 2; the answer goes out through a descriptor that it does not get.
     answer_fd = os.dup(1)
@@ -120,9 +125,11 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import SlurmExecutor
 
     class OwnSlurmExecutor(SlurmExecutor):
+        # Our entry asks who owns the pickle before submitit opens it (`start_job`).
         _submitit_command_str = property(_entry_of)
 
     try:
+        # `exec` makes Python the batch process: Slurm sends `B:` signals to that one, and bash would hold a trap back.
         executor = OwnSlurmExecutor(folder=paths.logs, python=f"exec {shlex.quote(sys.executable)} -P")
     except RuntimeError as error:
         raise SlurmMissing(
@@ -141,6 +148,8 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
 
     _stay_private_to_this_process()
     executor = OwnLocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
+    # The lead starts its next attempt itself, so the controller gets no time limit that could end it and no warning to
+    # send.
     executor.update_parameters(
         timeout_min=_NO_LIMIT_MIN,
         signal_delay_s=0,

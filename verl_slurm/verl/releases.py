@@ -70,6 +70,7 @@ def judge(version: str, entry: Entry) -> Release:
     if how is not None:
         return Release(version, entry, "run", f"verl {version} ({entry}) was run under verl-slurm: {how}")
     match, (oldest, why) = _VERSION.match(version), OLDEST[entry]
+    # A version that is no number, such as a checkout's, is not called too old: it is unknown.
     if match and tuple(int(part or 0) for part in match.groups()) < oldest:
         return Release(version, entry, "too_old", why)
     ran = ", ".join(known for known, entries in RELEASES.items() if entry in entries)

@@ -137,6 +137,7 @@ def judge_all(
     Raises:
         OSError: `directory` cannot be read.
     """
+    # All of them first: what a step lacks altogether shows beside its neighbours alone.
     found = [judge_step(path, on_bytes=on_bytes, read_all=read_all) for path in list_steps(directory)]
     judged = []
     for one in found:
@@ -156,6 +157,7 @@ def judge_step(
     step = step_of(path.name)
     if step is None:
         raise ValueError(f"{path.name!r} is no global_step_N")
+    # `lock` keeps the calls of `on_bytes` apart; `turn` lets one large directory or text be in memory at a time.
     lock, turn, unchecked = threading.Lock(), threading.Lock(), list[str]()
 
     def count(num_bytes: int) -> None:
@@ -164,6 +166,7 @@ def judge_step(
 
     try:
         with open_directory(path) as root:
+            # The step's own directory is judged like what is in it: who may write there can exchange the files.
             here = Entry(path=".", info=os.fstat(root))
             entries = list_tree(root, MAX_FILES)
             files = [entry for entry in entries if entry.kind == "file"]
@@ -221,11 +224,13 @@ def trust_problem(info: os.stat_result) -> str:
 
 
 def _sorted(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    # Names come from the disk and go to terminals. A set, because one file may be found wrong twice over.
     shown = {Problem(path=printable(p.path), what=printable(p.what), kind=p.kind) for p in problems}
     return tuple(sorted(shown, key=lambda problem: (problem.path, problem.what)))
 
 
 def _untrusted(entries: Sequence[Entry]) -> list[Problem]:
+    # A link's own mode says nothing; links are refused by `_odd`.
     found = [(entry.path, trust_problem(entry.info)) for entry in entries if entry.kind != "link"]
     return [Problem(path=path, what=what, kind="untrusted") for path, what in found if what]
 
@@ -253,6 +258,7 @@ def _check_file(
 ) -> list[Problem]:
     path = entry.path
     try:
+        # Below the open directory and without links: a directory that is exchanged meanwhile leads nowhere else.
         with open_below(root, path) as fd:
             if identity_of(os.fstat(fd)) != identity_of(entry.info):
                 # The owner was that of the listed file, and the bytes would be another's.
@@ -269,6 +275,7 @@ def _check_file(
                     what = safetensors_problem(fd)
                 unchecked.append(path)
             else:
+                # No pickle has no bytes at all; other files, such as markers, may be empty.
                 what = "empty: 0 bytes" if path.endswith(".pkl") and not entry.info.st_size else ""
                 unchecked.append(path)
     except OSError as error:
@@ -306,6 +313,7 @@ def _require_utf8(data: bytes) -> None:
 
 def _os_problem(path: str, error: OSError) -> Problem:
     kind: ProblemKind = "unreadable"
+    # Any other error may pass with the storage, and does not say that the bytes are bad.
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         kind = "damaged"
     return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind=kind)

@@ -83,6 +83,7 @@ def read_tracker(directory: Path) -> bytes | None:
         OSError: it is a link, no regular file, or cannot be read.
     """
     try:
+        # Without links, and O_NONBLOCK for a FIFO in its place: the directory may be another user's.
         fd = os.open(directory / TRACKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -102,6 +103,7 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
     if content is None:
         if not steps:
             return Tracker(state="absent", step=None, wanted=None, line="no tracker and no checkpoint")
+        # To make verl begin anew is right where there is nothing to resume from.
         if wanted is None:
             return Tracker(state="absent", step=None, wanted=None, line=f"no tracker, and {where}")
         line = f"no tracker: verl would train from step 0 and write over what is there; {where}"
@@ -121,6 +123,7 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
     if not named.ok:
         line = f"the tracker points to global_step_{step}, which is not whole; {where}"
         return Tracker(state="broken", step=step, wanted=wanted, line=line)
+    # Behind is worth a repair, too: verl writes the tracker after the step, so a kill in between loses a whole one.
     if step != wanted:
         line = f"the tracker points to global_step_{step}; {where}"
         return Tracker(state="behind", step=step, wanted=wanted, line=line)
@@ -144,6 +147,7 @@ def write_tracker(directory: Path, step: int) -> None:
     except FileNotFoundError:
         mode = 0o600
     write_file(path, str(step).encode())
+    # Without the bits by which others could point verl, and the pickles that it loads, elsewhere.
     path.chmod(mode & 0o755)
 
 

@@ -78,6 +78,7 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
     tp, pp = distributed.tp_size, distributed.pp_size
     kind = str(said.get("model_type"))
     whole = _kept_whole(kind, said)
+    # A family that stays whole ends the questions: its sizes need not mean what they mean elsewhere.
     for key, parts in (("tp_size", tp), ("pp_size", pp)):
         if parts > 1 and whole[key]:
             yield Complaint(
@@ -90,6 +91,7 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
     heads = said.get("num_attention_heads")
     sizes = {
         "num_attention_heads": heads,
+        # Models without grouped heads have no such key.
         "num_key_value_heads": said.get("num_key_value_heads") or heads,
         "intermediate_size": said.get("intermediate_size"),
     }
@@ -117,6 +119,7 @@ def _kept_whole(kind: str, said: Mapping[str, Any]) -> dict[str, str]:
     family = FAMILIES.get(kind)
     if family is None:
         return dict.fromkeys(("tp_size", "pp_size"), "it has not been tried")
+    # By the model's own config.json, since the same family has models with and without it.
     norm = next((key for key in _NORMS_OF_ALL_HEADS if said.get(key)), "")
     softcap = "final_logit_softcapping" if said.get("final_logit_softcapping") else ""
     tp = f"{family.tp} in transformers' tensor-parallel plan" if family.tp else norm

@@ -48,6 +48,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
     """
     remedy = _remedy(key)
     if not directory.is_dir():
+        # As written, since the absolute path of `org/name` looks like any other.
         if _HUB_NAME.fullmatch(written):
             remedy = (
                 "names of the Hugging Face hub are not downloaded: "
@@ -82,6 +83,7 @@ def weights_problem(path: Path) -> str:
 
 def _of_weights(path: Path, look: Callable[[int], T]) -> T | str:
     try:
+        # Links are followed: users name models by them.
         fd = open_regular(path, follow=True)
     except TooMuch as error:
         return str(error)
@@ -116,11 +118,13 @@ def _remedy(key: str) -> str:
 
 
 def _check_weights(key: str, directory: Path, remedy: str) -> None:
+    # In the order in which `from_pretrained` looks for them.
     if (directory / _WHOLE).is_file():
         return
     if (directory / _INDEX).is_file():
         _check_index(directory, remedy)
         return
+    # Each likely cause has its own words and remedy: pickles, an adapter by itself, a file of another name.
     pickled = [path.name for path in sorted(directory.glob("pytorch_model*.bin"))]
     expected = f"{_WHOLE} or {_INDEX}"
     if pickled:
@@ -166,6 +170,7 @@ def _check_index(directory: Path, remedy: str) -> None:
         raise DataError(
             "the index of the weights cannot be read", where=path, found=error, remedy=remedy
         ) from None
+    # A name with a directory in it leads out of the model's.
     missing = [name for name in shards if Path(name).name != name or not (directory / name).is_file()]
     if missing or not shards:
         raise DataError(
