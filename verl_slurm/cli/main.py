@@ -109,6 +109,7 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        # Before click, which would say the same without a guess.
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 
@@ -127,6 +128,7 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
+            # From the table: click would import each command for its first line.
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
 

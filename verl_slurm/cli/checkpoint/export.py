@@ -82,8 +82,10 @@ def export(
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
+    # A guest's files are its own: there are no tensors in them that we know by name.
     require_own(manifest, directory)
     config = read_config(directory, manifest, keys)
+    # By the manifest: a checkpoint may have been saved without one of its parts.
     there = {name for name in REQUIRED_DIRECTORIES if entry_named(manifest, f"{name}/{INDEX}")}
     wish = Wish(
         to=to,
@@ -96,6 +98,7 @@ def export(
     )
     bar = render.Bar(enabled=not as_json)
     if not as_json:
+        # On standard error, and before the verification: that alone may take a minute without another word.
         render.warning(f"exporting {directory.name}, {manifest.num_bytes / 1e6:.1f} MB, to {out}")
     try:
         done = export_checkpoint(directory, wish, lambda progress: _show(bar, progress), key_file=key_file)
@@ -141,6 +144,7 @@ def _show(bar: render.Bar, progress: "Progress") -> None:
         "write": "writing" + (f" ({progress.peak / 1e9:.1f} GB in memory)" if progress.peak else ""),
         "sync": "making it durable",
     }
+    # The total of the verification is not known to the bar, so it shows what was read.
     bar.show(words[progress.phase], progress.done, 0 if progress.phase == "verify" else progress.total)
 
 

@@ -52,6 +52,7 @@ def inspect(
         ["part", "files", "MB"],
         [[row["part"], row["files"], _mb(row["bytes"])] for row in facts["parts"]],
     )
+    # Nothing below exists for a guest: its files are verified by their bytes and never opened.
     if facts["guest"] is not None:
         render.line("the state is that loop's own: it is verified, not opened here (docs/guests.md)")
         return ExitCode.OK
@@ -87,6 +88,7 @@ def inspect(
         ["rank", "phase", "next", "rollouts", "buffers", "KB"],
         [_rank_row(state) for state in facts["ranks"]],
     )
+    # A sort that is stable: metrics without a place in the list keep the run's own order.
     curves = sorted(
         facts["history"], key=lambda c: _FIRST.index(c["metric"]) if c["metric"] in _FIRST else 99
     )
@@ -199,6 +201,7 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
     from verl_slurm.checkpoint.store.run_config import keys_for
 
     left, right = one_checkpoint(a, run), one_checkpoint(b, run)
+    # A key for each side, since A and B may be of two runs.
     found = difference(left, right, keys_for(left, key_file), keys_for(right, key_file))
     if as_json:
         shown = [asdict(row) for row in found]

@@ -143,6 +143,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
         ],
     )
     _warn(run, did)
+    # What was done is counted, not what was planned: an action may have failed, and the others go on.
     kinds = [done.action.kind for done in did.done if not done.problem]
     if dry_run:
         kinds = [action.kind for action in did.plan]
@@ -190,6 +191,7 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
 
 
 def _word(copy: "TierCopy") -> str:
+    # In this order: an incomplete upload is not asked for its signature, and what is refused counts for nothing else.
     if not copy.committed:
         return "incomplete"
     if copy.refused:
@@ -207,6 +209,7 @@ def _warn(run: RunPaths, seen: "Pass") -> None:
     for state in seen.states:
         if not state.reachable:
             render.warning(f"tier {state.name} does not answer: {state.detail}")
+    # The run's own directory is the first of the states.
     if len(seen.states) == 1:
         render.line(f"no tiers in {run.run_yaml}; see verl-slurm tiers --help")
 

@@ -130,7 +130,9 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
     from verl_slurm.checkpoint.store.verify import verify as verify_directory
 
     paths = _checkpoints_of(place)
+    # Before the first byte is read: a key that is missing would otherwise show after hours.
     keys = None if without_key else keys_for(place, key_file)
+    # All of them, whatever the first ones say: the answer is a list of what is wrong.
     verdicts = [verify_directory(path, keys=keys) for path in paths]
     good = all(verdict.ok for verdict in verdicts)
     if as_json:
@@ -154,6 +156,7 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
                 render.line(f"{verdict.name}  BAD {problem.path}: {problem.what}")
     if good:
         return ExitCode.OK
+    # Damage outweighs a missing signature: a key that is found later repairs no byte.
     return ExitCode.KEY if all(v.ok or v.needs_key for v in verdicts) else ExitCode.CORRUPT
 
 
@@ -223,7 +226,9 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
 
     root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
+        # A run is compared with its own first start unless another run is named.
         against = against or RunPaths(place.resolve())
+        # A guest's loop may know its data by itself.
         known = data_root(load_resolved(place / "run.yaml"))
         if known is None:
             raise NotFound(
@@ -240,6 +245,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     for name in seen.unnoticed:
         render.warning(f"{name}: the content changed, its size and times did not (found by --full)")
     old = None if against is None else prints.read(against)
+    # After the survey, so that its notices are told even where there is nothing to compare with.
     if against is not None and old is None:
         raise NotFound(
             "the run has no fingerprint yet",
@@ -310,6 +316,7 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
     """
     from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 
+    # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):
             raise NotFound(

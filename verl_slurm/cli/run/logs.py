@@ -74,6 +74,7 @@ def logs(
             try:
                 return _newest(run, node, agent)
             except NotFound:
+                # The ranks of a start that has just begun have printed nothing yet; -f waits for them.
                 return None
 
         _lead_log(run)  # raises if there is no job yet
@@ -92,6 +93,7 @@ def logs(
 
 def _opened(path: Path) -> BinaryIO:
     try:
+        # Neither link nor FIFO: in a run that was handed over a log may be anything.
         return os.fdopen(open_regular(path), "rb")
     except (TooMuch, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
@@ -104,6 +106,7 @@ def _last_lines(file: BinaryIO, number: int) -> int:
     start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for that many lines
     if start:
         file.seek(start)
+        # The seek landed within a line, of which the rest is passed over.
         start += len(file.readline(_LINE))
     starts = deque([start], maxlen=number + 1)
     for raw in iter(partial(file.readline, _LINE), b""):

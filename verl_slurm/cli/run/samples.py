@@ -92,6 +92,7 @@ def _chosen(samples: "list[Sample]", which: str | None, limit: int) -> "list[Sam
         return ordered[::-1][:limit]
     if len(ordered) <= limit:
         return ordered
+    # Rounded up, so that an odd limit shows one more of the best.
     best = -(-limit // 2)
     return ordered[:best] + ordered[len(ordered) - (limit - best) :]
 
@@ -104,6 +105,7 @@ def _facts(found: "StepSamples", sample: "Sample") -> dict[str, Any]:
 
 def _text(name: str, text: str) -> None:
     """Prints the text line by line under its name; `render` makes each harmless."""
+    # By the line feed alone: `splitlines` would also cut at characters that the text may hold.
     lines = text.split("\n")
     for number, part in enumerate(lines[:_MOST_LINES]):
         render.line(f"  {name if number == 0 else '':<9} {part}")

@@ -128,10 +128,12 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
             answer = job_state(run, job)
             state, detail, over = answer.state, answer.detail, answer.over
         except VerlSlurmError as error:
+            # Slurm's silence hides nothing of what the run's own files say.
             state, detail = "UNKNOWN", error.one_line()
     snapshot = read_status(run)
     newest = newest_checkpoint(run)
     causes = [event for event in events if isinstance(event, Cause)]
+    # The newest of the three: an end is none any more once the run was submitted or started again.
     words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
     word = words[-1] if words else None
     ended = word if isinstance(word, Ended) else None
@@ -162,6 +164,7 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
 def _step_of(facts: dict[str, Any]) -> int:
     """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
     snapshot, checkpoint = facts["status"], facts["checkpoint"]
+    # Without a phase no rank has reported yet, and a new lead's snapshot may begin with step 0.
     if checkpoint is not None and not snapshot.get("phase"):
         return max(int(checkpoint["step"]), int(snapshot.get("step", 0)))
     return int(snapshot.get("step", 0))
@@ -217,5 +220,6 @@ def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> st
     if checkpoint is None:
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
+    # The newest checkpoint need not be the last one that was read back: a save may have come since.
     good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
     return f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"

@@ -28,6 +28,7 @@ class _WithVerlWords(click.Command):
     """Keeps the words after `--` apart, instead of taking them for more of the same arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # click drops `--` itself, and nothing would tell verl's words from ours.
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[_VERL] = args[at + 1 :]
         return super().parse_args(ctx, args[:at])
@@ -121,8 +122,10 @@ def submit(
     if needs_building(plan.config):
         render.warning("building the built-in model, once; this takes half a minute")
     paths = RunPaths(plan.run_dir)
+    # Before the job exists: --wait tells what is written from here on, and not the run's former ends.
     offset = paths.events.stat().st_size if paths.events.exists() else 0
     done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)
+    # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)
     if as_json:
@@ -173,6 +176,7 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
         return
     for note in plan.notes:
         render.warning(note)
+    # All but the script goes to standard error, so that standard output is the script byte for byte.
     render.warning("dry run: nothing is made or queued. Checked:")
     for what in _checked(plan):
         render.warning(f"  good  {what}")
@@ -222,6 +226,7 @@ class _Confirm:
                 render.warning(f"data {kind}: {name}")
         if self._yes:
             return True
+        # A script has nobody who could answer, and would wait without end.
         if not os.isatty(0):
             render.warning("nobody to ask here: repeat with --yes to accept these changes")
             return False

@@ -77,6 +77,7 @@ def update_reward(
         new = f"classifier:{new}"
     reward = absolute_reward(new, here)
     check_reward(reward)
+    # Written down before the job is told: a signal that gets lost then costs time and not the wish.
     request = ask_for_reward(run, reward, warm_start_steps)
     append_event(run, RewardAsked(reward, request.number, warm_start_steps))
     problem = None

@@ -69,6 +69,7 @@ def init(file: Path, kind: str) -> int:
     """
     text = _first_config(kind, file.stem)
     try:
+        # O_EXCL decides, and no look before it: a file that appears in between is not overwritten either.
         with file.open("x") as out:
             out.write(text)
     except FileExistsError:

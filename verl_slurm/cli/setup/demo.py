@@ -68,11 +68,14 @@ def demo(
     from verl_slurm.demo import Teller, run_demo
 
     chosen = [*words]
+    # A shape of the user's own, or of their configuration, is not replaced.
     if config is None and not any(word.startswith(_SHAPE) for word in words):
+        # The user's words come last, and so win over ours.
         chosen = [*_on_a_gpu(), *words]
     config = config or Path(shipped("configs/quickstart.yaml"))
     if directory is None:
         Path("runs").mkdir(exist_ok=True)
+        # A new one each time: a second demo must not resume the runs of the first.
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.Progress()
     story = Story()

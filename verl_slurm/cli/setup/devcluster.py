@@ -149,6 +149,7 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     from verl_slurm.devcluster.conf import ClusterOptions
 
     try:
+        # The ranges stand in the struct, so that a caller from Python is held to the same ones.
         options = msgspec.convert(chosen, ClusterOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(
@@ -275,4 +276,5 @@ def _gpus(status: "ClusterStatus") -> str:
 
 
 def _exports(env: dict[str, str]) -> str:
+    # Quoted, since a shell evaluates it.
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())

@@ -87,6 +87,7 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> "R
     if nodes is not None:
         overrides.append(f"distributed.nodes={nodes}")
         if source is None:
+            # A rank for each node: the quick start's own number may not divide by them.
             overrides.append(f"distributed.dp_size={nodes}")
     source = source or Path(shipped("configs/quickstart.yaml"))
     return absolute(load(source, overrides), Places(Path.cwd(), source))
@@ -130,6 +131,7 @@ async def _ask_slurm(
     paths = RunPaths(config.run_dir)
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
     findings = judge_cluster(conf, facts, config, save_time(config, paths, committed))
+    # Before the drill, since such a partition can never run its job.
     if complaint := partition_complaint(config, facts):
         return [
             *findings,
@@ -143,6 +145,7 @@ async def _ask_slurm(
         try:
             findings += await fire_drill(
                 config,
+                # The run's directory need not exist yet, and the drill must lie where the nodes can write.
                 _existing(Path(config.run_dir)),
                 kill_wait_s(conf),
                 preempt_by=preempt_by,

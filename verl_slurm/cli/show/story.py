@@ -77,11 +77,13 @@ class Story:
             event = for_people(event)
         match event:
             case ev.Submitted() | ev.Started():
+                # A new start may refuse for the same reason, and that is news.
                 self._told.clear()
             case ev.Refused(reason=reason):
                 if reason in self._told:
                     return None
                 self._told.add(reason)
+            # The event stays and its reason goes: that the run ended has not been told yet.
             case ev.Ended(reason=reason) if reason in self._told:
                 event = msgspec.structs.replace(event, reason="")
             case ev.Crash(detail=detail) if detail in self._told:
