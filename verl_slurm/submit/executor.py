@@ -71,6 +71,7 @@ def submit_job(plan: SubmissionPlan) -> str:
         SlurmRefused: sbatch refused; the error quotes it.
         SlurmMissing: no answer in time.
     """
+    # Without the variables of a job that this runs in: they would reach the new one.
     environment = submission_environment(os.environ, plan.config)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster]
     try:
@@ -110,6 +111,7 @@ def main(run_dir: str, cluster: Cluster) -> int:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     paths = RunPaths(run_dir)
+    # Asks who owns it: the job runs the programs that it names.
     config = load_own(paths.run_yaml)
     try:
         executor = _slurm_executor(config, paths) if cluster == "slurm" else _local_executor(config, paths)
@@ -117,6 +119,7 @@ def main(run_dir: str, cluster: Cluster) -> int:
         answer = _Answer(job_id=str(job.job_id))
     except Exception as error:  # noqa: BLE001 - whatever submitit raises is the answer
         answer = _Answer(error=_sbatch_words(error))
+    # A line of its own, whatever was printed before it without an end.
     os.write(answer_fd, b"\n" + msgspec.json.encode(answer))
     return 0
 
@@ -135,6 +138,7 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
         ) from error
+    # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
     executor.update_parameters(**sbatch_parameters(config, expedite=expedite))
     return executor
@@ -147,6 +151,7 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
         _submitit_command_str = property(_entry_of)
 
     _stay_private_to_this_process()
+    # Without `exec`: submitit's local controller starts the command without a shell, and there is no such program.
     executor = OwnLocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
     # The lead starts its next attempt itself, so the controller gets no time limit that could end it and no warning to
     # send.

@@ -122,6 +122,7 @@ def plan_submission(
     if config.slurm.container is None:
         # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
         packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
+        # A guest brings packages of its own; torch is what saving its state needs.
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
@@ -261,6 +262,7 @@ def carry_out(
                 if drift is not None or not plan.begun or not paths.fingerprint.exists():
                     _keep(undo, paths.fingerprint)
                     prints.write(paths, seen.found)
+                # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
                 if forgotten := prints.remember(paths.hash_cache, seen):
                     notices.append(forgotten)
             # sbatch comes last, since all before it can be undone and a queued job cannot.
@@ -268,8 +270,10 @@ def carry_out(
                 job_id = submit_job(msgspec.structs.replace(plan, config=config))
             undo.pop_all()  # a job exists: from here on nothing is undone
         if drift is not None:
+            # After the job: a confirmed change whose submission failed has changed nothing.
             _record_drift(paths, drift)
         if job_id is not None:
+            # Still under the lock: the next submit learns of this job from the journal.
             append_event(paths, ev.Submitted(plan.cluster, socket.gethostname(), job_id=job_id))
     return Submitted(
         run_dir=str(paths.root),
@@ -322,6 +326,7 @@ def _confirmed_drift(
     paths = RunPaths(plan.run_dir)
     # A run that has not begun may start on other data: nothing in it depends on them yet.
     old = prints.read(paths) if plan.begun else None
+    # A change that may be accepted is read in full, since the record is what later looks are compared with.
     seen = prints.look(paths, root, old, may_record=confirm_drift is not None)
     drift = (prints.drift(old, seen.found) or None) if old is not None else None
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
@@ -345,6 +350,7 @@ def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
     written = load_resolved(paths.run_yaml)
     if not begun:
         return written
+    # Of the newest checkpoint, where the record of the newest ranks is missing or of another version.
     newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), None)
     # run.yaml may have been edited while the job waited; compared with itself, no change would be found.
     return trained_with(paths, config, newest) or written
@@ -365,6 +371,7 @@ def _run_yaml_of(directory: Path) -> Path:
             expected="a YAML file, or a run directory with its run.yaml",
             remedy="see the runs with `verl-slurm list DIR`",
         )
+    # A copy has the original's run id, and its run.yaml names the original's directory.
     require_in_place(directory, load(source), "submit")
     return source
 

@@ -184,6 +184,7 @@ def adopt_steps(
     # Of adoptions that were killed. The caller holds the run, so none of them is alive.
     for left in (paths.root / "work").glob(f"{_WORK}*"):
         shutil.rmtree(left, ignore_errors=True)
+    # What dead saves left goes first, and a checkpoint that one of them had set aside comes back.
     sweep(paths)
     work = private_dir(paths.root / "work" / f"{_WORK}{secrets.token_hex(8)}")
     try:
@@ -214,12 +215,14 @@ def _adopt(
 ) -> Adoption:
     """Adopts one step; its own problem does not keep the others from being adopted."""
     on_step(one, how)
+    # Below RUN, so that the commit can rename it into the checkpoint.
     copy = work / guest_directory("verl", one.step)
     try:
         # The very files that were judged, by their identities; names may lead to others since.
         copy_files(one.path, copy, one.identities, how, on_bytes=on_bytes)
         # The copy is judged as well: the digests of the manifest vouch for whatever bytes are in it from here on.
         again = judge_step(copy, on_bytes=on_bytes)
+        # Names and sizes as well: a step may be whole and still be another save of the same number.
         if not again.ok or again.files != one.files:
             found = "its files changed while they were copied" if again.ok else again.one_line()
             return Adoption(judged=one, how=how, error=f"not as it was judged: {found}")
@@ -227,7 +230,9 @@ def _adopt(
             paths,
             _save(one, how, owner),
             {copy.name: copy},
+            # With a tracker of its own the checkpoint is a directory that verl's tools take.
             texts=tracker_file(one.step),
+            # Not `require_epoch`: no attempt of ours owns the run; what counts is that none has begun since.
             epoch_check=lambda: _require_same(paths, owner),
         )
     except (CheckpointCorrupt, OSError) as error:

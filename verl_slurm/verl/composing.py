@@ -99,6 +99,7 @@ def words_of(settings: Iterable[Setting]) -> list[str]:
         if setting.prefix != "~":
             # Each text is quoted: what looks like a list, a number or another override stays text.
             value = _quoted(setting.value)
+            # Hydra's own writer, so that quoting and escapes are those of its own parser.
             override = Override(OverrideType.CHANGE, setting.key, ValueType.ELEMENT, _value=value)
             word += f"={override.get_value_element_as_str()}"
         try:
@@ -148,6 +149,7 @@ def _plain(config: "DictConfig") -> dict[str, Any]:
     budget = iter(range(_MOST_VALUES))
 
     def plain(node: Any) -> Any:
+        # The same error as Python's own for a circle: both mean that the references do not end.
         if next(budget, None) is None:
             raise RecursionError
         if not isinstance(node, DictConfig | ListConfig):

@@ -142,6 +142,7 @@ def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list
 def _nothing_known(names: Collection[str]) -> Problem:
     if not names:
         return Problem(path=".", what="empty: a save that had only begun")
+    # Beyond us is not damaged: such a step is not called broken by a reader that cannot judge it.
     if any(word in name for name in names for word in _FOREIGN):
         what = (
             "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
@@ -181,6 +182,7 @@ def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
     """Requires one state per data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with
     a gap.
     """
+    # By the largest number: a rank that is missing in the middle shows as a gap, one at the end by the division.
     count = max(data, default=-1) + 1
     missing = sorted(set(range(count)) - data) or ([0] if not data else [])
     if not missing and world_size is not None and world_size % count:

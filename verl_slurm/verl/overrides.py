@@ -263,6 +263,7 @@ def refuse_switches_as_text(said: Mapping[str, Setting]) -> None:
     for key, setting in said.items():
         value = setting.value
         for item in value if isinstance(value, list | tuple) else [value]:
+            # Whole texts alone: `none` within a longer one is a word.
             if isinstance(item, str) and _SWITCH.fullmatch(item):
                 expected = "true, false or null, in small letters and without quotes"
                 raise _wrong(key, f"{item!r}, text", expected)
@@ -280,6 +281,7 @@ def _refuse_whole(setting: Setting) -> None:
             continue  # adds nothing
         # Keys inside a map are no words of their own, so neither the list nor the looks would see them.
         above = any(known.startswith(f"{place}.") for known in (*_OURS, *_LOOKED_AT))
+        # To remove a section `checkpoint` would hide it from the look for async_save and save_contents.
         if above or (setting.prefix == "~" and f".{place}".endswith(".checkpoint")):
             raise _cannot(
                 setting.name,

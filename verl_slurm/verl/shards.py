@@ -188,6 +188,7 @@ def judge_step(
                 read_all=read_all,
                 turn=turn,
             )
+            # Threads are enough: reading and CRC release the interpreter lock.
             with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="judge") as pool:
                 for found in pool.map(look, files_to_read):
                     problems += found
@@ -195,6 +196,7 @@ def judge_step(
         layout, files = read_layout([]), []
         what = "is a link, and those are not followed"
         problems = [Problem(path=".", what=what) if path.is_symlink() else _os_problem(".", error)]
+    # Refused unread: a directory of millions of names would take memory and hours before it is found wanting.
     except TooMuch as error:
         layout, files = read_layout([]), []
         problems = [Problem(path=".", what=f"{error}, which no checkpoint of ours can hold")]
@@ -289,10 +291,12 @@ def _json_problem(fd: int, path: str, layout: Layout) -> str:
         data = read_fd(fd, _MAX_CONFIG if shape else _MAX_JSON)
         # Raw: checks that it parses, without making an object of it.
         msgspec.json.decode(data, type=msgspec.Raw)
+        # msgspec leaves the bytes of texts that it does not decode unchecked, and JSON has to be UTF-8.
         _require_utf8(data)
         said = msgspec.json.decode(data, type=_Shape).world_size if shape else None
     except UNREADABLE as error:
         return f"not JSON: {error}"
+    # verl's merger believes this file, and reads that many shards.
     if shape and layout.world_size is not None and said != layout.world_size:
         return f"says world_size {said}, the shards are of {layout.world_size}"
     return ""

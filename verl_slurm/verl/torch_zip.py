@@ -111,6 +111,7 @@ def _directory_problem(archive: zipfile.ZipFile) -> str:
             or info.comment
         ):
             return f"damaged: the zip's directory describes {info.filename[:_MAX_MESSAGE]} as torch.save does not"
+    # All of them zero: torch was told to write none. One alone is an empty record's right checksum.
     if not any(info.CRC for info in archive.filelist):
         return (
             "written without checksums (torch.serialization.set_crc32_options(False)): it cannot be checked"
@@ -136,6 +137,7 @@ def _check_records(fd: int, archive: zipfile.ZipFile, on_bytes: Callable[[int], 
         lengths = os.pread(fd, 4, info.header_offset + _HEADER_BYTES - 4)
         begin = info.header_offset + _HEADER_BYTES + sum(struct.unpack("<2H", lengths))
         position = begin + info.file_size
+    # Up to the directory, too: bytes between the last record and it would belong to nothing.
     _check_gap(position, archive.start_dir, most=_MAX_GAP)
     return told
 

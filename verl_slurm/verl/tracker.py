@@ -73,6 +73,7 @@ def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
         wanted = max((one.step for one in steps if one.ok), default=None)
         where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
         line = f"a tracker that is no file or cannot be read ({error.strerror}); {where}"
+        # Judged without its content: a repair replaces the name, whatever lies there.
         return Tracker(state="unreadable", step=None, wanted=wanted, line=line)
 
 
@@ -146,6 +147,7 @@ def write_tracker(directory: Path, step: int) -> None:
         mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o600  # a link has all bits
     except FileNotFoundError:
         mode = 0o600
+    # By a rename: a link in its place is replaced and not written through.
     write_file(path, str(step).encode())
     # Without the bits by which others could point verl, and the pickles that it loads, elsewhere.
     path.chmod(mode & 0o755)

@@ -125,6 +125,7 @@ def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
     """
     if config.trainer.backend != "verl":
         return config.verl
+    # A copy: the configuration that the user wrote is shown and kept as it is.
     words, keys = dict(config.verl), input_keys(config.trainer.entry)
     # Hydra's `+key` adds what verl's own configuration does not have; it names the same place.
     for name in [name for name in words if name.lstrip("+") in keys]:
@@ -211,6 +212,7 @@ def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
 
 
 def _build(kind: str, spec: str) -> str:
+    # Here and not in the child, whose traceback would be the answer.
     require_packages("torch", "transformers", wanted_by=f"building {spec}")
     # A child, since building imports torch; -P, since `-m` would look in the working directory first.
     command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
@@ -307,6 +309,7 @@ def check_guest(config: RunConfig) -> list[str]:
                 remedy="set trainer.command, or submit from where its path begins",
             )
         checked.append("program")
+    # A guest may have its data elsewhere, or none; what it names is fingerprinted, and so has to exist.
     root = data_root(config)
     if root is not None:
         if not root.is_dir():

@@ -35,6 +35,7 @@ def check_family(config: RunConfig) -> list[str]:
     """
     said = said_of(config.model.path)
     for found in family_complaints(config, said):
+        # Whose fault it is decides the exit code: the model's (DATA), or a key that does not go with it (CONFIG).
         by_itself = found.key == "model.path"
         refusal: type[VerlSlurmError] = DataError if by_itself else ConfigError
         raise refusal(
@@ -61,6 +62,7 @@ def check_model_shape(distributed: DistributedConfig, model_path: str, said: Map
     Raises:
         ConfigError: the first complaint.
     """
+    # Each rank has the whole model then, whatever its sizes.
     if distributed.tp_size == distributed.pp_size == 1:
         return
     for found in shape_complaints(distributed, said):
@@ -96,11 +98,13 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
         "intermediate_size": said.get("intermediate_size"),
     }
     for name, size in sizes.items():
+        # Heads and the MLP's columns are what a tensor-parallel plan deals out; a rank takes whole ones.
         if isinstance(size, int) and size % tp:
             yield Complaint(
                 "distributed.tp_size", str(tp), f"a divisor of the model's {name}={size}", "lower it"
             )
     layers = said.get("num_hidden_layers")
+    # Each stage has at least one layer.
     if isinstance(layers, int) and layers < pp:
         yield Complaint(
             "distributed.pp_size", str(pp), f"at most the model's num_hidden_layers={layers}", "lower it"

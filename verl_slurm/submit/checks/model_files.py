@@ -57,6 +57,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
         raise DataError("no such model directory", where=directory, remedy=remedy)
     if not (directory / "config.json").is_file():
         raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
+    # Names first, then the contents of small files, and the headers of large ones last.
     _check_weights(key, directory, remedy)
     _check_config(directory / "config.json", remedy)
     if not any((directory / name).is_file() for name in _TOKENIZERS):
@@ -102,6 +103,7 @@ def num_parameters(directory: Path) -> int | None:
     total = 0
     for path in directory.glob("*.safetensors"):
         header = _of_weights(path, read_header)
+        # A file that cannot be understood makes the whole sum unknown, and not smaller.
         if isinstance(header, str):
             return None
         entries = (entry for name, entry in header.entries.items() if name != "__metadata__")

@@ -103,6 +103,7 @@ def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
     """
+    # Here, where the user sees it: the lead refuses a missing key after the wait in the queue.
     keys = load_keys(config.checkpoint.encryption)
     if keys is None or config.checkpoint.encryption is None:
         return None
@@ -195,6 +196,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     for name, key, root in roots:
         if root is None:
             continue
+        # Built-in data may not be there yet, and needs no check.
         text, note = (root, "") if root.startswith(BUILTIN) else check_data(config, key)
         taken.append((name, text))
         notes += [note] if note else []
@@ -263,11 +265,13 @@ def check_surroundings(config: RunConfig) -> str | None:
             belongs to. Or everybody could replace this run by one of theirs.
     """
     if config.checkpoint.local_dir is not None:
+        # A manifest without a key does not say which run it belongs to, so an exchanged second copy would be resumed.
         require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
     # From the parent up: whoever may write there can rename the run, whatever its own mode is.
     if (found := unsafe_on_the_way(Path(config.run_dir).parent)) is None:
         return None
     folder, what = found
+    # What everybody may write is refused and not noted: the job would run whatever lies there when it starts.
     if folder.stat().st_mode & stat.S_IWOTH:
         require_safe_way(Path(config.run_dir).parent, "run_dir")
     # A group's directory is an ordinary place for runs: its members can take the run away, and are trusted not to.
@@ -324,6 +328,7 @@ def check_slurm(config: RunConfig) -> SlurmSays:
             expected=f"a path without `{min(found)}`, for Slurm",
             remedy="choose another run_dir",
         )
+    # All three: submitit needs sbatch and srun, and the lead starts its agents and requeues by the others.
     for program in ("sbatch", "srun", "scontrol"):
         if shutil.which(program) is None:
             raise SlurmMissing(
@@ -339,6 +344,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
     name = config.slurm.partition
     try:
         conf = await client.config()
+        # Without a name the job goes to the default one, whose limits count then.
         facts = await (client.default_partition() if name is None else client.partition(name))
     except SlurmMissing as error:
         # scontrol complains in several lines; the last one states the error.
@@ -371,6 +377,7 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
         return f"its state is {facts.state}"
     if nodes > facts.total_nodes:
         return f"{counted(facts.total_nodes, 'node')} in it, {nodes} asked for"
+    # Of the partition as a whole: which nodes are alike and free is for `sbatch --test-only` to say.
     cpus = nodes * config.slurm.cpus_per_node
     if cpus > facts.total_cpus:
         return f"{counted(facts.total_cpus, 'CPU')} in it, {nodes} x {config.slurm.cpus_per_node} asked for"

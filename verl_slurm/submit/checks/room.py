@@ -152,6 +152,7 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
     if config.trainer.is_guest:
         return _of_verl(config) if config.trainer.backend == "verl" else None
     model = config.model.path
+    # A built-in model may not be there yet; its checkpoints have a few megabytes.
     parameters = None if model.startswith(BUILTIN) else num_parameters(Path(model))
     if parameters is None:
         return None

@@ -143,6 +143,7 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
             remedy=f"verl-slurm adopt {path.parent} RUN, and checkpoint.resume_from=auto",
         )
     try:
+        # Its numbers alone: the lead verifies every byte before it resumes from there.
         manifest = read_manifest(path)
     except (OSError, VerlSlurmError):
         return None
