@@ -136,6 +136,7 @@ def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[Dev
     if missing or without_slurm:
         why = f"Slurm is not here ({', '.join(missing)})" if missing else "without Slurm, as asked"
         tell.say(f"{why}: on submitit's local executor, a signal standing for the preemption")
+        # Without the embedded cluster the plans below ask for `local`: another Slurm of this machine is left alone.
         yield None
         return
     cluster = DevCluster(directory / "cluster")

@@ -103,6 +103,7 @@ class _LazyGroup(click.Group):
         if entry is None:
             return None
         command: click.Command = getattr(import_module(f"verl_slurm.cli.{entry.module}"), entry.attribute)
+        # Help names docs/ and configs/ as a checkout has them; an installed package has them elsewhere.
         _name_places(command)
         return command
 

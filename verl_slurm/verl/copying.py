@@ -126,8 +126,6 @@ def _copy(fd: int, target: Path, how: How, on_bytes: Callable[[int], None]) -> N
     size = os.fstat(fd).st_size
     made = open_new(target)
     try:
-        # A clone that fails for one file becomes a copy: file systems refuse some (compressed ones, another block
-        # size).
         if how == "clone" and _clone(fd, made):
             on_bytes(size)
             return

@@ -86,6 +86,7 @@ def read_layout(names: Collection[str]) -> Layout:
             # By number of ranks: a directory may hold the shards of two saves.
             shards[match[1] or ""][int(match[3])].add((match[2], int(match[4])))
     data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
+    # SFT writes its shards without a folder for the model; a PPO step may have lost its shards and kept its data.pt.
     entry: Entry = "sft" if "" in shards else "ppo" if shards or "data.pt" in names else "other"
     problems: list[Problem] = []
     if entry == "other":
@@ -95,6 +96,7 @@ def read_layout(names: Collection[str]) -> Layout:
         what = "no shard in it: verl removed it (trainer.max_actor_ckpt_to_keep), or never finished it"
         problems.append(Problem(path="actor", what=what))
     sizes: set[int] = set()
+    # Each model by itself first, then across: verl reads actor and critic with the same ranks.
     for role in sorted(shards):
         sizes |= set(shards[role])
         problems += _missing_shards(role, shards[role])
@@ -165,6 +167,7 @@ def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list
             Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing")
             for rank in missing[:_SHOWN]
         ]
+        # A kind without any shard was never saved: a setting of the user's, and no damage.
         if len(missing) == size:
             what = f"no {kind} shard at all: saved with a checkpoint.save_contents that no resume can use"
             problems.append(Problem(path=role or ".", what=what))

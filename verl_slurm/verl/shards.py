@@ -260,7 +260,7 @@ def _check_file(
 ) -> list[Problem]:
     path = entry.path
     try:
-        # Below the open directory and without links: a directory that is exchanged meanwhile leads nowhere else.
+        # Below the open directory and without links: a directory that is exchanged meanwhile leads to no other files.
         with open_below(root, path) as fd:
             if identity_of(os.fstat(fd)) != identity_of(entry.info):
                 # The owner was that of the listed file, and the bytes would be another's.

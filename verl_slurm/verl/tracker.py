@@ -109,11 +109,13 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
             return Tracker(state="absent", step=None, wanted=None, line=f"no tracker, and {where}")
         line = f"no tracker: verl would train from step 0 and write over what is there; {where}"
         return Tracker(state="missing", step=None, wanted=wanted, line=line)
+    # verl's PPO trainers write it in place, so a kill can leave it empty.
     if not content.strip():
         line = f"an empty tracker: verl would crash at every start; {where}"
         return Tracker(state="empty", step=None, wanted=wanted, line=line)
     step = _number(content)
     if step is None:
+        # Others may have written it: what goes to the terminal is escaped.
         shown = printable(content[:_SHOWN].decode("utf-8", "replace"))
         line = f"a tracker that is no number ({shown}): verl would crash at every start; {where}"
         return Tracker(state="garbage", step=None, wanted=wanted, line=line)

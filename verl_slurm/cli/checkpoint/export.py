@@ -93,6 +93,7 @@ def export(
         roles=_roles(to, role, there, directory),
         dtype=dtype,  # type: ignore[arg-type]  # click has held it to the choices
         model=model.resolve() if model else _base_model(directory, config.get("model.path")),
+        # A model named by hand is not held to the digest that the run recorded of its own.
         is_first_model=model is None,
         weight_decay=_number(config.get("train.weight_decay")),
     )
@@ -124,6 +125,7 @@ def export(
 def _roles(to: "Layout", asked: "Role | None", there: set[str], where: Path) -> "tuple[Role, ...]":
     """Returns the models to export: the requested one; else the actor (hf), or all that the checkpoint holds."""
     both: tuple[Role, ...] = ("actor", "critic")
+    # A Hugging Face directory holds one model, so there it is the actor unless another one is asked for.
     wanted = (asked,) if asked else both[:1] if to == "hf" else tuple(role for role in both if role in there)
     if not wanted or not there.issuperset(wanted):
         raise NotFound(
@@ -155,6 +157,7 @@ def _base_model(directory: Path, path: object) -> Path:
     from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
     from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
+    # config.yaml is as it was saved, by whichever version: its values have no types here.
     if not isinstance(path, str) or not path:
         raise DataError(
             "the checkpoint names no base model",

@@ -66,6 +66,7 @@ def inspect(
         ],
     )
     for domain in facts["domains"]:
+        # An index too large to list here; that it is there is said.
         if domain["tensors"] is None:
             render.line(f"{domain['domain']}: an index of {_mb(domain['index_bytes'])} MB, not listed")
     if tensors:
@@ -157,6 +158,7 @@ def _consumed(responses: object, per_prompt: object) -> str:
 
 
 def _rank_row(state: dict[str, Any]) -> list[object]:
+    # A state of another version is counted, and hides neither the other ranks nor the rest.
     if "problem" in state:
         return [state["rank"], "of another version", "-", "-", "-", round(state["bytes"] / 1e3, 1)]
     buffers = ", ".join(state["reward_buffers"]) or "-"
@@ -208,6 +210,7 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
         render.json_value({"a": str(left), "b": str(right), "same": not found, "differences": shown})
         return ExitCode.DIFFERENT if found else ExitCode.OK
     render.fields([("a", left), ("b", right)])
+    # What does not differ is named as well: silence about a subject could mean that nobody looked.
     same = [subject for subject in SUBJECTS if not any(row.subject == subject for row in found)]
     for subject in SUBJECTS:
         rows = [[row.key, _side(row.a), _side(row.b)] for row in found if row.subject == subject]

@@ -46,6 +46,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
     from verl_slurm.tiers.mover import look
     from verl_slurm.tiers.plan import last_good
 
+    # A look needs no key: on a login node it says what it could not check, where a pass would refuse.
     seen = look(run, load_resolved(run.run_yaml))
     best = last_good(seen.states)
     if as_json:

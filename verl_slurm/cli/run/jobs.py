@@ -39,6 +39,7 @@ def cancel(run: RunPaths, as_json: bool) -> int:
 
     job = last_job(run)
     _require_living(run)
+    # Before the journal: a job that is refused here must leave no word of a cancel.
     _require_own(run, job, "scancel {}")
     # Before the signal: the next task of a chain starts by itself, and ends by this line.
     append_event(run, CancelAsked())
@@ -72,6 +73,7 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     from verl_slurm.runs.record import last_job
 
     job = last_job(run)
+    # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
     state = _require_living(run)
     _require_own(run, job, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
     append_event(run, RequeueAsked())
@@ -94,6 +96,8 @@ def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:
     if state != "RUNNING":
         facts = asyncio.run(client.job(number))
         raise _not_requeued(run, facts, f"it is {state}, and only a running job saves")
+    # By the lead, since Slurm's own requeue leaves KillWait to save. To the batch process alone: in a step the signal
+    # would reach every process, and end those without a handler.
     asyncio.run(client.signal_batch(number, signal.SIGUSR2.name.removeprefix("SIG")))
     return f"its daemon saves first; verl-slurm watch {run.root} shows it"
 
@@ -177,6 +181,7 @@ def _require_own(run: RunPaths, job: "Submission", by_hand: str) -> None:
     from verl_slurm.runs.liveness import runs_here
     from verl_slurm.slurm.client import SlurmClient
 
+    # A local lead is recognised by its own command line, whatever the journal says.
     if job.cluster != "slurm":
         return
     # A run that was handed over brings its own journal, which may name any job of the user's.
@@ -209,6 +214,7 @@ def ask_for_save(run: RunPaths) -> str:
     except NotFound:
         return ""
     state = job_state(run, job)
+    # A job that waits or stands still cannot save.
     if state.over or state.state != "RUNNING":
         return ""
     if job.cluster == "slurm":

@@ -56,10 +56,12 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     from verl_slurm.runs.glance import ask_for, glance_at_all, state_of
 
     runs = glance_at_all(place.resolve())
+    # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
     if not runs and not place.is_dir():
         raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
     # Runs that have written down their end are not asked about; all others in one question.
     seen, problem = ask_for(runs)
+    # Said, and not an error: what the runs have written down is shown all the same, without a claim that they live.
     if problem:
         render.warning(f"what has no end written down is shown as last heard of: {problem}")
     told = [(run, state_of(run, seen.get(run.root))) for run in runs]

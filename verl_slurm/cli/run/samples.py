@@ -48,6 +48,7 @@ def samples(
     from verl_slurm.checkpoint.store.run_config import keys_for
     from verl_slurm.runtime_state.samples import read_samples
 
+    # Sealed like the run's checkpoints: they hold what the policy was asked and said.
     kept = read_samples(run, keys_for(run.root, key_file))
     if not kept:
         raise _none_kept(run)
@@ -62,6 +63,7 @@ def samples(
         )
     found = kept[number]
     chosen = _chosen(found.samples, which, limit)
+    # One object a line and not one list, so that `jq` and `head` work on them as they come.
     if as_json:
         for sample in chosen:
             render.json_value(_facts(found, sample))

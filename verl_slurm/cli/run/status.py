@@ -92,6 +92,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         rows.append(("last cause", facts["last_cause"]))
     if facts["ended"]:
         rows.append(("ended", facts["ended"]))
+    # A lead that is killed writes no end.
     elif facts["job_over"]:
         rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
     render.fields(rows, STATE_COLOURS)
@@ -185,6 +186,7 @@ def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
             return None
         first = config.model.reward
         plan, wish = read_reward_plan(run), read_reward_request(run)
+    # A file that cannot be read costs this line of the answer, and not the others.
     except (OSError, VerlSlurmError) as error:
         return {"reward": None, "problem": str(error)}
     number = plan.at(now)

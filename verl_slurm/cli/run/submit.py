@@ -110,10 +110,12 @@ def submit(
         config,
         list(overrides),
         verl=ctx.meta[_VERL],
+        # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
         cluster="slurm" if prepare_only else cluster,
         ask_slurm=not prepare_only,
     )
     if dry_run:
+        # Nothing is recorded, so nobody has to be asked: the changes are shown.
         check_drift(plan, _Confirm(True) if force_resume else None)
         _print_plan(plan, as_json)
         return ExitCode.OK
@@ -133,6 +135,7 @@ def submit(
         render.json_value(msgspec.to_builtins(done) | {"inputs": dict(plan.inputs)} | extra)
     elif done.job_id is None:
         for name, taken in plan.inputs:
+            # Beside the output, which is the command for the next line of a script.
             render.warning(f"{name}: {taken}")
         render.line(f"prepared {done.run_dir}; submit it with")
         render.line(shlex.join(_sbatch_words(plan, paths)))
@@ -210,6 +213,7 @@ def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
     from verl_slurm.base.shipped import shipped
     from verl_slurm.slurm.batch import batch_script, sbatch_options
 
+    # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
     return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
 

@@ -27,6 +27,7 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
     from verl_slurm.runs.follow import follow_run
 
     if as_json:
+        # As they are in the journal, repetitions included: a story is for people.
         return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
     bottom = render.Progress()
     teller = story.Story(verbose=verbose)

@@ -79,6 +79,7 @@ def demo(
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.Progress()
     story = Story()
+    # With --json standard output is one value at the end; progress goes to standard error.
     quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
 
     def say_event(event: Event) -> None:

@@ -54,6 +54,7 @@ def _say(as_json: bool, value: msgspec.Struct | dict[str, Any], text: str) -> No
     if as_json:
         render.json_value(value)
     else:
+        # Line by line, as `render.line` keeps what it is given on one.
         for line in text.splitlines():
             render.line(line)
 
@@ -216,6 +217,7 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     from verl_slurm.devcluster.faults import preempt
 
     done = preempt(DevCluster(directory), job, hold_s=hold_s)
+    # By the preemption mode: with a grace time Slurm sets PreemptTime; else the job is suspended, or gone at once.
     if done.seen == "preempt_time":
         what = f"is being preempted; its grace time ends at {done.deadline}"
     elif done.seen == "suspended":

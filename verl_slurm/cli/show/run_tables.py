@@ -86,6 +86,7 @@ def _cost(one: Outage, now: datetime) -> str:
 
 
 def _so_far(one: Outage, now: datetime) -> float:
+    # Never below zero: the journal may be another machine's, with its clock ahead of ours.
     return max((now - datetime.fromisoformat(one.began)).total_seconds(), 0.0)
 
 
@@ -94,6 +95,7 @@ def _resumed(one: Outage) -> str:
 
 
 def _clock(time: str) -> str:
+    # A journal's times are UTC, and people compare them with their own clock.
     then = datetime.fromisoformat(time)
     return then.replace(tzinfo=then.tzinfo or UTC).astimezone().strftime("%m-%d %H:%M:%S")
 

@@ -117,6 +117,7 @@ def progress(status: dict[str, Any]) -> str:
 def _clock(time: str) -> str:
     try:
         return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
+    # A journal may be damaged, and a year may be one that no local time has.
     except (ValueError, OverflowError):
         return "--:--:--"
 
@@ -237,6 +238,7 @@ def _words(event: ev.Event) -> str:
             return f"tier {tier} does not answer{_colon(reason)}"
         case ev.Tiers(detail=detail):
             return f"the storage tiers{_colon(detail)}"
+        # An event of another version has no sentence here, and is shown rather than dropped.
         case _:
             return _as_it_is(event)
 

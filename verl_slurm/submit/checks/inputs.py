@@ -64,7 +64,7 @@ _BUILD_TIMEOUT_S = 900.0
 def cache_dir() -> Path:
     """Returns the directory of this version's built-in models and data.
 
-    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION is the hash of the code that builds them.
+    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION: the hash of the code that builds them.
     """
     builder = hashlib.sha256()
     # By the builder's code and not by the version: a changed builder never sees the output of an older one.

@@ -50,6 +50,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
     if not directory.is_dir():
         # As written, since the absolute path of `org/name` looks like any other.
         if _HUB_NAME.fullmatch(written):
+            # Taken for a hub's name by its form alone: nothing here asks the hub.
             remedy = (
                 "names of the Hugging Face hub are not downloaded: "
                 f"`hf download {written} --local-dir DIR` first, then set {key} to DIR"
