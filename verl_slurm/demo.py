@@ -88,6 +88,7 @@ def run_demo(
     Raises:
         VerlSlurmError: a run did not end well; its messages have been shown.
     """
+    # Both runs in one cluster, which ends before the comparison: that needs no Slurm.
     with _cluster(directory, tell, without_slurm) as cluster:
         kind = "local" if cluster is None else "slurm"
         tell.say(
@@ -97,6 +98,7 @@ def run_demo(
         strike = _Preemption(cluster, RunPaths(interrupted), tell)
         began = time.monotonic()
         _run(config, [*overrides, f"run_dir={interrupted}", "name=interrupted"], kind, tell, strike)
+        # A run that was not preempted proves nothing, however equal the weights are.
         if not strike.where:
             raise VerlSlurmError(
                 "the run was over before it could be preempted",
@@ -110,6 +112,7 @@ def run_demo(
         ended = time.monotonic()
     tell.say("3. the proof: every weight of the two, bit for bit")
     comparison = compare(newest_checkpoint(interrupted), newest_checkpoint(undisturbed))
+    # Of the run that was preempted: the journal has the times, written by the processes that did the work.
     events = read_events(RunPaths(interrupted))
     rewards = _rewards(RunPaths(interrupted))
     saved = next(e for e in events if isinstance(e, Saved) and e.emergency)

@@ -96,6 +96,7 @@ class _LazyGroup(click.Group):
     """Has a table of its commands and imports one when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        # In the table's order, that of their use; click would sort them by the alphabet.
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -110,7 +111,6 @@ class _LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        # Before click, which would say the same without a guess.
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             import difflib
 

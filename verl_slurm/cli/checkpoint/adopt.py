@@ -102,6 +102,7 @@ def adopt(
         # An impossible run is refused now, before the hours of reading.
         plan = None if run is None else _planned(run, overrides)
         counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
+        # Every byte of every step, also of those that the run has already: what is broken is to be named.
         judged = judge_all(directory, on_bytes=counter)
         tracker = look_at_tracker(directory, judged)
         rows: list[Row] = []

@@ -87,6 +87,7 @@ def export(
     config = read_config(directory, manifest, keys)
     # By the manifest: a checkpoint may have been saved without one of its parts.
     there = {name for name in REQUIRED_DIRECTORIES if entry_named(manifest, f"{name}/{INDEX}")}
+    # What the child with torch is told: everything is known and checked before it starts.
     wish = Wish(
         to=to,
         out=out,
@@ -146,7 +147,7 @@ def _show(bar: render.Bar, progress: "Progress") -> None:
         "write": "writing" + (f" ({progress.peak / 1e9:.1f} GB in memory)" if progress.peak else ""),
         "sync": "making it durable",
     }
-    # The total of the verification is not known to the bar, so it shows what was read.
+    # The verification tells its beginning alone; with a total the bar would stand at zero as if nothing went on.
     bar.show(words[progress.phase], progress.done, 0 if progress.phase == "verify" else progress.total)
 
 

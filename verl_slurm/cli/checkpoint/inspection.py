@@ -46,6 +46,7 @@ def inspect(
     if as_json:
         render.json_value(facts)
         return ExitCode.OK
+    # From the manifest and small files, whose digests were checked; tensors are listed by their index and not read.
     render.fields(_overview(facts))
     render.line()
     render.table(
@@ -130,6 +131,7 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("KL", f"coefficient {_number(facts['kl_coef'])}, window of {len(window)}{mean}"),
     ]
     for role, schedule in sorted(facts["schedulers"].items()):
+        # scheduler.json is read as it was saved, by whichever version.
         if isinstance(schedule, dict):
             rows.append((f"rate {role}", f"{_number(schedule.get('lr'))}, {schedule.get('schedule')}"))
     return rows

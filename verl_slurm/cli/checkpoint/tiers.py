@@ -82,6 +82,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
             "the last good one" if copy.name == best and copy.good else copy.detail,
         ]
         for state in seen.states
+        # Names hold the step with leading zeros, so this is the newest first.
         for copy in sorted(state.copies, key=lambda copy: copy.name, reverse=True)
     ]
     if rows:
@@ -111,6 +112,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     from verl_slurm.tiers.mover import sync
 
     did = sync(run, load_resolved(run.run_yaml), dry_run=dry_run)
+    # A plan names a checkpoint once a tier, so the two tell which of its actions failed.
     problems = {(d.action.tier, d.action.name): d.problem for d in did.done if d.problem}
     if as_json:
         answer: dict[str, object] = {"dry_run": dry_run, "ok": did.ok}
@@ -179,6 +181,7 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
 
     config = load_resolved(run.run_yaml)
     fetched = fetch_newest(run, config) if name is None else fetch(run, config, name)
+    # Without NAME alone: a name that no tier has is refused by `fetch` itself.
     if fetched.name is None:
         raise NotFound(
             "no tier has a checkpoint of this run", where=run.root, remedy=f"verl-slurm tiers {run.root}"

@@ -67,6 +67,7 @@ def prune(
     from verl_slurm.checkpoint.store.verify import verify
     from verl_slurm.config.load import load_resolved
 
+    # The run's own retention, of which each option replaces one number.
     config = load_resolved(run.run_yaml).checkpoint
     # A checkpoint that is not signed with them is no reason to remove anything.
     keys = load_keys(config.encryption)
@@ -156,6 +157,7 @@ def scrub(
     infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
     found: list[tuple[Path, Scrubbed]] = []
     bar, done, total = render.Bar(enabled=not as_json), 0, sum(info.num_bytes for info in infos)
+    # Checkpoints first, since a resume needs them first; then models that do not train, then the data.
     for info in infos:
         bar.show("reading back", done, total)
         one = scrub_one(info.path, set_aside=not dry_run, keys=keys, bytes_per_s=rate and rate * 1e6)
@@ -173,6 +175,7 @@ def scrub(
     drifted = [] if no_data else _drift(run)
     everything = [*found, *frozen]
     good = all(one.verdict.ok for _, one in everything)
+    # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.
     signature = _signature(keys is not None, missing, any(one.is_signed for _, one in found))
     if as_json:
         render.json_value(

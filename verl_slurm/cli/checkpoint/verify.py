@@ -176,6 +176,7 @@ def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_js
     from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
 
     try:
+        # Both are verified first: damage must not look like a difference.
         found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
     except CheckpointCorrupt as error:
         # What the comparing process said is a whole sentence already, with its remedy.
@@ -224,6 +225,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     from verl_slurm.dataset.fingerprint import record as prints
     from verl_slurm.dataset.fingerprint.cache import default_path
 
+    # A directory by itself has its cache in the user's own; a run keeps it beside its fingerprint.
     root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
         # A run is compared with its own first start unless another run is named.
@@ -258,6 +260,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
         if drift is None
         else {"added": list(drift.added), "removed": list(drift.removed), "changed": list(drift.changed)}
     )
+    # Without a fingerprint to compare with nothing has changed, and the exit code is 0.
     same = not any(changes.values())
     if as_json:
         answer: dict[str, Any] = {

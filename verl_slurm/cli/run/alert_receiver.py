@@ -153,6 +153,7 @@ class _Receiver:
             asked = runs_to_save(request.body)
         except WireError:
             return HttpReply(400)
+        # Monotonic: a clock that is set back would keep a run from being asked for longer than the pause.
         now = time.monotonic()
         verdicts = decide_saves(asked, frozenset(self._runs), self._asked_at, now, self._pause_s)
         told: dict[str, str] = dict(verdicts)

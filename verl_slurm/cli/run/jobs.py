@@ -41,7 +41,7 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     _require_living(run)
     # Before the journal: a job that is refused here must leave no word of a cancel.
     _require_own(run, job, "scancel {}")
-    # Before the signal: the next task of a chain starts by itself, and ends by this line.
+    # Before the signal: the next task of a chain starts by itself, and looks for this line.
     append_event(run, CancelAsked())
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))

@@ -55,6 +55,7 @@ def logs(
     """
     if node is not None and rank is not None:
         raise click.UsageError("--node and --rank both name a node: give one of them")
+    # All ranks of a node print into one file, so a rank stands for its node.
     if rank is not None:
         node = _node_of(run, rank)
     if agent and node is None:

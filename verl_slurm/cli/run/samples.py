@@ -53,6 +53,7 @@ def samples(
     if not kept:
         raise _none_kept(run)
     number = max(kept) if step is None else step
+    # Steps go when the file is full, so one that was shown before may be gone.
     if number not in kept:
         raise NotFound(
             "no samples of that step",

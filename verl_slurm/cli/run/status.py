@@ -59,6 +59,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     from verl_slurm.journal.folds.outages import Outages
     from verl_slurm.journal.steps import last_steps
 
+    # The facts: files of the run, and one question to the scheduler. The rest of the function shows them.
     events, now = read_events(run), datetime.now(UTC)
     facts, outages = _facts(run, events), Outages(events)
     facts["step"] = _step_of(facts)
@@ -78,6 +79,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
+    # As its lead last wrote it; a run that has not started has none.
     if snapshot:
         rows.append(("state", _state_words(facts)))
         rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
@@ -96,6 +98,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     elif facts["job_over"]:
         rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
     render.fields(rows, STATE_COLOURS)
+    # The newest ones; --json has them all.
     if outages.each and num_interruptions:
         render.line()
         table = interruptions_table(outages.each[-num_interruptions:], now, render.width())

@@ -154,6 +154,7 @@ def submit(
         )
         if done.changed:
             render.fields([("changed", ", ".join(done.changed))])
+    # The answer stands by now, so a script has the job's id even if the waiting is interrupted.
     if wait and done.job_id is not None:
         return tell_until_end(paths, offset, as_json=as_json)
     return ExitCode.OK

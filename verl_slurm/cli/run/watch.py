@@ -124,6 +124,7 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
 
     def on_turn() -> None:
         nonlocal turns
+        # Taken anew at each turn: runs come and end while they are watched.
         counts = Counter(run.state for run in fleet.runs.values())
         if as_json and not turns:
             render.json_value({"event": "watching", "runs": len(fleet.runs), "states": counts})

@@ -93,6 +93,7 @@ def demo(
         status=lambda status: below.show(int(status.get("step") or 0), f"   {progress(status)}"),
     )
     voice = quiet if as_json else aloud
+    # Absolute: the runs' jobs start in other directories.
     result = run_demo(config, chosen, directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()
     if as_json:

@@ -217,7 +217,7 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     from verl_slurm.devcluster.faults import preempt
 
     done = preempt(DevCluster(directory), job, hold_s=hold_s)
-    # By the preemption mode: with a grace time Slurm sets PreemptTime; else the job is suspended, or gone at once.
+    # By the preemption mode: with a grace time Slurm sets PreemptTime; else the job is suspended, or queued again.
     if done.seen == "preempt_time":
         what = f"is being preempted; its grace time ends at {done.deadline}"
     elif done.seen == "suspended":

@@ -101,6 +101,7 @@ def _look(config: "RunConfig") -> "list[Finding]":
     from verl_slurm.doctor import bad, good
     from verl_slurm.doctor.places import judge_place, probe_place
 
+    # Tried, not read from tables of file systems: writes, renames, locks and modes on the very place.
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
     for tier in config.tiers:
         # A bucket is no place of a file system; `verl-slurm tiers` asks it.

@@ -102,6 +102,7 @@ def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None
     """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
     coloured.
     """
+    # Made harmless before widths are taken: an escaped character is longer than what it stands for.
     shown = [(name, safe(value)) for name, value in rows]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
@@ -126,6 +127,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_ri
     from rich.text import Text
 
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    # Kept: a column is numeric if all of its cells are, so all are looked at before the first is added.
     listed = [list(row) for row in rows]
     for index, name in enumerate(columns):
         numeric = to_the_right or (
