@@ -140,6 +140,7 @@ def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
         ConfigError: with the way out.
     """
     whole = [row for row in rows if row.choice != "broken"]
+    # One that fits is enough: steps of former numbers of ranks may lie beside it.
     if not whole or any(row.choice != "refused" for row in whole):
         return
     newest = whole[0]
@@ -239,6 +240,7 @@ def _adopt(
         # A full disk is no fault of one step: the others would not fit either.
         if isinstance(error, OSError) and error.errno in _FULL:
             raise NoRoom("the copy did not fit", where=paths.checkpoints, found=error.strerror) from error
+        # One step's problem is its row's: the others are adopted all the same.
         words = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
         if isinstance(error, OSError) and error.errno == errno.EXDEV:
             words = "the run is on another file system, which no hard link reaches: adopt without --link"

@@ -157,6 +157,7 @@ def _plain(config: "DictConfig") -> dict[str, Any]:
         values = {}
         for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
             try:
+                # verl writes `???` where a user has to say something; until then there is no value.
                 values[key] = None if OmegaConf.is_missing(node, key) else plain(node[key])
             except OmegaConfBaseException:
                 # One that cannot be resolved here, such as a variable of the job's environment, stays as it is written.
@@ -184,6 +185,7 @@ def _no_environment() -> Iterator[None]:
     def refuse(*_: object) -> NoReturn:
         raise InterpolationResolutionError("the environment is not asked")
 
+    # The job's environment is another one, and a value of ours would stand in messages.
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
     try:
         yield

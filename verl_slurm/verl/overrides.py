@@ -129,6 +129,7 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
         said: `user_settings`, which win where a run has no need of its own.
     """
     ours: dict[str, Any] = {
+        # An attempt's own directory: what a fenced one still writes harms no later one.
         "trainer.default_local_dir": str(own.save_dir),
         # Never `auto`: verl would take whatever its tracker names, whole or not.
         "trainer.resume_mode": "disable" if own.resume is None else "resume_path",
@@ -147,6 +148,7 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
         }
     else:
         ours |= {"trainer.default_hdfs_dir": None, "trainer.max_ckpt_to_keep": None}
+    # A cadence of the user's own is theirs: each save of verl's becomes a checkpoint, whatever its step.
     unless_said = {"trainer.save_freq": own.every_steps, "trainer.experiment_name": own.name}
     ours |= {key: value for key, value in unless_said.items() if key not in said}
     return [

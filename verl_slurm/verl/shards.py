@@ -108,6 +108,7 @@ def list_steps(directory: Path) -> list[Path]:
     Raises:
         OSError: the directory cannot be read.
     """
+    # By number, not by name: verl writes no leading zeros.
     found = [(step, name) for name in os.listdir(directory) if (step := step_of(name)) is not None]
     return [directory / name for _, name in sorted(found, reverse=True)]
 
@@ -172,6 +173,7 @@ def judge_step(
             files = [entry for entry in entries if entry.kind == "file"]
             untrusted = _untrusted([here, *entries])
             layout = read_layout([entry.path for entry in files])
+            # By owner, kind and name before any content: all of it is known without opening a file.
             problems = untrusted + _odd(entries) + list(layout.problems)
             if untrusted:
                 # None of it is adopted, so none of it is read: its content is another user's choice.

@@ -158,6 +158,7 @@ def check_names(config: RunConfig) -> None:
         ("data.root", config.data.root, BUILTIN, BUILTIN_DATA),
         ("data.eval_root", config.data.eval_root or "", BUILTIN, BUILTIN_DATA),
     ):
+        # A typing error: found here, before anything is built.
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
             raise ConfigError(
                 "no such built-in",

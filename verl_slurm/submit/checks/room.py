@@ -62,6 +62,7 @@ def check_room(
     if size is None:
         if not any(frozen):
             return ""
+        # The frozen copies alone are known then: a warning, as nothing says whether a checkpoint fits beside them.
         room = ask(checkpoints, _beside(Need(bytes=0, inodes=0, basis=""), frozen))
         return "" if room.enough is not False else f"little room in {checkpoints}: {room.reason}"
     num_bytes, num_files, basis = size
