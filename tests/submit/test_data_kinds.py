@@ -234,6 +234,14 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         ),
         "images and other media are not served",
     ),
+    "two columns of one name": (
+        lambda root: (root / "a.csv").write_text("prompt,answer,answer\n1,2,3\n"),
+        "a column stands twice .*a.csv:1 .*found answer",
+    ),
+    "two arrays in one file": (
+        lambda root: (root / "a.json").write_text(f"{json.dumps(ROWS)}\n{json.dumps(ROWS)}\n"),
+        r"text behind the array: .*a.json .*found \[, expected one array",
+    ),
     "half an array": (lambda root: (root / "a.json").write_text(json.dumps(ROWS)[:-3]), "a.json: element 5"),
     "an array without commas": (lambda root: (root / "a.json").write_text("[{} {}]"), "a.json: element 1"),
 }

@@ -6,9 +6,12 @@ The safe points of a process of this configuration, by number; a start that resu
 """
 
 import json
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import safetensors.torch
@@ -25,14 +28,18 @@ from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.loop import Loop
+from verl_slurm.trainer.report import Reporter
+from verl_slurm.trainer.reward import swap
 from verl_slurm.trainer.reward.files import start_reward
-from verl_slurm.trainer.reward.swap import RewardSwap
+from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.reward_state import RewardState
+from verl_slurm.trainer.state.train_state import TrainState
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import (
     RewardPlan,
+    RewardRequest,
     ask_for_reward,
     read_reward_plan,
     write_reward_plan,
@@ -232,3 +239,42 @@ def test_a_record_that_does_not_fit_the_checkpoint_is_refused(place: Place1) -> 
     for number, position in ((0, Position(3)), (0, Position(2, "score")), (1, Position(1))):
         with pytest.raises(VerlSlurmError, match="contradict each other"):
             begin(number, position)
+
+
+def test_a_request_that_comes_while_storage_is_slow_is_read_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look has begun before the request was written, and ends after the daemon has handed it on."""
+    storage = threading.Event()
+    wish = RewardRequest(number=1, reward="rule:arithmetic", warm_start_steps=0, asked_utc="")
+    answers = [None, wish]
+
+    def read(_: RunPaths) -> RewardRequest | None:
+        answer = answers.pop(0)
+        storage.wait()
+        return answer
+
+    monkeypatch.setattr(swap, "read_reward_request", read)
+    monkeypatch.setattr(swap, "_PATIENCE_S", 0.01)
+    swapping = RewardSwap(
+        paths=RunPaths(tmp_path),
+        epoch=1,
+        ranks=Collective(None),
+        reporter=cast("Reporter", SimpleNamespace(complain=print)),
+        plan=RewardPlan(),
+        live=LiveReward(lambda *_: torch.zeros(0)),
+        texts=lambda _: ([], [], []),
+        keep=None,
+    )
+
+    def due(step: int) -> object:
+        state = SimpleNamespace(position=Position(step), reward=RewardState())
+        return swapping.due(cast("TrainState", state), -1)
+
+    assert due(1) is None
+    swapping.look()
+    assert due(2) is None
+    storage.set()
+    found = [due(step) for step in range(3, 6)]
+    assert wish in found
+    assert answers == []

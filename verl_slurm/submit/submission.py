@@ -247,7 +247,8 @@ def carry_out(
             _replace(undo, paths.run_yaml, dump(config))
             # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
             if config.checkpoint.resume_from != "auto":
-                undo.callback(paths.resume_once.unlink, missing_ok=True)
+                if not paths.resume_once.exists():  # that of an earlier submission stays
+                    undo.callback(paths.resume_once.unlink, missing_ok=True)
                 write_file(paths.resume_once, b"")
             # A run that has not begun may change any key. What was saved since the plan was made would not fit the new
             # ones.

@@ -154,6 +154,12 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
                     raise DataError(
                         "not JSON", where=where, found=found or "the end", expected=", or ]", remedy=remedy
                     )
+        at += 1  # the bracket
+        if found := skip(" \t\r\n"):
+            # Files that were joined: the prompts behind the first array would be lost without a word.
+            raise DataError(
+                "text behind the array", where=name, found=found, expected="one array", remedy=remedy
+            )
     finally:
         # The caller closes the file, and a TextIOWrapper that goes would close it as well.
         text.detach()
@@ -180,6 +186,13 @@ def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
                 continue
             if header is None:
                 header = cells
+                if twice := [title for title in header if header.count(title) > 1]:
+                    raise DataError(
+                        "a column stands twice in the header",
+                        where=f"{name}:{reader.line_num}",
+                        found=twice[0],
+                        remedy="rename or remove one of them",
+                    )
                 continue
             where = f"{name}:{reader.line_num}"
             if len(cells) != len(header):

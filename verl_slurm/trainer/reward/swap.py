@@ -93,7 +93,7 @@ class RewardSwap:
         self._plan, self._live, self._texts, self._keep = plan, live, texts, keep
         self._device, self._counts, self._load = device, counts, load
         self._thread: threading.Thread | None = None
-        self._looking = False
+        self._looking = self._again = False
         self._wish: RewardRequest | None = None
         self._first_step: int | None = None
 
@@ -101,7 +101,11 @@ class RewardSwap:
         """Starts a look for a request of another reward. All ranks call it at the same point."""
         # On every rank, so that all of them enter `due`'s collective until rank 0 has an answer.
         self._looking = True
-        if self._ranks.rank == 0 and (self._thread is None or not self._thread.is_alive()):
+        if self._ranks.rank != 0:
+            return
+        # What an earlier look has read may be older than the request that is looked for now.
+        self._again = self._thread is not None and self._thread.is_alive()
+        if not self._again:
             # In a thread: RUN may be on storage that does not answer, and the step must not wait for it.
             self._thread = threading.Thread(target=self._find, name="reward", daemon=True)
             self._thread.start()
@@ -215,6 +219,9 @@ class RewardSwap:
         # Bounded: the others wait for this rank in the next collective.
         self._thread.join(timeout=_PATIENCE_S)
         if self._thread.is_alive():
+            return _NOT_KNOWN
+        if self._again:
+            self.look()
             return _NOT_KNOWN
         return _NO_WISH if self._wish is None else _A_WISH
 
