@@ -43,6 +43,7 @@ _LOOK_S = 0.2
 _NOT_KNOWN = 3
 """Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
 _CODES = {
+    # Every other error (EIO, ESTALE, ETIMEDOUT) says of storage no more than that it fails: NO_PROGRESS.
     errno.ENOSPC: ExitCode.NO_ROOM,
     errno.EDQUOT: ExitCode.NO_ROOM,
     errno.EACCES: ExitCode.PERMISSION,
@@ -64,6 +65,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
     Raises:
         VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
     """
+    # With a hostfile Slurm has no part in the run, even inside of a job.
     job = None if hostfile is not None else SlurmJob.from_environ(dict(os.environ))
     restarted = job is not None and job.restart_count > 0
     host = ""
@@ -83,6 +85,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         return config
 
     config, failed = RunConfig(), None
+    # ---- try until storage answers, the pauses are over, or a signal comes
     for pause in (*PAUSES_S, None):
         try:
             config, failed = attempt(), None
@@ -93,6 +96,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         if pause is None:
             break
         say_again(failed, pause)
+        # Slurm's warning or a cancel: the lead decides about it, and half a minute of its grace time may not pass here.
         if _interrupted(pause):
             break
     if hostfile is not None:
@@ -131,6 +135,7 @@ def say_again(error: OSError, pause_s: float) -> None:
 def start_failed(paths: RunPaths, allocation: Allocation, error: OSError) -> StartFailed:
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
+        # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
         before = failed_starts(read_events(paths), allocation.job_id, allocation.restart)
     except OSError:
         before = _NOT_KNOWN
