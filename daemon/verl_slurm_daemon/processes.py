@@ -7,8 +7,8 @@ instead. Ending them therefore takes SIGKILL to the whole tree. Ranks have sessi
 not reach them. The agent is their subreaper, so the tree stays below it even if a process in between dies.
 
 A subreaper must wait() for the processes it adopts, or they stay as zombies: an agent adopts what a reward program
-leaves behind, a lead that is the first process of a container adopts orphans in the same way. The daemon's own children are
-left to the code that started them. The session tells the two apart: a command that asks Slurm is in the daemon's
+leaves behind, a lead that is the first process of a container adopts orphans in the same way. The daemon's own children
+are left to the code that started them. The session tells the two apart: a command that asks Slurm is in the daemon's
 session, agents and launchers lead sessions of their own, and processes that ranks start are in the ranks' sessions.
 """
 

@@ -50,8 +50,10 @@ def parse_time(text: str) -> datetime | None:
     """
     if text in _NOTHING:
         return None
+    # Without ASCII, \d matches the digits of all scripts.
     if re.fullmatch(r"\d{1,12}", text, re.ASCII):
         return datetime.fromtimestamp(int(text), UTC)
+    # A time without a zone is this node's local one: scontrol prints it by its own node's zone.
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone(UTC)
 
 
@@ -78,6 +80,7 @@ def parse_seconds(text: str) -> int | None:
     if match is None:
         raise ValueError(f"not a duration: {text!r}")
     days, first, second, last = (None if part is None else int(part) for part in match.groups())
+    # `minutes:seconds`: the expression has put the minutes in the place of the hours.
     if second is None:
         first, second = None, first
     return ((days or 0) * 24 + (first or 0)) * 3600 + (second or 0) * 60 + (last or 0)
@@ -102,11 +105,13 @@ def _read_line(line: str, fields: dict[str, str]) -> None:
             # a word that belongs to the value before (`Power= `, `OS=Linux 6.1 #1 SMP`), in no field that we read
             line = line.partition(" ")[2].lstrip()
             continue
+        # A job's Reason shares its line with Dependency (`JobState=.. Reason=.. Dependency=..`); a node's is free text.
         if key in _FREE_TEXT and not (key == "Reason" and " Dependency=" in rest):
             value, line = rest, ""
         else:
             value, _, line = rest.partition(" ")
             line = line.lstrip()
+        # A newline in a name begins a line: a second JobState must not replace, or be replaced by, the forged one.
         if key in fields:
             raise _unreadable(f"the field {key} twice")
         fields[key] = value
@@ -148,6 +153,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
     user = re.search(r"\((\d+)\)$", fields["UserId"])
     if user is None:
         raise ValueError(f"UserId {fields['UserId']!r}")
+    # Fields by [] are printed by all versions in all states; those by `get` by newer ones, or in some states.
     return JobFacts(
         job_id=int(fields["JobId"]),
         name=fields.get("JobName", ""),
@@ -164,6 +170,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         exit_code=fields["ExitCode"],
         batch_host=_optional(fields.get("BatchHost", "")),
         node_list=_optional(fields.get("NodeList", "")),
+        # `2-2` while the job waits.
         num_nodes=int(fields["NumNodes"].partition("-")[0]),
         user_id=int(user[1]),
         std_out=_optional(fields.get("StdOut", "")),
@@ -179,6 +186,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
 def _array_task(fields: dict[str, str]) -> str | None:
     """Returns None for a job that is no task, or for a record of several waiting tasks (`ArrayTaskId=2-8%1`)."""
     task = f"{fields.get('ArrayJobId', '')}_{fields.get('ArrayTaskId', '')}"
+    # Checked: it becomes a word of `scontrol requeue` and `scancel`.
     return task if re.fullmatch(r"\d{1,10}_\d{1,10}", task, re.ASCII) else None
 
 
@@ -237,6 +245,7 @@ def parse_usable_nodes(text: str) -> dict[str, str]:
 
 
 def _node_state(text: str) -> frozenset[str]:
+    # Flags behind a state (sinfo(1), "NODE STATE CODES"): the word counts, and `*` is a fact of its own.
     states = {word.rstrip("*~#!%$@^-") for word in text.upper().split("+")}
     if "*" in text:
         states.add("NOT_RESPONDING")
@@ -361,6 +370,7 @@ def ended_as(text: str, job_id: int) -> str | None:
         answer = msgspec.json.decode(text, type=_Answer)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+    # One record, and a list of words: a single word is the one that hides the others (up to 23.02).
     states = [job.job_state for job in answer.jobs if job.job_id == job_id]
     if len(states) != 1 or isinstance(states[0], str):
         return None

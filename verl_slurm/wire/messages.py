@@ -90,6 +90,7 @@ MAX_STORY = 4000
 Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
 """Topics of a `Notice`."""
 
+# \A and \Z, since msgspec searches for the pattern and `$` accepts a newline at the end.
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
 """As `paths.CHECKPOINT_NAME`: a receiver looks for the name below the run's own checkpoints."""
 

@@ -23,7 +23,7 @@ __all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
 """File of 32 bytes, 0600: the key by which the ranks of one generation prove themselves to each other
-(`rendezvous.proof`)."""
+(`rendezvous.peers.proof`)."""
 
 LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()

@@ -111,7 +111,8 @@ async def serve(
             return
         if not limits.admit(transport):
             return
-        # ---- an agent, with a place of its own. The direction is part of each MAC: no frame can be sent back to its sender.
+        # ---- an agent, with a place of its own
+        # The direction (`L`) is part of each MAC: no frame can be sent back to its sender.
         framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
         try:
             await on_link(AgentLink(reader, writer, framer))
