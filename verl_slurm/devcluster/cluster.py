@@ -1,6 +1,7 @@
 """A real Slurm of several nodes on this machine, in one private directory, as root or any other user.
 
-``` DIR/                 0700, default ~/.cache/verl-slurm/devcluster
+```
+DIR/                 0700, default ~/.cache/verl-slurm/devcluster
   slurm.conf         (and cgroup.conf, gres.conf)
   state.json lock    what was started; one command at a time
   munge/             key, socket: our own, never the machine's
@@ -130,12 +131,14 @@ class DevCluster:
         programs = find_programs()
         self._check_directory()
         private_dir(self.directory)
+        # One command at a time: two starts would each end what the other has started.
         with locked(self.directory):
             if self.daemons().can_answer:
                 return self.status()
             self._end_everything()
             try:
                 self._start_daemons(options, programs)
+            # Ctrl-C, too: half a cluster would look like one that runs.
             except BaseException:
                 self._end_everything()
                 raise
@@ -183,6 +186,7 @@ class DevCluster:
         write_file(self.slurm_conf, slurm_conf(options, layout).encode())
         write_file(self.directory / "cgroup.conf", cgroup_conf(version).encode())
         write_file(self.directory / "gres.conf", gres_conf(layout).encode())
+        # A key of its own: who may use the machine's munge cannot speak to this cluster, nor the other way round.
         write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
         state = ClusterState(
             boot_id=boot_id(),
@@ -192,6 +196,7 @@ class DevCluster:
             gpus=layout.gpus,
         )
         write_state(self.directory, state)
+        # In this order: slurmctld and slurmd sign each message by munge, and slurmd registers with slurmctld.
         self.start_munged()
         self.start_slurmctld()
         for node in node_names(options.nodes):
@@ -208,6 +213,7 @@ class DevCluster:
 
     def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> None:
         """Runs a program that puts itself into the background, and waits for its pid file."""
+        # The file of a former daemon would count as this one's.
         pid_file.unlink(missing_ok=True)
         with open(self.directory / "log" / "start.log", "ab") as output:
             done = subprocess.run(
@@ -304,11 +310,13 @@ class DevCluster:
         """Maps a node's name to its state in `sinfo`; empty if slurmctld does not answer."""
         try:
             done = subprocess.run(
+                # One partition: each node is in both, and -N would list it twice.
                 [find_programs()["sinfo"], "-h", "-N", "-p", "preemptible", "-o", "%N %t"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 env={**self.client_env(), "LC_ALL": "C"},
+                # Slurm's commands try for some 9 s where slurmctld is away (22.05.8).
                 timeout=15,
                 check=False,
             )
@@ -361,15 +369,15 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[KnownProcess]:
-        """Ends in order: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
-
-        Uses SIGKILL throughout: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
-        """
+        """Ends daemons, jobs and steps; returns the processes that did not die."""
         with _uninterrupted():
             return self._end_members()
 
     def _end_members(self) -> list[KnownProcess]:
+        # A daemon that died has said why in its log; the rest of the time need not pass.
         daemons = self.daemons()
+        # In order: slurmctld first, so that it starts nothing new; then the nodes; then jobs, steps and munged. By
+        # SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
         end_all([] if daemons.slurmctld is None else [daemons.slurmctld])
         end_all(daemons.slurmd.values())
         left: list[KnownProcess] = []

@@ -87,6 +87,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
     while time.monotonic() - began < timeout_s:
         facts = await client.job(job_id)
         seen: Literal["preempt_time", "requeued", "suspended"] | None = None
+        # First: Slurm clears PreemptTime when it requeues the job.
         if facts.restarts > before.restarts:
             seen = "requeued"
         elif facts.preempt_time is not None:
@@ -102,6 +103,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
                 deadline=None if end is None else end.isoformat(),
                 seconds=round(time.monotonic() - began, 3),
             )
+        # Else the urgent job would keep the nodes, or preempt another job later.
         if facts.is_over:
             await client.run(["scancel", str(urgent)])
             raise SlurmRefused(
@@ -144,8 +146,10 @@ async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> i
     assert facts.node_list is not None
     words = [
         f"--partition={URGENT}",
+        # Its very nodes: on others it would preempt another job, or none.
         f"--nodelist={facts.node_list}",
         f"--nodes={facts.num_nodes}",
+        # Whole nodes: with room for both, nothing is preempted.
         "--exclusive",
         "--job-name=urgent",
         "--no-requeue",

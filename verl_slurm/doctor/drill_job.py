@@ -4,10 +4,15 @@ The batch process starts one step with a process on each node. Then it and these
 blocks all signals that Slurm may send, takes them one by one, and records them, with a sign of life every 0.2 s. It
 goes on until it is killed, or until DIR/over exists. After its requeue (SLURM_RESTART_COUNT) it says so and ends.
 
-``` DIR/node-<id>.json     NodeReport of a node DIR/clock              address at which node 0 tells the time
-DIR/<who>.seen         one line per signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>` DIR/<who>.alive
-its modification time is the last sign of life DIR/again              first message after the requeue: seconds since
-1970 ```
+```
+DIR/node-<id>.json     NodeReport of a node
+DIR/clock              address at which node 0 tells the time
+DIR/<who>.seen         one line per signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>`
+DIR/<who>.alive        its modification time is the last sign of life
+DIR/again              first message after the requeue: seconds since 1970
+DIR/problem            why the job gave up by itself
+DIR/over               made by the drill: the job ends
+```
 """
 
 import os

@@ -1,7 +1,8 @@
 """A fire drill: a small job that is warned and ended for real, and records which process got which signal, when.
 
-``` queue the job → every node has reported → scancel -b -s USR1 → requeue it (or preempt it by a job of another
-partition)
+```
+queue the job → every node has reported → scancel -b -s USR1
+  → requeue it (or preempt it by a job of another partition)
   → Slurm ends it for the first time → the requeued job reports → the records are judged
 ```
 

@@ -111,6 +111,7 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     if number is None:
         return None
     try:
+        # By its command line: a pid is reused, and the run's directory of logs is an argument of submitit's controller.
         process = psutil.Process(number)
         if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
             return process
@@ -137,6 +138,7 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         # The claim proves nothing in a run that was handed over: it can name any process of this user's.
         if "lead" not in words or not _names(paths.root, words, process.cwd()):
             return None
+        # By its birth, which no setting of the clock changes.
         return process if KnownProcess(owner.pid, owner.born).is_running() else None
     except (ValueError, VerlSlurmError, psutil.Error):
         return None
