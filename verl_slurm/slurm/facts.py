@@ -77,8 +77,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def target(self) -> str:
         """Returns the name of this job alone, for a command that changes it."""
-        # The task of an array that was started last has the array's own number as its JobId, and Slurm takes that number
-        # for all tasks: `scontrol requeue 12` ends every one (seen on 22.05.8).
+        # The task that was started last has the array's own number as its JobId, and Slurm takes that number for every
+        # task: `scontrol requeue 12` ends all of them (seen on 22.05.8).
         return self.array_task or str(self.job_id)
 
     @property
