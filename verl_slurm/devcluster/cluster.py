@@ -163,10 +163,12 @@ class DevCluster:
             )
 
     def _start_daemons(self, options: ClusterOptions, programs: dict[str, str]) -> None:
+        # One parameter of slurm.conf is spelled in two ways, and a version does not start with the other one's.
         version, version_text = slurm_version(programs["slurmctld"])
         for name in _SUBDIRECTORIES:
             # state of an earlier start: its jobs are dead, and their numbers may come again
             shutil.rmtree(self.directory / name, ignore_errors=True)
+            # 0700, because the sockets and munge's key below it open the cluster.
             (self.directory / name).mkdir(mode=0o700)
         for node in node_names(options.nodes):
             (self.directory / "spool" / node).mkdir(mode=0o700)
@@ -181,6 +183,7 @@ class DevCluster:
             gpus=deal_gpus(options, real_gpus(), self.directory / "gpus"),
         )
         for file in (file for files in layout.gpus.values() for file in files):
+            # Slurm grants GPUs that have a file; those that do not exist get an empty one.
             if not self._is_real(file):
                 write_file(Path(file), b"")
         write_file(self.slurm_conf, slurm_conf(options, layout).encode())
@@ -334,6 +337,7 @@ class DevCluster:
         if state is not None and running:
             nodes = self.node_states()
             for node in node_names(state.options.nodes):
+                # slurmctld notices that after `slurmd_timeout_s`, /proc shows it at once.
                 if node not in daemons.slurmd:
                     nodes[node] = f"{nodes.get(node, 'unknown')} (slurmd dead)"
         return ClusterStatus(

@@ -95,6 +95,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
         elif facts.state == "SUSPENDED":
             seen = "suspended"
         if seen is not None:
+            # From the moment of the decision EndTime is the end of the grace time.
             end = facts.end_time if seen == "preempt_time" else None
             return Preemption(
                 job_id=job_id,
@@ -212,6 +213,7 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         now = cluster.node_states().get(node, "unknown")
+        # sinfo's short words for nodes that Slurm uses.
         if now in {"idle", "mix", "alloc", "comp"}:
             return now
         time.sleep(_POLL_S)

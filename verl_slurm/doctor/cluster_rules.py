@@ -77,6 +77,7 @@ def _version(conf: Mapping[str, str]) -> Finding:
 
 
 def _requeue(conf: Mapping[str, str], partition: PartitionFacts) -> Finding:
+    # submit asks for --requeue, which counts against JobRequeue=0.
     if conf.get("JobRequeue", "1") != "1":
         return good(
             "requeue", "JobRequeue=0: jobs are not requeued unless they ask", "submit asks: --requeue"
@@ -98,6 +99,7 @@ def _preemption(
     # The mode may have a second word, as in `SUSPEND,GANG`.
     if conf.get("PreemptType", "preempt/none").endswith("none") or mode.split(",")[0] == "OFF":
         return good("preemption", f"nothing preempts jobs of partition {partition.name}")
+    # Looked for in any place: `SUSPEND,GANG`, and from 25.05 `PRIORITY` beside the mode.
     if "SUSPEND" in mode:
         return good(
             "preemption",

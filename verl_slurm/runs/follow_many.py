@@ -81,6 +81,7 @@ class Watches:
         except FileNotFoundError:
             return False
         except OSError as error:
+            # With the path, which inotify's own error does not name.
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
         return True
 
@@ -236,6 +237,7 @@ class FleetWatch:
                 event = parse_event(line)
                 if event is not None:
                     run.state = state_after(event, run.state)
+                    # First, so that whoever is told sees the run as it is after the event.
                     self._judge(run, event)
                     self._on_event(run, event)
                     told += 1

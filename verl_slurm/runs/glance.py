@@ -88,8 +88,10 @@ def find_runs(
     """
     try:
         entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if _leads_to_directory(e))
+    # Removed since it was listed.
     except (FileNotFoundError, NotADirectoryError):
         return
+    # It may be another user's run: it is told as closed to us, not left out.
     except PermissionError:
         yield place, False
         return
@@ -200,6 +202,7 @@ def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
     seen, problem = _ask(waiting)
     for run in waiting:
         if seen[run.root].alive is False and run.job is not None:
+            # It may have ended, or been followed by another job, between the look at its files and Slurm's answer.
             asked, later = run.job, glance(run.root)
             # In place: callers hold the `Glance` of this run.
             for name in later.__struct_fields__:

@@ -67,6 +67,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     try:
         facts = asyncio.run(SlurmClient().job(number))
     except NotFound:
+        # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
     return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
 
@@ -93,6 +94,7 @@ def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
 
 
 def _local_state(paths: RunPaths, job: Submission) -> JobState:
+    # A process number means nothing on another host.
     if job.host and job.host != socket.gethostname():
         return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
     process = controller(paths, job)
@@ -113,6 +115,7 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     try:
         # By its command line: a pid is reused, and the run's directory of logs is an argument of submitit's controller.
         process = psutil.Process(number)
+        # A zombie has ended; its parent has not waited for it.
         if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
             return process
     except (ValueError, psutil.Error):

@@ -106,12 +106,14 @@ def decide_cause(
     # Restarts decides first: it has risen as soon as Slurm requeues, whatever the other fields still show.
     if facts.restarts > own_restarts:
         if lost_nodes or facts.failed_node:
+            # 23.02 and newer name it while the job completes; on 22.05 the caller has asked for the nodes.
             lost_nodes = {*lost_nodes, *([facts.failed_node] if facts.failed_node else [])}
             return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
         return Cause(kind="requeued", evidence=shown)
     # Then the state. PreemptTime alone does not decide: a user's scancel in the grace time still shows it.
     if facts.is_running:
         return _running(trigger, facts, shown, signal_lead_s, now, lost_nodes)
+    # Nothing runs and nothing is lost: the ranks stand still where they are.
     if facts.state == "SUSPENDED":
         return Cause(kind="suspended", evidence=shown)
     # The job is being ended from here on, with Restarts unchanged, and Slurm's Reason tells what is no cancel.

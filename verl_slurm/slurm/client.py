@@ -182,6 +182,7 @@ class SlurmClient:
 
     async def usable_nodes(self, partition: str) -> dict[str, str]:
         """Returns what `parse_usable_nodes` finds. Raises as `job`."""
+        # sinfo: far less text than all nodes by scontrol, and `run_command` cuts at 1 MiB.
         argv = commands.list_nodes(partition)
         return parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
 
@@ -298,6 +299,7 @@ class SlurmClient:
             SlurmRefused: sbatch refused; the error quotes its last line.
             SlurmMissing: no answer; the job may have been queued anyway.
         """
+        # Not asked again by itself: an answer that was lost does not tell whether the job is queued.
         done = await self.run(["sbatch", "--parsable", *words])
         # `isdigit` alone accepts the digits of all scripts.
         number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`

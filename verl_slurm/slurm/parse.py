@@ -89,6 +89,7 @@ def parse_seconds(text: str) -> int | None:
 def _records(text: str) -> list[dict[str, str]]:
     """Yields blocks of `Key=value` lines, separated by blank lines."""
     blocks: list[dict[str, str]] = []
+    # One record for each task of an array and each component of a heterogeneous job.
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         fields: dict[str, str] = {}
         for line in block.splitlines():
@@ -157,6 +158,8 @@ def _job(fields: dict[str, str]) -> JobFacts:
     return JobFacts(
         job_id=int(fields["JobId"]),
         name=fields.get("JobName", ""),
+        # One word, that of a flag before that of the state (job_state_string): SIGNALING hides RUNNING, COMPLETING the
+        # end.
         state=fields["JobState"],
         reason=_optional(fields["Reason"]),
         restarts=int(fields["Restarts"]),
@@ -225,6 +228,7 @@ def parse_lost_nodes(text: str) -> tuple[str, ...]:
     )
 
 
+# In sinfo's short and long words.
 _USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", "mixed", "planned", "plnd"})
 
 
@@ -308,6 +312,7 @@ def parse_config(text: str) -> dict[str, str]:
     config: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
+        # `SlurmctldHost[0]`; headings and the lines of plugins have no such key.
         if equals and re.fullmatch(r"[A-Za-z][\w/.-]*(?:\[\d+\])?", key.strip(), re.ASCII):
             config[key.strip()] = value.strip()
     return config
@@ -315,6 +320,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 def parse_config_time(text: str) -> datetime | None:
     """Returns slurmctld's time, from the first line of `scontrol show config`; None if it is missing."""
+    # From the same answer as the settings: one question tells both.
     match = re.match(r"Configuration data as of (\S+)$", text, re.MULTILINE)
     try:
         return None if match is None else parse_time(match[1])
@@ -355,6 +361,7 @@ class _Job(msgspec.Struct):
     job_state: str | list[str] = []
 
 
+# Two fields alone: the form of others differs by version (from 23.11 times and numbers are `{set, infinite, number}`).
 class _Answer(msgspec.Struct):
     jobs: list[_Job] = []
 
@@ -368,6 +375,7 @@ def ended_as(text: str, job_id: int) -> str | None:
     """
     try:
         answer = msgspec.json.decode(text, type=_Answer)
+    # msgspec lets the last two through, which are none of its own errors.
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
     # One record, and a list of words: a single word is the one that hides the others (up to 23.02).

@@ -181,6 +181,7 @@ async def serve_http(
             async with asyncio.timeout(caps.patience_s):
                 read = await _head(reader, caps)
                 if isinstance(read, HttpRequest) and token is not None and has_token(read, token):
+                    # All places of bearers are taken.
                     if not limits.admit(transport):
                         return
                     bearer = True
@@ -213,6 +214,7 @@ async def _head(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpR
     try:
         head = await reader.readuntil(_END)
     except asyncio.LimitOverrunError:
+        # Bytes that are not read make the kernel send a reset, which may overtake this answer.
         return HttpReply(431)
     # `readuntil` counts without the empty line.
     if len(head) > caps.head_bytes:
@@ -311,10 +313,12 @@ def listener_of(port: int) -> Listener:
     for table in _TABLES:
         try:
             lines = table.read_text().splitlines()[1:]
+        # A machine without IPv6 has no tcp6.
         except OSError:
             continue
         for line in lines:
             fields = line.split()
+            # sl, local_address, rem_address, st, queues, timer, retrnsmt, uid; the port is hexadecimal.
             if len(fields) > 7 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 found.add(int(fields[7]))
     # Several sockets may listen on one port, at different addresses; a stranger's among them is the news.

@@ -100,6 +100,7 @@ class SlurmSenses:
             async with asyncio.timeout(_PROBE_S):
                 # A whole handshake, not just a TCP connection: another process may have taken the port meanwhile.
                 link = await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
+        # Whatever the reason, this lead does not answer; Slurm and time decide what that means.
         except (OSError, TimeoutError, asyncio.IncompleteReadError, VerlSlurmError):
             return False
         # Without an AgentReady the link names no node, so the lead does not count its end as a lost agent.
@@ -157,6 +158,7 @@ async def see_off(
         # Changes alone: ten minutes are some 140 looks, and the log has 500 lines.
         if seen != (seen := f"ended={ended} answers={answers} runs={runs}"):
             log.say("look", lead_ended=ended, lead_answers=answers, job_runs=runs)
+        # Each look replaces all facts of the one before: what could not be asked is unknown again.
         known = msgspec.structs.replace(
             known,
             looked=True,

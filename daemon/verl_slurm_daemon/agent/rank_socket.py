@@ -32,6 +32,7 @@ has spoken for before.
 """
 
 
+# By it the next agent finds and removes the directory of one that was killed (`Scratch`).
 _PREFIX = "verl-slurm-"
 _DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank)
 
@@ -110,6 +111,7 @@ class RankSocket:
     async def _listen(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         spoken_for: int | None = None
+        # A rank that is killed resets the connection; its launcher tells of the end.
         with connection, contextlib.suppress(ConnectionError):
             connection.setblocking(False)
             while packet := await loop.sock_recv(connection, MAX_MESSAGE):
@@ -164,6 +166,7 @@ class StoreSocket:
 
     async def open(self) -> None:
         path = str(self._path / STORE_SOCKET_NAME)
+        # asyncio's default of 100 is too short for threads of all ranks that connect at once.
         self._server = await asyncio.start_unix_server(self._listen, path, backlog=min(self._most, 4096))
 
     def answer(self, message: StoreAnswer) -> None:

@@ -80,6 +80,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         if hostfile is not None:
             hosts = read_hostfile(hostfile)
             check_hosts(hosts, config)
+            # Before any rank starts: ranks would be the first to look it up, and fail as in a crash, again and again.
             _require_resolvable(hosts, hostfile)
             host = hosts[0].name
         return config
