@@ -49,6 +49,7 @@ class StoreLine:
         Raises:
             WireError: the agent is gone, or does not speak our protocol.
         """
+        # One call on one connection: a call that waits for a key holds up no other thread.
         connection = self._take()
         try:
             data = _ENCODER.encode(message)
@@ -73,6 +74,7 @@ class StoreLine:
         return answer
 
     def _take(self) -> socket.socket:
+        # A forked child has the parent's descriptors: both would read each other's answers. Its lock may be held, too.
         if self._pid != os.getpid():
             self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
         with self._lock:

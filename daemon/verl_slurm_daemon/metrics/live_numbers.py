@@ -50,6 +50,7 @@ class LiveNumbers:
 
     def feed(self, message: FromRank, now: float) -> None:
         """Adds one message."""
+        # A rank's own word must not make a series of its choice.
         if message.rank not in self._ranks:
             return
         match message:
@@ -59,6 +60,7 @@ class LiveNumbers:
                 self.heard[message.rank] = now
                 if message.gpu_memory_percent is not None:
                     self.gpu_percent[message.rank] = message.gpu_memory_percent
+                # Ranks count from their start; the page counts on over restarts.
                 more = message.new_rollouts - self._rollouts.get(message.rank, 0)
                 if more > 0:
                     self._rollouts[message.rank] = message.new_rollouts
