@@ -80,6 +80,7 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
             offset, took = ask_clock(_published(address))
             report = msgspec.structs.replace(report, clock_offset_s=offset, round_trip_s=took)
         except (OSError, ValueError) as error:
+            # A finding, not the drill's end: the other nodes have theirs to report.
             report = msgspec.structs.replace(report, problem=str(error) or type(error).__name__)
     write_file(directory / f"node-{node_id}.json", msgspec.json.encode(report))
     _watch(directory, f"step-{node_id}", None)

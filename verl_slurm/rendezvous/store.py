@@ -93,6 +93,7 @@ class LeadStore(Store):
     def queue_len(self, key: str) -> int:
         return self._call("length", [key]).number
 
+    # torch asks before it uses append, multi_get and multi_set.
     def has_extended_api(self) -> bool:
         return True
 

@@ -89,6 +89,7 @@ def runs_here(root: Path, job: JobFacts) -> bool:
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
     """Returns whether one of the words is the path of the run, seen from the directory `where`."""
+    # Either may name the run through a link.
     real = os.path.realpath(root)
     return any(word and os.path.realpath(os.path.join(where or "/", word)) == real for word in words)
 
@@ -137,6 +138,7 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         if owner is None or job.job_id != owner.job_id:
             return None
         process = psutil.Process(owner.pid)
+        # The parser takes `--run RUN` as well as `--run=RUN`.
         words = [word.removeprefix("--run=") for word in process.cmdline()]
         # The claim proves nothing in a run that was handed over: it can name any process of this user's.
         if "lead" not in words or not _names(paths.root, words, process.cwd()):

@@ -128,11 +128,12 @@ def update_start_time(job: str, start: datetime) -> list[str]:
 
 
 def update_excluded(job: str, nodes: str) -> list[str]:
-    """Sets the nodes that the job avoids; empty: none. Accepted for a job that is COMPLETING, too (22.05.8)."""
+    """Sets the nodes that the job avoids; empty: none."""
     return [
         "scontrol",
         "update",
         f"JobId={_checked(JOB, job)}",
+        # Taken for a job that is COMPLETING, too (22.05.8): the exclusion is set after the requeue.
         f"ExcNodeList={_checked(NODE_LIST, nodes) if nodes else ''}",
     ]
 

@@ -166,6 +166,7 @@ class StacksWritten(_Message, frozen=True, kw_only=True):
     """Reports that the ranks of this node were told to write their stacks, and had a second for it."""
 
     node: str
+    # PATH_MAX.
     log: Annotated[str, msgspec.Meta(max_length=4096)]
     """Place of the stacks, for people."""
 
@@ -326,6 +327,7 @@ class StoreCall(_Message, frozen=True, kw_only=True):
         "pop",
         "length",
     ]
+    # As many as the store may hold (`rank_store.MAX_KEYS`).
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=131_072)] = ()
     """One key; any number for `wait` and `check`; none for `count`."""
     values: Annotated[tuple[_Value, ...], msgspec.Meta(max_length=2)] = ()

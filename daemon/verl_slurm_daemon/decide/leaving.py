@@ -68,6 +68,7 @@ def decide(known: Known) -> Verdict:
     # Neither of the two is proof: storage may hold up a lead for minutes, and Slurm may not know of a lost node yet.
     if known.waited_s < PATIENCE_S:
         return Verdict("look", "the lead does not answer, and Slurm has not ended the job")
+    # The lead counted on this agent, and has been silent for longer than storage may hold one up.
     if known.joined:
         return Verdict("ask", "nobody leads this job")
     return Verdict("leave", "there never was a link; a lead that waits for this agent does so no longer")

@@ -74,6 +74,7 @@ class LeadMetrics:
 
     async def read_back(self) -> None:
         """Reads the run's history. Call it before anything is journaled."""
+        # In a thread: a long journal on slow storage must not hold up the lead's loop.
         await asyncio.to_thread(self._read_back)
 
     async def open(self, own_host: Callable[[], Awaitable[str]]) -> str:
