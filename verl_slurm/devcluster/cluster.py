@@ -292,6 +292,7 @@ class DevCluster:
             nodes = self.node_states()
             if len(nodes) == options.nodes and set(nodes.values()) == {"idle"}:
                 return
+            # A daemon that died has said why in its log; the rest of the time need not pass.
             daemons = self.daemons()
             if not daemons.can_answer:
                 raise self._did_not_start("slurmctld", self.directory / "log" / "slurmctld.log")
@@ -378,7 +379,6 @@ class DevCluster:
             return self._end_members()
 
     def _end_members(self) -> list[KnownProcess]:
-        # A daemon that died has said why in its log; the rest of the time need not pass.
         daemons = self.daemons()
         # In order: slurmctld first, so that it starts nothing new; then the nodes; then jobs, steps and munged. By
         # SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.

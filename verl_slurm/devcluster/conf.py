@@ -170,8 +170,8 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         "PreemptType=preempt/partition_prio",
         # the gang scheduler resumes suspended jobs: Slurm accepts SUSPEND in combination with GANG
         f"PreemptMode={'SUSPEND,GANG' if options.preempt_mode == 'SUSPEND' else options.preempt_mode}",
-        # Slurm's defaults look for work every 30 and 60 s: each preemption would wait for that.
         "SchedulerType=sched/backfill",
+        # Slurm's defaults look for work every 30 and 60 s: each preemption would wait for that.
         "SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0",
         f"KillWait={options.kill_wait_s}",
         f"SlurmdTimeout={options.slurmd_timeout_s}",

@@ -104,8 +104,8 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
                 deadline=None if end is None else end.isoformat(),
                 seconds=round(time.monotonic() - began, 3),
             )
-        # Else the urgent job would keep the nodes, or preempt another job later.
         if facts.is_over:
+            # Else the urgent job would keep the nodes, or preempt another job later.
             await client.run(["scancel", str(urgent)])
             raise SlurmRefused(
                 "the job ended before it was preempted",

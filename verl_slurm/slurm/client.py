@@ -344,8 +344,8 @@ class SlurmClient:
         Raises:
             SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
         """
-        # Read just before: `scontrol requeue` revives a job that its user has cancelled, with exit code 0.
         began = time.monotonic()
+        # Read just before: `scontrol requeue` revives a job that its user has cancelled, with exit code 0.
         facts = await self.job(job_id)
         refusal = refuse_requeue(facts, own_restarts)
         # Where Slurm or somebody was first, the start time is still to be set: its own delay is 120 s.

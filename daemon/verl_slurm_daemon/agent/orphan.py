@@ -176,9 +176,9 @@ async def see_off(
             # Slurm has no event to wait for.
             await sleep(_LOOKS_S[looks] if looks < len(_LOOKS_S) else _LATER_S)
         looks += 1
+    # ---- ask for the requeue, in the KillWait that Slurm leaves after the batch process's death
     if verdict.do == "ask" and senses is not None:
         log.say("asking", reason=verdict.reason)
-        # ---- ask for the requeue, in the KillWait that Slurm leaves after the batch process's death
         answer = await ask_until_answered(senses, sleep=sleep)
         accepted = not isinstance(answer, str) and answer.exit_code is ExitCode.REQUEUED
         detail = answer if isinstance(answer, str) else answer.detail

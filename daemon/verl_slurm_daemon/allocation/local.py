@@ -87,7 +87,7 @@ class LocalAllocation:
             stdin=asyncio.subprocess.DEVNULL,
             # As in a step of Slurm's, so that an agent needs to know of one kind of place.
             env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": name},
-            # A Ctrl-C reaches the lead alone, which saves before it ends its agents.
+            # A Ctrl-C at a terminal reaches the lead alone, which then decides about its agents.
             start_new_session=True,
         )
 

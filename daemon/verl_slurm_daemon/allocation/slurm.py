@@ -154,8 +154,8 @@ class SlurmAllocation:
             lost_nodes=await self._lost_nodes(facts),
         )
         left = None if cause.deadline is None else (cause.deadline - self._clock.now()).total_seconds()
-        # Slurm starts a job that reached its limit no more: before the KILL this process has to leave with a code that
-        # says so.
+        # Slurm does not start a job again that reached its limit: before the KILL this process has to leave with a code
+        # that says so.
         if cause.kind == "time_limit" and left is not None:
             self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
         if left is None and cause.ends_job:
