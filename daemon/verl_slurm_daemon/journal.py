@@ -61,15 +61,13 @@ class Journal:
             return
 
     def status(self, status: Status) -> None:
-        """Replaces the snapshot, unless a newer attempt already writes it.
-
-        Best effort: nothing depends on the snapshot. It is not forced to disk: that would cost the training
-        more than everything else a lead does.
-        """
+        """Replaces the snapshot, unless a newer attempt already writes it. Best effort: nothing depends on it."""
         status.updated = now()
         try:
+            # A lead that has lost the run may not know it yet; a newer one's snapshot must stay.
             owner = read_epoch(self._paths)
             if owner is None or owner.epoch <= self._epoch:
+                # Not forced to disk: that would cost the training more than everything else a lead does.
                 write_file(self._paths.status, json_line(status), durable=False)
         except (OSError, VerlSlurmError):
             return

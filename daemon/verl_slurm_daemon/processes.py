@@ -6,18 +6,10 @@ and their launcher start with these ignored, and exec and fork pass that on; the
 instead. Ending them therefore takes SIGKILL to the whole tree. Ranks have sessions of their own, so process groups do
 not reach them. The agent is their subreaper, so the tree stays below it even if a process in between dies.
 
-A subreaper must wait() for the processes it adopts, or they stay as zombies. An agent is the subreaper of its node's
-ranks as long as they train, so it adopts what a reward program leaves behind without waiting for it. A lead that is the
-first process of a container adopts orphans in the same way. The daemon's own children are left to the code that started
-them. The session tells the two apart. A command that asks Slurm is in the daemon's session; agents and launchers lead
-sessions of their own; processes that ranks start are in the ranks' sessions. A session leader may be either. asyncio
-starts the daemon's own children and has a thread (or a descriptor) waiting for each. So a dead session leader that is
-still there a while later is an orphan.
-
-asyncio learns of a signal by a byte that Python's C handler writes to a socket. The socket holds a few hundred bytes.
-A byte that finds no room is dropped, and its signal is lost. If a thousand children end while the loop waits for a
-disk, the lost one may be a preemption's TERM. In `listen` the byte serves to wake the loop, and a full socket does that
-as well. The signal is reported by a handler of its own, which Python keeps pending until it has run.
+A subreaper must wait() for the processes it adopts, or they stay as zombies: an agent adopts what a reward program
+leaves behind, a lead that is the first process of a container adopts orphans in the same way. The daemon's own children
+are left to the code that started them. The session tells the two apart: a command that asks Slurm is in the daemon's
+session, agents and launchers lead sessions of their own, and processes that ranks start are in the ranks' sessions.
 """
 
 import asyncio
@@ -46,8 +38,10 @@ __all__ = [
 
 def child_setup() -> None:
     """Runs between fork and exec of a launcher: makes it survive warnings and die with the agent."""
+    # SIG_IGN survives fork and exec, a handler does not: data loader workers and vLLM's children need it, too.
     for number in WARNINGS:
         signal.signal(number, signal.SIG_IGN)
+    # An agent that Slurm kills (SIGKILL) cannot end its ranks any more; the kernel does.
     die_with_parent()
 
 
@@ -65,6 +59,7 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
     """
     stubborn: set[int] = set()
     while True:
+        # A look after each kill: a process may have forked after the former one.
         children = [c for c in _children() if c.pid not in stubborn]
         if not children:
             return sorted(stubborn)
@@ -78,12 +73,14 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
 def signal_ranks(pids: Iterable[int], number: int) -> None:
     """Signals those of `pids` that are below this process: a number that a rank reported is not trusted by itself."""
     for child in _children():
+        # Looked for below this process: the pid is a rank's own word, and could name any process of this user.
         if child.pid in set(pids):
             with suppress(*_GOING):
                 child.send_signal(number)
 
 
 def _children() -> Iterable[psutil.Process]:
+    # A walk of /proc breaks off when a process ends in it. It is repeated, since "none" would leave ranks alive.
     for _ in range(_LOOKS):
         with suppress(*_GOING):
             return [c for c in psutil.Process(os.getpid()).children(recursive=True) if _lives(c)]
@@ -101,6 +98,7 @@ def tail(path: str | os.PathLike[str], limit: int = 4096) -> str:
     """Returns the last bytes of a log for an error's detail; empty if there is no log."""
     try:
         with open(path, "rb") as file:
+            # The end of it: a launcher's last line says what ended the ranks.
             file.seek(max(0, os.fstat(file.fileno()).st_size - limit))
             return file.read(limit).decode("utf-8", "replace")
     except OSError:
@@ -125,9 +123,14 @@ def listen(loop: asyncio.AbstractEventLoop, number: signal.Signals, heard: Calla
         with suppress(RuntimeError):  # the loop is closed: no handler is left to call
             loop.call_soon_threadsafe(heard)
 
+    # asyncio learns of a signal by a byte that Python's C handler writes to a socket of a few hundred bytes. A byte
+    # that finds no room is dropped, and its signal is lost: if a thousand children end while the loop waits for a disk,
+    # that may be a preemption's TERM. So the byte wakes the loop, which a full socket does as well, and the signal is
+    # reported by `tell`, which Python keeps pending until it has run.
     loop.add_signal_handler(number, lambda: None)
     # asyncio makes Python print a warning on stderr when the socket is full. A full socket is harmless here.
     signal.set_wakeup_fd(signal.set_wakeup_fd(-1), warn_on_full_buffer=False)
+    # Replaces asyncio's handler, not the descriptor to wake by that it has set.
     signal.signal(number, tell)
 
 
@@ -144,13 +147,17 @@ def bury_orphans(loop: asyncio.AbstractEventLoop) -> None:
         due, again = False, set()
         for pid in _adopted():
             session = _session_of_dead(pid)
+            # Alive; or in the daemon's session: a command that asks Slurm, whose starter waits for its exit status.
             if session in (None, os.getsid(0)):
                 continue
+            # A leader may be our agent or launcher. A thread or descriptor of asyncio waits for each of those, so one
+            # that is still there after `_LATE_S` is an orphan.
             if session == pid and pid not in leaders:
                 again.add(pid)
                 continue
             with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+        # One timer at a time finds all of them.
         if again and not late:
             late = True
             loop.call_later(_LATE_S, look_again, frozenset(again))

@@ -1,6 +1,7 @@
 """A real Slurm of several nodes on this machine, in one private directory, as root or any other user.
 
-``` DIR/                 0700, default ~/.cache/verl-slurm/devcluster
+```
+DIR/                 0700, default ~/.cache/verl-slurm/devcluster
   slurm.conf         (and cgroup.conf, gres.conf)
   state.json lock    what was started; one command at a time
   munge/             key, socket: our own, never the machine's
@@ -130,12 +131,14 @@ class DevCluster:
         programs = find_programs()
         self._check_directory()
         private_dir(self.directory)
+        # One command at a time: two starts would each end what the other has started.
         with locked(self.directory):
             if self.daemons().can_answer:
                 return self.status()
             self._end_everything()
             try:
                 self._start_daemons(options, programs)
+            # Ctrl-C, too: half a cluster would look like one that runs.
             except BaseException:
                 self._end_everything()
                 raise
@@ -160,10 +163,12 @@ class DevCluster:
             )
 
     def _start_daemons(self, options: ClusterOptions, programs: dict[str, str]) -> None:
+        # One parameter of slurm.conf is spelled in two ways, and a version does not start with the other one's.
         version, version_text = slurm_version(programs["slurmctld"])
         for name in _SUBDIRECTORIES:
             # state of an earlier start: its jobs are dead, and their numbers may come again
             shutil.rmtree(self.directory / name, ignore_errors=True)
+            # 0700, because the sockets and munge's key below it open the cluster.
             (self.directory / name).mkdir(mode=0o700)
         for node in node_names(options.nodes):
             (self.directory / "spool" / node).mkdir(mode=0o700)
@@ -178,11 +183,13 @@ class DevCluster:
             gpus=deal_gpus(options, real_gpus(), self.directory / "gpus"),
         )
         for file in (file for files in layout.gpus.values() for file in files):
+            # Slurm grants GPUs that have a file; those that do not exist get an empty one.
             if not self._is_real(file):
                 write_file(Path(file), b"")
         write_file(self.slurm_conf, slurm_conf(options, layout).encode())
         write_file(self.directory / "cgroup.conf", cgroup_conf(version).encode())
         write_file(self.directory / "gres.conf", gres_conf(layout).encode())
+        # A key of its own: who may use the machine's munge cannot speak to this cluster, nor the other way round.
         write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
         state = ClusterState(
             boot_id=boot_id(),
@@ -192,6 +199,7 @@ class DevCluster:
             gpus=layout.gpus,
         )
         write_state(self.directory, state)
+        # In this order: slurmctld and slurmd sign each message by munge, and slurmd registers with slurmctld.
         self.start_munged()
         self.start_slurmctld()
         for node in node_names(options.nodes):
@@ -208,6 +216,7 @@ class DevCluster:
 
     def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> None:
         """Runs a program that puts itself into the background, and waits for its pid file."""
+        # The file of a former daemon would count as this one's.
         pid_file.unlink(missing_ok=True)
         with open(self.directory / "log" / "start.log", "ab") as output:
             done = subprocess.run(
@@ -283,6 +292,7 @@ class DevCluster:
             nodes = self.node_states()
             if len(nodes) == options.nodes and set(nodes.values()) == {"idle"}:
                 return
+            # A daemon that died has said why in its log; the rest of the time need not pass.
             daemons = self.daemons()
             if not daemons.can_answer:
                 raise self._did_not_start("slurmctld", self.directory / "log" / "slurmctld.log")
@@ -304,11 +314,13 @@ class DevCluster:
         """Maps a node's name to its state in `sinfo`; empty if slurmctld does not answer."""
         try:
             done = subprocess.run(
+                # One partition: each node is in both, and -N would list it twice.
                 [find_programs()["sinfo"], "-h", "-N", "-p", "preemptible", "-o", "%N %t"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
                 env={**self.client_env(), "LC_ALL": "C"},
+                # Slurm's commands try for some 9 s where slurmctld is away (22.05.8).
                 timeout=15,
                 check=False,
             )
@@ -326,6 +338,7 @@ class DevCluster:
         if state is not None and running:
             nodes = self.node_states()
             for node in node_names(state.options.nodes):
+                # slurmctld notices that after `slurmd_timeout_s`, /proc shows it at once.
                 if node not in daemons.slurmd:
                     nodes[node] = f"{nodes.get(node, 'unknown')} (slurmd dead)"
         return ClusterStatus(
@@ -361,15 +374,14 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[KnownProcess]:
-        """Ends in order: slurmctld first, so that nothing new is started; then the nodes; then jobs, steps and munged.
-
-        Uses SIGKILL throughout: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
-        """
+        """Ends daemons, jobs and steps; returns the processes that did not die."""
         with _uninterrupted():
             return self._end_members()
 
     def _end_members(self) -> list[KnownProcess]:
         daemons = self.daemons()
+        # In order: slurmctld first, so that it starts nothing new; then the nodes; then jobs, steps and munged. By
+        # SIGKILL: the state is thrown away anyway, and a TERM would let slurmctld save it for seconds.
         end_all([] if daemons.slurmctld is None else [daemons.slurmctld])
         end_all(daemons.slurmd.values())
         left: list[KnownProcess] = []

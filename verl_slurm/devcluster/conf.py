@@ -109,6 +109,7 @@ def deal_gpus(options: ClusterOptions, real: Sequence[str], counted: Path) -> di
             name: tuple(real[number :: options.nodes][: options.gpus]) for number, name in enumerate(names)
         }
     else:
+        # Not enough real ones for all: then none, so that all nodes are alike.
         each = {name: tuple(f"{counted}/{name}-gpu{n}" for n in range(options.gpus)) for name in names}
     return {name: files for name, files in each.items() if files}
 
@@ -135,6 +136,7 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
     slurmctld_parameters = []
     preempt_parameters = []
     if options.send_user_signal:
+        # The other version's spelling is a fatal parse error.
         if layout.version >= (23, 2):
             preempt_parameters.append("send_user_signal")
         else:
@@ -155,17 +157,21 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         f"SlurmdLogFile={base}/log/slurmd.%n.log",
         # loopback alone: by default Slurm listens on every interface
         "CommunicationParameters=NoInAddrAny,NoCtldInAddrAny",
+        # No cgroups of its own: most containers grant none.
         "ProctrackType=proctrack/linuxproc",
         "SelectType=select/cons_tres",
         "SelectTypeParameters=CR_Core",
         # a machine with fewer cores than the nodes claim is as good: nothing is bound
         "SlurmdParameters=config_overrides",
+        # A node whose slurmd was killed comes back by itself when that runs again.
         "ReturnToService=2",
         "JobRequeue=1",
+        # By the partitions' PriorityTier below; a QOS would need an accounting database.
         "PreemptType=preempt/partition_prio",
         # the gang scheduler resumes suspended jobs: Slurm accepts SUSPEND in combination with GANG
         f"PreemptMode={'SUSPEND,GANG' if options.preempt_mode == 'SUSPEND' else options.preempt_mode}",
         "SchedulerType=sched/backfill",
+        # Slurm's defaults look for work every 30 and 60 s: each preemption would wait for that.
         "SchedulerParameters=sched_interval=2,bf_interval=2,sched_min_interval=0,batch_sched_delay=0",
         f"KillWait={options.kill_wait_s}",
         f"SlurmdTimeout={options.slurmd_timeout_s}",
@@ -181,6 +187,7 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
     for name, port in zip(node_names(options.nodes), layout.ports[1:], strict=True):
         gpus = f" Gres=gpu:{len(layout.gpus[name])}" if name in layout.gpus else ""
         lines.append(
+            # One machine for all: nodes differ by name (`slurmd -N`) and port.
             f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} "
             f"CPUs={options.cpus_per_node} RealMemory={layout.memory_mb}{gpus} State=UNKNOWN"
         )
@@ -198,4 +205,5 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
 
 def cgroup_conf(version: tuple[int, int]) -> str:
     """Returns the text of cgroup.conf."""
+    # Versions before 24.05 refuse `disabled`; their v1 plugin touches nothing until asked, and v2 would need systemd.
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"

@@ -87,6 +87,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
     while time.monotonic() - began < timeout_s:
         facts = await client.job(job_id)
         seen: Literal["preempt_time", "requeued", "suspended"] | None = None
+        # First: Slurm clears PreemptTime when it requeues the job.
         if facts.restarts > before.restarts:
             seen = "requeued"
         elif facts.preempt_time is not None:
@@ -94,6 +95,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
         elif facts.state == "SUSPENDED":
             seen = "suspended"
         if seen is not None:
+            # From the moment of the decision EndTime is the end of the grace time.
             end = facts.end_time if seen == "preempt_time" else None
             return Preemption(
                 job_id=job_id,
@@ -103,6 +105,7 @@ async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: flo
                 seconds=round(time.monotonic() - began, 3),
             )
         if facts.is_over:
+            # Else the urgent job would keep the nodes, or preempt another job later.
             await client.run(["scancel", str(urgent)])
             raise SlurmRefused(
                 "the job ended before it was preempted",
@@ -144,8 +147,10 @@ async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> i
     assert facts.node_list is not None
     words = [
         f"--partition={URGENT}",
+        # Its very nodes: on others it would preempt another job, or none.
         f"--nodelist={facts.node_list}",
         f"--nodes={facts.num_nodes}",
+        # Whole nodes: with room for both, nothing is preempted.
         "--exclusive",
         "--job-name=urgent",
         "--no-requeue",
@@ -208,6 +213,7 @@ def restore_node(cluster: DevCluster, node: str, *, timeout_s: float = 30.0) -> 
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         now = cluster.node_states().get(node, "unknown")
+        # sinfo's short words for nodes that Slurm uses.
         if now in {"idle", "mix", "alloc", "comp"}:
             return now
         time.sleep(_POLL_S)

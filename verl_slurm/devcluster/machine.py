@@ -76,6 +76,8 @@ def free_ports(count: int) -> tuple[int, ...]:
     for _ in range(1000):
         if len(ports) == count:
             break
+        # Below 32768, where Linux begins to assign ports by itself (ip_local_port_range): none is taken by chance
+        # meanwhile.
         port = rng.randrange(10000, 32000)
         if port in ports:
             continue

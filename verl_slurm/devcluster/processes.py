@@ -58,6 +58,7 @@ def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
         name, argv = _command(pid)
         if name not in _LOGGERS or (process := known(pid)) is None:
             continue
+        # The whole path tells ours from another cluster's, and from the machine's own daemons.
         if name == "munged" and f"--key-file={directory / 'munge' / 'key'}" in argv:
             munged = process
         elif name == "slurmctld" and argv[1:] == ["-f", str(slurm_conf)]:
@@ -88,6 +89,7 @@ def _logs_to(pid: int, logs: Path, node: str | None) -> bool:
         if _name(pid) not in _LOGGERS:
             return False
         for fd in os.listdir(f"/proc/{pid}/fd"):
+            # A later start removes the directory of the logs: what an earlier one left holds a deleted file.
             target = Path(os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)"))
             if target.parent == logs and (node is None or target.name == node_log_name(node)):
                 return True
@@ -117,6 +119,7 @@ def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> 
             continue
         environment = _environment(pid)
         on_node = environment.get("SLURMD_NODENAME")
+        # Both variables: a user's shell that has sourced `devcluster env` has SLURM_CONF, and no SLURMD_NODENAME.
         is_job = (
             environment.get("SLURM_CONF") == str(slurm_conf)
             and "SLURM_JOB_ID" in environment
@@ -125,6 +128,7 @@ def list_members(directory: Path, slurm_conf: Path, node: str | None = None) -> 
         )
         if is_job or _logs_to(pid, directory / "log", node):
             members.add(pid)
+            # A job may clean the environment of its children.
             members.update(_descendants(pid) - spared)
     found = (known(pid) for pid in sorted(members))
     return [process for process in found if process is not None]
@@ -145,6 +149,7 @@ def end_all(processes: Iterable[KnownProcess], *, wait_s: float = 5.0) -> list[K
     """
     left = list(processes)
     for process in left:
+        # By its birth, too: the pid may be another process's since the look.
         if process.is_running():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process.pid, signal.SIGKILL)

@@ -50,6 +50,7 @@ def read_state(directory: Path) -> ClusterState | None:
             found=error,
             remedy="end its slurmctld, slurmd and munged by hand, then remove the directory",
         ) from error
+    # After a reboot none of its processes is left, whatever the file says.
     return state if state.boot_id == boot_id() else None
 
 

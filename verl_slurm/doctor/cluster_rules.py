@@ -77,6 +77,7 @@ def _version(conf: Mapping[str, str]) -> Finding:
 
 
 def _requeue(conf: Mapping[str, str], partition: PartitionFacts) -> Finding:
+    # submit asks for --requeue, which counts against JobRequeue=0.
     if conf.get("JobRequeue", "1") != "1":
         return good(
             "requeue", "JobRequeue=0: jobs are not requeued unless they ask", "submit asks: --requeue"
@@ -88,14 +89,17 @@ def _preemption(
     conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
 ) -> Finding:
     mode = partition.preempt_mode.upper()
+    # First: with preempt/qos the partition's mode and grace time do not count.
     if conf.get("PreemptType", "").endswith("qos"):
         return warn(
             "preemption",
             "PreemptType=preempt/qos: mode and grace time are those of the QOS, which is not looked at here",
             "see `sacctmgr show qos format=name,preempt,preemptmode,gracetime`; a fire drill shows what happens",
         )
+    # The mode may have a second word, as in `SUSPEND,GANG`.
     if conf.get("PreemptType", "preempt/none").endswith("none") or mode.split(",")[0] == "OFF":
         return good("preemption", f"nothing preempts jobs of partition {partition.name}")
+    # Looked for in any place: `SUSPEND,GANG`, and from 25.05 `PRIORITY` beside the mode.
     if "SUSPEND" in mode:
         return good(
             "preemption",
@@ -106,6 +110,7 @@ def _preemption(
     grace, margin = partition.grace_s, config.daemon.save_margin_s
     time = f"GraceTime {grace} s" if grace else f"GraceTime 0, KillWait {kill_wait} s"
     found = f"PreemptMode={mode}, {time}"
+    # What comes after a grace time, KillWait and up to 30 s of delay, is not counted on.
     available = (grace or kill_wait) - margin
     if available <= 0:
         return warn(
@@ -113,7 +118,9 @@ def _preemption(
             f"{found}: daemon.save_margin_s={margin:g} leaves no time for a save",
             "a smaller daemon.save_margin_s; until then a preemption goes back to the newest periodic checkpoint",
         )
+    # A guest saves at the end of a step alone, so the step has to fit in as well.
     guest = config.trainer.is_guest
+    # A run that has not saved yet gets no verdict, but what is known of the time.
     if save is None:
         if grace:
             what = "a step and a save take" if guest else "a save takes"
@@ -138,6 +145,7 @@ def _preemption(
 
 
 def _time_limit(conf: Mapping[str, str], config: RunConfig, save: SaveTime | None) -> Finding:
+    # The warning may come up to 60 s early and never late (sbatch(1)): the lead is what can be counted on.
     lead, limit = config.slurm.signal_lead_s, config.slurm.time_limit_min * 60
     available = lead - config.daemon.save_margin_s
     if save is not None and save.seconds > available:
@@ -153,6 +161,7 @@ def _time_limit(conf: Mapping[str, str], config: RunConfig, save: SaveTime | Non
 
 def _lost_node(conf: Mapping[str, str]) -> Finding:
     timeout = _seconds(conf, "SlurmdTimeout", 300)
+    # slurm.conf(5): 0 means never.
     if timeout == 0:
         return warn(
             "lost node",
@@ -160,12 +169,15 @@ def _lost_node(conf: Mapping[str, str]) -> Finding:
             "cancel and submit by hand when one dies",
         )
     return good(
-        "lost node", f"Slurm gives one up after {2 * timeout} to {3 * timeout} s (SlurmdTimeout {timeout} s)"
+        # 27 and 30 s with SlurmdTimeout=10 (22.05.8).
+        "lost node",
+        f"Slurm gives one up after {2 * timeout} to {3 * timeout} s (SlurmdTimeout {timeout} s)",
     )
 
 
 def _memory_of_jobs(conf: Mapping[str, str]) -> Finding:
     age = _seconds(conf, "MinJobAge", 300)
+    # 0 means that no ended job is forgotten.
     if 0 < age < _LEAST_JOB_AGE_S:
         return warn(
             "memory of jobs",
@@ -179,6 +191,7 @@ def _neighbours(config: RunConfig) -> Finding:
     """Judges whether other users may be on the job's nodes while its ranks talk: docs/security.md."""
     if config.slurm.extra.get("exclusive"):
         return good("neighbours", "slurm.extra.exclusive: no other job is on the job's nodes")
+    # What other users could reach differs by backend: docs/security.md, "Left open".
     if config.trainer.on_ray:
         return warn(
             "neighbours",
@@ -201,6 +214,7 @@ def kill_wait_s(conf: Mapping[str, str]) -> int:
 
 
 def _seconds(conf: Mapping[str, str], name: str, default: int) -> int:
+    # `KillWait = 30 sec`
     match = re.match(r"\d+", conf.get(name, ""))
     return int(match[0]) if match else default
 
@@ -218,6 +232,7 @@ def measured_save(events: Iterable[Event]) -> SaveTime | None:
     seconds = [seconds for _, seconds in measured_saves(events, _LAST)]
     if not seconds:
         return None
+    # The slowest, not the mean: a save has to be in time at each preemption.
     return SaveTime(seconds=max(seconds), basis=f"the slowest of this run's last {len(seconds)} saves")
 
 

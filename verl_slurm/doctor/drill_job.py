@@ -4,10 +4,15 @@ The batch process starts one step with a process on each node. Then it and these
 blocks all signals that Slurm may send, takes them one by one, and records them, with a sign of life every 0.2 s. It
 goes on until it is killed, or until DIR/over exists. After its requeue (SLURM_RESTART_COUNT) it says so and ends.
 
-``` DIR/node-<id>.json     NodeReport of a node DIR/clock              address at which node 0 tells the time
-DIR/<who>.seen         one line per signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>` DIR/<who>.alive
-its modification time is the last sign of life DIR/again              first message after the requeue: seconds since
-1970 ```
+```
+DIR/node-<id>.json     NodeReport of a node
+DIR/clock              address at which node 0 tells the time
+DIR/<who>.seen         one line per signal: `NAME SECONDS-SINCE-1970`; <who> is `batch` or `step-<id>`
+DIR/<who>.alive        its modification time is the last sign of life
+DIR/again              first message after the requeue: seconds since 1970
+DIR/problem            why the job gave up by itself
+DIR/over               made by the drill: the job ends
+```
 """
 
 import os
@@ -36,9 +41,11 @@ def main(argv: list[str]) -> int:
     """Runs one process of the drill; see the module."""
     role, directory = argv[0], Path(argv[1])
     os.umask(0o077)
+    # Before all else: until then USR1 would end the process.
     signal.pthread_sigmask(signal.SIG_BLOCK, _TAKEN)
     if role == "node":
         return _node(directory, int(os.environ.get("SLURM_NODEID") or 0), argv[2] if len(argv) > 2 else "")
+    # Unset on the first run.
     if int(os.environ.get("SLURM_RESTART_COUNT") or 0):
         write_file(directory / "again", str(time.time()).encode())
         return 0
@@ -50,7 +57,11 @@ def main(argv: list[str]) -> int:
     log = os.open(directory / "step.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     # The mask is inherited: srun relays no signal of its own, and dies with the job.
     step = subprocess.Popen(
-        [srun, "--kill-on-bad-exit=0", *mine], stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        # The end of one node's process must not end the others', which record the signals.
+        [srun, "--kill-on-bad-exit=0", *mine],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
     )
     os.close(log)
     _watch(directory, "batch", step)
@@ -62,12 +73,14 @@ def _node(directory: Path, node_id: int, local_dir: str) -> int:
     report = look_at_node(name, local_dir)
     address, server = directory / "clock", None
     if node_id == 0:
+        # Listens before its address is published by the file.
         server = ClockServer(address, _own_address())
     else:
         try:
             offset, took = ask_clock(_published(address))
             report = msgspec.structs.replace(report, clock_offset_s=offset, round_trip_s=took)
         except (OSError, ValueError) as error:
+            # A finding, not the drill's end: the other nodes have theirs to report.
             report = msgspec.structs.replace(report, problem=str(error) or type(error).__name__)
     write_file(directory / f"node-{node_id}.json", msgspec.json.encode(report))
     _watch(directory, f"step-{node_id}", None)
@@ -110,6 +123,7 @@ def _watch(directory: Path, who: str, step: "subprocess.Popen[bytes] | None") ->
     seen = os.open(directory / f"{who}.seen", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     alive = directory / f"{who}.alive"
     deadline = time.monotonic() + _AT_MOST_S
+    # Bounded: a drill that was killed itself makes no `over`.
     while time.monotonic() < deadline and not (directory / "over").exists():
         alive.touch(mode=0o600)
         took = signal.sigtimedwait(_TAKEN, _BEAT_S)

@@ -1,7 +1,8 @@
 """A fire drill: a small job that is warned and ended for real, and records which process got which signal, when.
 
-``` queue the job → every node has reported → scancel -b -s USR1 → requeue it (or preempt it by a job of another
-partition)
+```
+queue the job → every node has reported → scancel -b -s USR1
+  → requeue it (or preempt it by a job of another partition)
   → Slurm ends it for the first time → the requeued job reports → the records are judged
 ```
 
@@ -67,8 +68,10 @@ async def fire_drill(
     jobs: list[int] = []
     try:
         job = await _queue(client, _argv(config, directory))
+        # At once: `finally` ends what is in this list.
         jobs.append(job)
         nodes = config.distributed.nodes
+        # ---- every node has reported; now the warning, then the end
         if problem := await _start(client, job, directory, nodes, wait_s, show):
             return [
                 bad("fire drill", problem, "look at `squeue --me` and at the partition's state; try again")
@@ -86,13 +89,16 @@ async def fire_drill(
         else:
             await client.requeue(job, config.daemon.requeue_delay_s, own_restarts=0)
         show("waiting for Slurm to start it again")
+        # ---- the requeued job reports, and the records are judged
         again = directory / "again"
         await _until(again.exists, wait_s + kill_wait_s)
         record = _record(directory, nodes, how, kill_wait_s, warned, ended)
         return [*judge_nodes(_reports(directory, nodes)), *judge_drill(record)]
     finally:
+        # The drill's processes outlive every signal but KILL, and look for this file.
         (directory / "over").touch()
         for number in jobs:
+            # Also the requeued job, which would run again.
             await _end(client, number)
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -104,6 +110,7 @@ def _argv(config: RunConfig, directory: Path) -> list[str]:
         f"#!{sys.executable} -P\nimport sys\nfrom verl_slurm.doctor.drill_job import main\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
+    # The run's own options, so that account, partition and constraints are tried, but for those that the drill sets.
     options = [o for o in sbatch_options(config) if o[2:].split("=")[0] not in _OURS]
     mine = ["--job-name=verl-slurm-doctor", f"--time={_LIMIT_MIN}", f"--nodes={config.distributed.nodes}"]
     logs = str(directory).replace("%", "%%")  # sbatch replaces %x by words of its own
@@ -144,6 +151,7 @@ async def _start(
     """Waits until every node has reported; returns why not, or an empty text."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
+        # batch.alive: the batch process has begun to take signals.
         if len(list(directory.glob("node-*.json"))) >= nodes and (directory / "batch.alive").exists():
             return ""
         if (directory / "problem").exists():
@@ -196,6 +204,7 @@ def _record(
     told = {who: _signals(directory, who) for who in ("batch", *steps)}
     warning = _seen(directory, "batch", _WARNING)
     terms = [at for signals in told.values() for name, at in signals if name == "SIGTERM"]
+    # Each process touches its file every 0.2 s, so the newest of them is the last sign of life.
     signs = [path.stat().st_mtime for path in directory.glob("*.alive")]
     again = directory / "again"
 

@@ -78,6 +78,7 @@ class ClockServer:
 
     def __init__(self, address: Path, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        # On all interfaces: on the node itself, its name may mean 127.0.1.1. It tells the time and nothing else.
         self._socket = socket.create_server(("", 0), family=family)
         write_file(address, f"{host} {self._socket.getsockname()[1]}".encode())
         threading.Thread(target=self._serve, daemon=True).start()
@@ -90,6 +91,7 @@ class ClockServer:
                     peer.settimeout(_PATIENCE_S)
                     peer.sendall(_TIME.pack(time.time()))
             except OSError:
+                # Closed by `close`; any other error is one peer's.
                 if self._socket.fileno() < 0:
                     return
 
@@ -107,6 +109,7 @@ def ask_clock(address: str) -> tuple[float, float]:
         OSError: it cannot be reached, or gives another answer.
     """
     host, _, port = address.rpartition(" ")
+    # The round trip by the steady clock; the wall clock may be set in between.
     began, asked = time.perf_counter(), time.time()
     with socket.create_connection((host, int(port)), timeout=_PATIENCE_S) as link:
         said = b""

@@ -28,6 +28,7 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
     Args:
         reports: one per node, node 0 first.
     """
+    # ---- the same software on all nodes
     findings = [
         _alike("python", {r.node: r.python for r in reports}),
         _alike("packages", {r.node: ", ".join(f"{k} {v}" for k, v in r.packages.items()) for r in reports}),
@@ -43,10 +44,12 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
         for report in reports
         if report.problem
     ]
+    # ---- nodes that reach one another. Node 0 tells the time, so it has no offset of its own.
     offsets = {r.node: r.clock_offset_s for r in reports if r.clock_offset_s is not None}
     if offsets and not any(r.problem for r in reports):
         findings.append(good("ports", f"{counted(len(offsets) + 1, 'node')} reach one another"))
     far = {node: offset for node, offset in offsets.items() if abs(offset) > _SKEW_S}
+    # A warning, no refusal: deadlines are taken from slurmctld's clock, and claims by their numbers.
     if far:
         told = ", ".join(f"{node} {offset:+.1f} s" for node, offset in far.items())
         findings.append(
@@ -56,6 +59,7 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
         most = max(abs(offset) for offset in offsets.values())
         findings.append(good("clocks", f"within {most * 1e3:.1f} ms"))
     for report in reports:
+        # ---- each node's limits and its disk
         if report.open_files < _LEAST_FILES:
             findings.append(
                 warn(
@@ -139,6 +143,7 @@ def judge_drill(record: DrillRecord) -> list[Finding]:
         ", ".join(record.signals_to_batch) or "nothing",
     )
     told = f"{record.how}: steps got {steps}; the batch process got {batch}"
+    # Told without a verdict: which processes get which signal differs from site to site, and slurm.conf does not say.
     findings.append(good("end", told))
     if record.kill_after_s is not None:
         text = f"processes that ignored TERM lived {record.kill_after_s:.0f} s more (KillWait {record.kill_wait_s} s)"
@@ -156,6 +161,7 @@ def judge_drill(record: DrillRecord) -> list[Finding]:
         )
     else:
         told = f"it ran again {record.again_after_s:.0f} s after the {record.how}"
+        # About two minutes are Slurm's own delay, which a run's daemon avoids.
         slow = record.again_after_s > _SLOW_START_S
         findings.append(good("again", told, _OWN_REQUEUE if slow else ""))
     return findings

@@ -50,6 +50,7 @@ def probe_place(place: Path, num_bytes: int = _BYTES) -> PlaceReport:
     parent = place
     while not parent.is_dir() and parent != parent.parent:
         parent = parent.parent
+    # A random name, made by mkdir: nothing that lies there already is written to or removed.
     trial = parent / f".verl-slurm-doctor-{secrets.token_hex(6)}"
     try:
         trial.mkdir(mode=0o700)
@@ -73,11 +74,14 @@ def _try(place: Path, trial: Path, num_bytes: int) -> PlaceReport:
             written += os.write(fd, block[: num_bytes - written])
         os.fsync(fd)  # noqa: TID251 - it is what is measured
         speed = written / max(time.perf_counter() - began, 1e-9)
+        # Appends, because a ledger's record makes the file longer, too: that is more than data to sync.
         syncs = sorted(_small_sync(fd, written + i) for i in range(_SMALL_SYNCS))
+        # File systems without owners and modes (vfat, some of FUSE and SMB) show what they were mounted with.
         keeps = stat.S_IMODE(os.fstat(fd).st_mode) == 0o600 and stat.S_IMODE(trial.stat().st_mode) == 0o700
         locks = _locks(fd)
     finally:
         os.close(fd)
+    # Renamed onto an existing name, as the hint to the newest checkpoint is.
     target.write_bytes(b"")
     rename(big, target, durable=False)
     renamed = target.stat().st_size >= written and not big.exists()
@@ -102,6 +106,7 @@ def _small_sync(fd: int, offset: int) -> float:
 
 def _locks(fd: int) -> bool:
     try:
+        # Nobody else has this file, so a refusal means that there are no locks (Lustre without `-o flock`).
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:
@@ -123,6 +128,7 @@ def judge_place(topic: str, report: PlaceReport, *, must_outlive_node: bool) -> 
         f"writes {speed:.0f} MB/s, a small write is durable after {sync:.1f} ms"
     )
     findings = [good(topic, found)]
+    # Memory is lost with its node, and no other node sees it.
     if must_outlive_node and report.medium in _MEMORY:
         findings[0] = warn(topic, f"{found}: it is this machine's memory", "a directory that all nodes share")
     if not report.keeps_modes:

@@ -68,10 +68,12 @@ def _of_any(event: Event) -> dict[str, Any]:
 def parse_event(line: bytes) -> Event | None:
     """One line of the journal, or None if it is not an event."""
     try:
+        # First: values are counted before any becomes an object, which takes many times the memory of its text.
         check_json(line, RECORD)
     except TooMuch:
         return None
     former = _has_former_names(line)
+    # Nearly every line: decoded once, straight into its type.
     if not former:
         try:
             return _KNOWN.decode(line)
@@ -98,6 +100,7 @@ def parse_event(line: bytes) -> Event | None:
         kind,
         {key: value for key, value in fields.items() if key not in _OF_ANY},
         time=time if isinstance(time, str) else "",
+        # `type(..) is`, because isinstance takes True for an int.
         attempt=attempt if type(attempt) is int else None,
         job_id=job_id if isinstance(job_id, str) else None,
     )
@@ -127,12 +130,14 @@ def read_events(paths: RunPaths) -> list[Event]:
 def read_last_events(paths: RunPaths, num_bytes: int) -> tuple[list[Event], bool]:
     """The events of the journal's last `num_bytes`, oldest first, and whether those are all that it has to give."""
     try:
+        # A FIFO would wait for a writer for ever, and a run that was handed over may have one there.
         fd = open_regular(paths.events)
     except (FileNotFoundError, TooMuch):
         return [], True
     try:
         num_bytes = min(num_bytes, JOURNAL.num_bytes)
         begin = max(os.fstat(fd).st_size - num_bytes, 0)
+        # One read of what was there: the lead may append meanwhile.
         data = os.pread(fd, num_bytes, begin)
     finally:
         os.close(fd)

@@ -63,4 +63,5 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
     except (FileNotFoundError, *UNREADABLE):
         return {}
     status = {_FORMER.get(key, key): value for key, value in status.items()}
+    # Each value is held to its type: `list` shows thousands of runs, and one damaged file must not end it.
     return {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}

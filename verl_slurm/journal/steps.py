@@ -51,6 +51,7 @@ def append_step(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
         OSError: it was not written whole.
     """
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    # Not durable: nothing depends on it, and the training would wait for the disk at each step.
     append_line(paths.steps, msgspec.json.encode({"time": now, "attempt": attempt, **row}), durable=False)
 
 
@@ -62,6 +63,8 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
     rows: list[StepRow] = []
     for line in _from_the_end(paths):
         row = _parse(line)
+        # From the newest on, steps fall: a line with a greater step is one that was thrown back, an equal one was done
+        # again.
         if row is None or (rows and row["step"] >= rows[-1]["step"]):
             continue
         rows.append(row)
@@ -74,6 +77,7 @@ def step_seconds(paths: RunPaths) -> Iterator[tuple[int, float]]:
     """(step, seconds it took), of every line in its order, those of steps done again included. No file, none."""
     try:
         with os.fdopen(open_regular(paths.steps), "rb") as file:
+            # In pieces: a line without an end would else fill memory.
             while line := file.readline(_LINE):
                 try:
                     row = _DURATION.decode(line)
@@ -94,6 +98,7 @@ def _from_the_end(paths: RunPaths) -> list[bytes]:
             lines = file.read(_MOST).split(b"\n")
     except (OSError, TooMuch):
         return []
+    # The first piece begins in the middle of a line, unless the file was read whole.
     return lines[:0:-1] if start else lines[::-1]
 
 

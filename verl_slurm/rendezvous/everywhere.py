@@ -64,14 +64,18 @@ def _replace_tcp_store(line: StoreLine) -> None:
             master_listen_fd: int | None = None,
             use_libuv: bool = True,
         ) -> None:
+            # The caller has opened a listener for the store: it must not stay open for strangers.
             if master_listen_fd is not None:
                 os.close(master_listen_fd)
             if is_master and not port:
+                # A name and no port: nobody listens there, so no free one is needed, and a counter is never the same
+                # twice.
                 port = LeadStore(line, "").add("tcp-ports", 1)
             self.host, self.port = host_name, port
             super().__init__(line, f"tcp/{node_of(host_name)}:{port}/")
             self.set_timeout(timeout)
             if wait_for_workers and world_size:
+                # The last one to come lets all go, as torch's own constructor waits for its workers.
                 if self.add("joined", 1) == world_size:
                     self.set("all", b"")
                 self.wait(["all"])
@@ -79,6 +83,7 @@ def _replace_tcp_store(line: StoreLine) -> None:
     for name in _STORES:
         if not hasattr(sys.modules.get(name), "TCPStore"):
             raise unknown_version("torch", f"{name}.TCPStore")
+        # In each module that has the name already: an import from there would give the one that listens.
         setattr(sys.modules[name], "TCPStore", TCPStore)  # noqa: B010 - mypy knows the module's own
 
 
@@ -89,6 +94,8 @@ def _guard_zmq(module: ModuleType, control: Path) -> None:
     if not zmq.has("curve") or not hasattr(module, "Socket"):
         raise unknown_version("pyzmq", "zmq.sugar.socket.Socket, with libsodium")
     key = read_private(control / RANKS_KEY_NAME)
+    # Both ends derive the one key pair from the restart's key, so no list of allowed clients is needed; CurveZMQ never
+    # sends the server's permanent key, so a stranger does not know its public half either.
     secret = z85.encode(hmac.new(key, b"zmq", hashlib.sha256).digest())
     public = zmq.curve_public(secret)
     bind, connect = module.Socket.bind, module.Socket.connect
@@ -97,6 +104,7 @@ def _guard_zmq(module: ModuleType, control: Path) -> None:
 
     def by_tcp(socket: Any, address: Any) -> bool:
         text = address.decode() if isinstance(address, bytes) else address
+        # A socket for which the program chose a mechanism keeps it; one of ours may bind or connect again.
         if text.startswith("tcp:") and socket.getsockopt(zmq.MECHANISM) == zmq.NULL:
             ours.add(socket)
         return socket in ours

@@ -87,6 +87,7 @@ def after_import(name: str, then: Callable[[ModuleType], None]) -> None:
     if name in sys.modules:
         or_end(sys.modules[name])
     else:
+        # First: a finder before this one would load the module without the hook.
         sys.meta_path.insert(0, _Finder(name, or_end))
 
 
@@ -101,6 +102,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     ) -> ModuleSpec | None:
         if fullname != self._name:
             return None
+        # The finders behind it find the module as ever; its loader then runs it, and our function.
         others = sys.meta_path[sys.meta_path.index(self) + 1 :]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next(filter(None, found), None)
@@ -117,6 +119,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 def node_of(host: str) -> str:
     """Returns a name of the host that another node does not use for itself."""
+    # 127.0.0.1:PORT is another place on each node, and the keys of all nodes lie in one store; the control directory's
+    # name is unguessable, so it differs from node to node.
     return os.environ[CONTROL_VARIABLE] if host in _LOOPBACK else host
 
 
@@ -150,8 +154,10 @@ def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         rank, world_size = numbers
         # A second group at one address (after destroy_process_group) must not read the keys of the first.
         turn = _calls[where] = _calls.get(where, 0) + 1
+        # A single rank meets nobody: it needs no key of the lead's.
         store: Store = HashStore() if world_size == 1 else LeadStore(line, f"{where}/{turn}/")
         yield store, rank, world_size
+        # As torch's own handlers: the generator is asked once.
         raise RuntimeError(f"Unable to perform re-rendezvous using {url}")
 
     def by_env(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
@@ -160,6 +166,7 @@ def _handlers(line: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def by_tcp(url: str, timeout: timedelta | None = None, **_: Any) -> Iterator[tuple[Any, int, int]]:
         place = urlsplit(url)
+        # As in torch, `tcp://` takes rank and size from the URL, and nothing from the environment.
         return meet(url, f"{node_of(place.hostname or '')}:{place.port}", {})
 
     return by_env, by_tcp
@@ -174,6 +181,7 @@ def _check_gloo(line: Any, key: bytes) -> None:
     def after_building(build: Callable[..., None]) -> Callable[..., None]:
         def build_and_check(self: Any, store: Any, rank: int, size: int, *args: Any, **more: Any) -> None:
             build(self, store, rank, size, *args, **more)
+            # Before the constructor returns, so that no code of the program has had the group yet.
             _require_our_peers(self, prefixed("verl-slurm", store), rank, size, line, key)
 
         return build_and_check
@@ -182,6 +190,7 @@ def _check_gloo(line: Any, key: bytes) -> None:
         def split_and_check(self: Any, *args: Any, **more: Any) -> Any:
             import torch
 
+            # C++ builds this group, past the constructor that is replaced below.
             group = split(self, *args, **more)
             if group is not None and torch.device("cpu") in group._device_types:
                 backend = group._get_backend(torch.device("cpu"))
@@ -217,10 +226,12 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
 
     from verl_slurm.rendezvous.peers import NONCE_BYTES, others_connected, proof, wrong_peers
 
+    # ---- exchange proofs. The nonce comes by the store, which strangers cannot reach.
     if rank == 0:
         store.set("nonce", os.urandom(NONCE_BYTES))
     nonce = store.get("nonce")
     said = b"".join(proof(key, nonce, rank, peer) for peer in range(size))
+    # Bytes in a tensor: torch's collectives of objects would unpickle what a stranger sends.
     ours = torch.frombuffer(bytearray(said), dtype=torch.uint8)
     theirs = torch.zeros_like(ours)
     options = AllToAllOptions()
@@ -228,6 +239,8 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
     try:
         work = backend.alltoall_base(theirs, ours, [], [], options)
         pause, suspicious = 0.0002, time.monotonic() + _SUSPICIOUS_S
+        # Polled instead of waited for: a stranger that says nothing is found after seconds, not when `_PROOF_S` is
+        # over.
         while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -236,9 +249,11 @@ def _require_our_peers(backend: Any, store: Any, rank: int, size: int, line: Any
                 _leave(rank, "a peer says nothing", found, line)
         work.wait()
     except RuntimeError as error:
+        # gloo's own error says that a peer is gone; that another user is connected says why.
         if found := others_connected():
             _leave(rank, str(error)[:200], found, line)
         raise
+    # ---- judge what the peers sent
     if wrong := wrong_peers(key, nonce, rank, bytes(theirs.tolist())):
         _leave(rank, f"in the place of rank {', '.join(map(str, wrong[:8]))}", others_connected(), line)
 
@@ -254,6 +269,7 @@ def _leave(rank: int, what: str, strangers: list[str], line: Any) -> NoReturn:
         found=peers,
         remedy="the run starts again; ask for whole nodes (slurm.extra: {exclusive: true}) where others share them",
     )
+    # The daemon first: it then counts this start as a stranger's, and not as a crash of the program.
     with suppress(WireError):
         line.call(StrangerMet(call=0, rank=int(os.environ.get("RANK") or rank), peers=peers[:1000]))
     _end(error)
@@ -268,4 +284,5 @@ def _end(error: Exception) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.write(f"{type(error).__name__}: {said}\n")
         sys.stderr.flush()
+    # No exception and no SystemExit: a program could catch either, and use the group.
     os._exit(int(code))

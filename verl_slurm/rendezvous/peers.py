@@ -42,6 +42,7 @@ def wrong_peers(key: bytes, nonce: bytes, rank: int, said: bytes) -> list[int]:
     return [
         peer
         for peer, word in enumerate(words)
+        # The pair is part of the proof: one that was sent to another rank, or comes back, is none.
         if not hmac.compare_digest(word, proof(key, nonce, peer, rank))
     ]
 
@@ -52,12 +53,14 @@ def others_connected() -> list[str]:
     A peer on another node is not seen. Never raises.
     """
     with suppress(OSError, ValueError, IndexError):
+        # Of this process alone: the tables list the sockets of the whole node.
         mine = set(_socket_inodes())
         table = [row for name in ("tcp", "tcp6") for row in _connections(Path(f"/proc/net/{name}"))]
         owners = {(local, remote): uid for local, remote, uid, _ in table}
         found = [
             f"{remote} of uid {owners[remote, local]}"
             for local, remote, _, inode in table
+            # The other end's row has the addresses the other way round; a peer on another node has none here.
             if inode in mine and owners.get((remote, local), os.geteuid()) != os.geteuid()
         ]
         return found[:_MOST_NAMED]
@@ -66,6 +69,7 @@ def others_connected() -> list[str]:
 
 def _socket_inodes() -> Iterable[int]:
     for fd in os.listdir("/proc/self/fd"):
+        # A descriptor may be closed between the two calls.
         with suppress(OSError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if target.startswith("socket:["):

@@ -20,11 +20,13 @@ _OURS = (__file__, str(Path(__file__).with_name("__main__.py")), runpy.__file__,
 
 def start() -> None:
     """Runs the program that sys.argv names."""
+    # First: a launcher that dies now must not leave a rank behind.
     die_with_launcher()
     install_on_import()
     sys.excepthook = _show_the_programs_frames
     if sys.argv[1] == "-m":
         del sys.argv[:2]
+        # Not run_module: the program has to be `__main__` in sys.modules.
         runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined]
     else:
         del sys.argv[0]

@@ -42,6 +42,7 @@ class LeadStore(Store):
         self._line, self._prefix = line, prefix
         _KEPT.append(self)
 
+    # The line is shared: any thread may call it.
     def clone(self) -> "LeadStore":
         return LeadStore(self._line, self._prefix)
 
@@ -74,6 +75,7 @@ class LeadStore(Store):
         self._call("append", [key], [value])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        # One wait for all of them, so that the time-out counts once.
         self.wait(keys)
         return [self.get(key) for key in keys]
 
@@ -91,6 +93,7 @@ class LeadStore(Store):
     def queue_len(self, key: str) -> int:
         return self._call("length", [key]).number
 
+    # torch asks before it uses append, multi_get and multi_set.
     def has_extended_api(self) -> bool:
         return True
 
@@ -114,6 +117,8 @@ class LeadStore(Store):
             number=number,
             timeout_s=max(timeout.total_seconds(), 0.0),
         )
+        # Checked before it is sent: the agent closes the connection of a message that it cannot decode, and the program
+        # would be told of a lost agent.
         if any(len(key) > MAX_KEY for key in call.keys) or any(
             len(value) > MAX_VALUE for value in call.values
         ):
@@ -124,6 +129,7 @@ class LeadStore(Store):
             )
         answer = self._line.call(call)
         if answer.outcome == "timeout":
+            # As torch's own stores, for a queue that is asked without waiting.
             if empty:
                 raise dist.QueueEmptyError(f"the queue {keys[0]} is empty")
             raise dist.DistStoreError(

@@ -78,11 +78,13 @@ def follow_lines(
         beside: another file in the same directory; `on_beside` is called when it changes.
     """
     bell = _Bell({str(path), str(beside)})
+    # The directory is watched, not the file: that may not exist yet, and a replaced one has another inode.
     observer = _observer(path.parent)
     observer.schedule(bell, str(path.parent))
     observer.start()
     try:
         while True:
+            # Read first, then wait: what was written before the watch began rings no bell.
             lines = _read_lines(path, offset)
             for line in lines:
                 offset += len(line) + 1
@@ -94,9 +96,11 @@ def follow_lines(
             try:
                 bell.queue.get(timeout=silence_s())
             except Empty:
+                # One more look: a bell may have been missed, and the caller takes a None for silence.
                 if not _read_lines(path, offset):
                     yield None
     finally:
+        # Also when the caller leaves the generator: a watch is a thread and a descriptor.
         observer.stop()
         observer.join()
 
@@ -119,6 +123,7 @@ def follow_newest(
     observer.start()
     path, offset = newest(), 0
     if path is not None and num_lines is not None:
+        # Offsets alone are kept: the log may have gigabytes.
         starts = deque([0], maxlen=num_lines + 1)  # starts of the last lines, and of the next one
         while lines := _read_lines(path, starts[-1]):
             starts.extend(itertools.accumulate((len(line) + 1 for line in lines), initial=starts.pop()))
@@ -137,6 +142,7 @@ def follow_newest(
                 path, offset = later, 0
             else:
                 bell.queue.get()
+                # One look answers all bells that have rung by now.
                 while not bell.queue.empty():
                     bell.queue.get()
     finally:
@@ -180,6 +186,7 @@ def follow_run(
             # A job that is cancelled while it waits ends without a word, so the scheduler is asked soon after.
             patience_s = _CANCEL_S if isinstance(event, CancelAsked) else _SILENCE_S[last_job(paths).cluster]
             if isinstance(event, Ended) and event.is_final and not began_again(read_events(paths), event):
+                # submitit's controller ends a moment after its lead; else the next command would find the run alive.
                 settle(paths, last_job(paths))
                 return event.code
             continue

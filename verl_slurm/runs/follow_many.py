@@ -81,6 +81,7 @@ class Watches:
         except FileNotFoundError:
             return False
         except OSError as error:
+            # With the path, which inotify's own error does not name.
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
         return True
 
@@ -92,9 +93,11 @@ class Watches:
         """
         changed: set[Path] = set()
         for event in self._inotify.read(timeout=int(timeout_s * 1000)):
+            # The kernel's queue is bounded (fs.inotify.max_queued_events): what was dropped is not known.
             if event.mask & flags.Q_OVERFLOW:
                 return None
             path = self._paths.get(event.wd)
+            # The file is gone, and the watch with it.
             if event.mask & flags.IGNORED:
                 self._paths.pop(event.wd, None)
             elif path is not None:
@@ -145,6 +148,7 @@ class FleetWatch:
             OSError: so many files may not be watched, or the place cannot be read.
         """
         with Watches() as watches:
+            # ---- find the runs, and ask once which of them still live
             for place in self._places:
                 self._find(place, watches)
             self._ask()
@@ -158,8 +162,10 @@ class FleetWatch:
     def _turn(self, watches: Watches) -> int:
         """Waits and reports new events; returns their number."""
         until_asked = max(self._asked + _ASK_S - time.monotonic(), 0.0)
+        # Woken by the kernel; at the latest when the scheduler is due, or where sizes have to be looked at.
         changed = watches.wait(min(_LOOK_S, until_asked) if self._looks else until_asked)
         quiet = changed == set()
+        # Also where the kernel dropped events: look at everything.
         if self._looks or changed is None:
             changed = {*self._places, *(RunPaths(root).events for root in self.runs)}
         told = 0
@@ -190,10 +196,12 @@ class FleetWatch:
 
     def _take_up(self, root: Path, watches: Watches) -> None:
         paths = RunPaths(root)
+        # The directory is watched before the second try, so that a journal that comes in between is not missed.
         if not self._hear(watches.add_file, paths.events):
             self._hear(watches.add_directory, root)
             if not self._hear(watches.add_file, paths.events):
                 return  # prepared; its journal comes with its first job
+        # Before the glance: an event in between is told twice at worst, never missed.
         offset = _size(paths.events)
         seen = glance(root)
         self.runs[root] = Followed(
@@ -222,12 +230,14 @@ class FleetWatch:
             except (FileNotFoundError, TooMuch):
                 run.state, run.alive = "removed", False
                 return told + 1
+            # Without the last piece: it is a line that is still being written, or empty.
             lines = data.split(b"\n")[:-1]
             for line in lines:
                 run.offset += len(line) + 1
                 event = parse_event(line)
                 if event is not None:
                     run.state = state_after(event, run.state)
+                    # First, so that whoever is told sees the run as it is after the event.
                     self._judge(run, event)
                     self._on_event(run, event)
                     told += 1
@@ -236,6 +246,7 @@ class FleetWatch:
             run.offset += 0 if lines else len(data)  # no event is as long as that
 
     def _judge(self, run: Followed, event: Event) -> None:
+        # A run may be submitted again after any end.
         if isinstance(event, Submitted | Started | Successor):
             run.alive, run.exit_code = True, None
         elif isinstance(event, Ended) and event.is_final:
@@ -250,10 +261,12 @@ class FleetWatch:
         for one in glances:
             run, answer = self.runs[one.root], seen.get(one.root)
             run.state = state_of(one, answer)
+            # A run that lives has a job, so its directory was removed or closed meanwhile.
             if one.job is None:
                 run.state, run.alive = one.error or "removed", False
             if run.state == "gone" and one.job is not None:
                 gone += 1
+                # A lead that leaves by itself writes down its end; this one was killed.
                 run.alive, run.exit_code = False, int(ExitCode.CRASHED)
                 self._on_event(run, Gone("gone", job_id=one.job.job_id))
         return gone

@@ -88,12 +88,15 @@ def find_runs(
     """
     try:
         entries = sorted((e.name, e.is_symlink()) for e in os.scandir(place) if _leads_to_directory(e))
+    # Removed since it was listed.
     except (FileNotFoundError, NotADirectoryError):
         return
+    # It may be another user's run: it is told as closed to us, not left out.
     except PermissionError:
         yield place, False
         return
     for name, is_link in entries:
+        # A link and its run are the same run, so both have the same path.
         path = (place / name).resolve() if is_link else place / name
         try:
             os.stat(path / "run.yaml")
@@ -129,10 +132,12 @@ def glance(root: Path) -> Glance:
         root=root,
         status=status,
         job=job,
+        # The newest of each: the events are the journal's end, oldest first.
         word=next((event for event in reversed(events) if isinstance(event, _DECISIVE)), None),
         cause=next((event for event in reversed(events) if isinstance(event, Cause)), None),
         checkpoint=checkpoint,
     )
+    # The lead's sums in the snapshot; a journal that was read whole is newer than they are.
     if "interruptions" in status and not whole:
         found.interruptions = status["interruptions"]
         found.interrupted_s = status.get("interrupted_s", 0.0)
@@ -167,6 +172,7 @@ def _says_enough(events: Sequence[Event], job: Submission, status: dict[str, Any
 
 def glance_at_all(place: Path) -> list[Glance]:
     """Reads every run below `place`, several at a time."""
+    # ---- which runs there are; many are read side by side, because reading them is mostly waiting
     found = list(dict(find_runs(place)).items())  # a link beside its run is one run
     closed = [Glance(root=path, error="no permission") for path, open_to_us in found if not open_to_us]
     roots = [path for path, open_to_us in found if open_to_us]
@@ -196,7 +202,9 @@ def ask_for(runs: Sequence[Glance]) -> tuple[dict[Path, Seen], str]:
     seen, problem = _ask(waiting)
     for run in waiting:
         if seen[run.root].alive is False and run.job is not None:
+            # It may have ended, or been followed by another job, between the look at its files and Slurm's answer.
             asked, later = run.job, glance(run.root)
+            # In place: callers hold the `Glance` of this run.
             for name in later.__struct_fields__:
                 setattr(run, name, getattr(later, name))
             if run.job is None or run.job.job_id != asked.job_id:
@@ -221,9 +229,11 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
     from verl_slurm.slurm.client import SlurmClient
 
     try:
+        # By the owners of the directories: the runs of a project may be several users'.
         states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
+    # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster.
     here = _cluster_here() if any(_cluster_of(run) for run in at_slurm) else ""
     for run in at_slurm:
         if here and (other := _cluster_of(run)) and other != here:
@@ -232,6 +242,7 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
             )
             continue
         number = job_number(run.job.job_id) if run.job is not None else None
+        # squeue lists what is not over, so a job that is missing is gone.
         state, reason = states.get(-1 if number is None else number, ("", ""))
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
@@ -259,6 +270,7 @@ def _local(run: Glance, job: Submission) -> Seen:
 
     from verl_slurm.runs.liveness import controller
 
+    # A process number means nothing on another host.
     if job.host and job.host != socket.gethostname():
         return Seen(None, detail=f"it was started on {job.host}: ask there")
     return Seen(controller(RunPaths(run.root), job) is not None)
@@ -272,6 +284,7 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         return run.error
     if run.job is None:
         return "prepared"
+    # The journal's end first: it is final whatever the scheduler, which may lag behind, still shows.
     if isinstance(run.word, Ended) and run.word.is_final:
         return run.word.outcome
     if seen is not None and seen.alive is False:
@@ -282,6 +295,7 @@ def state_of(run: Glance, seen: Seen | None) -> str:
         return "queued" if seen.state == "PENDING" else "suspended"
     state = str(run.status.get("state") or "")
     its_snapshot = run.status.get("job_id") == run.job.job_id
+    # A snapshot of the job before this one says nothing about it.
     of_this_job = its_snapshot and state != "ended" and not isinstance(run.word, Submitted)
     if seen is not None and seen.alive:
         return state if of_this_job and state else "starting"

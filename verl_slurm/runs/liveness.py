@@ -67,6 +67,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     try:
         facts = asyncio.run(SlurmClient().job(number))
     except NotFound:
+        # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
     return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
 
@@ -88,11 +89,13 @@ def runs_here(root: Path, job: JobFacts) -> bool:
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
     """Returns whether one of the words is the path of the run, seen from the directory `where`."""
+    # Either may name the run through a link.
     real = os.path.realpath(root)
     return any(word and os.path.realpath(os.path.join(where or "/", word)) == real for word in words)
 
 
 def _local_state(paths: RunPaths, job: Submission) -> JobState:
+    # A process number means nothing on another host.
     if job.host and job.host != socket.gethostname():
         return JobState(state="UNKNOWN", over=False, detail=f"it was started on {job.host}: ask there")
     process = controller(paths, job)
@@ -111,7 +114,9 @@ def controller(paths: RunPaths, job: Submission) -> psutil.Process | None:
     if number is None:
         return None
     try:
+        # By its command line: a pid is reused, and the run's directory of logs is an argument of submitit's controller.
         process = psutil.Process(number)
+        # A zombie has ended; its parent has not waited for it.
         if str(paths.logs) in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
             return process
     except (ValueError, psutil.Error):
@@ -133,10 +138,12 @@ def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
         if owner is None or job.job_id != owner.job_id:
             return None
         process = psutil.Process(owner.pid)
+        # The parser takes `--run RUN` as well as `--run=RUN`.
         words = [word.removeprefix("--run=") for word in process.cmdline()]
         # The claim proves nothing in a run that was handed over: it can name any process of this user's.
         if "lead" not in words or not _names(paths.root, words, process.cwd()):
             return None
+        # By its birth, which no setting of the clock changes.
         return process if KnownProcess(owner.pid, owner.born).is_running() else None
     except (ValueError, VerlSlurmError, psutil.Error):
         return None

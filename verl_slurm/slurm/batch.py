@@ -46,6 +46,8 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
+    # B: the batch process alone is warned. A step would get the signal in all of its processes, and those without a
+    # handler die of it.
     additional: dict[str, object] = {"signal": f"B:USR1@{slurm.signal_lead_s}", "requeue": requeue}
     if slurm.account is not None:
         additional["account"] = slurm.account
@@ -59,8 +61,10 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
         "nodes": config.distributed.nodes,
         "ntasks_per_node": 1,
         "cpus_per_task": slurm.cpus_per_node,
+        # The callable runs once, as the batch process, which gets the `B:` signals itself.
         "use_srun": False,
         "stderr_to_stdout": True,
+        # Ignored over exec, until the daemon listens: a warning in between would kill the batch process.
         "setup": ["trap '' USR1 USR2 TERM CONT"],
         "additional_parameters": additional,
     }

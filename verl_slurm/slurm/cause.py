@@ -22,11 +22,7 @@ SlurmdTimeout=10; the outputs themselves are the golden files of the tests):
   as the lead, which is that process; its agents do (`requeue_rules.py`).
 * scontrol suspend: SUSPENDED. scancel -s STOP: STOPPED (the steps stand still, we go on).
 
-So Restarts decides first, then the state, then PreemptTime: in the grace time a user's scancel still shows
-PreemptTime, and only COMPLETING with Restarts unchanged tells it from the preemption. Where that does not tell either
-(--no-requeue, PreemptMode=CANCEL), a PreemptTime before EndTime is a scancel's, 23.11 and newer say it in JSON
-(`parse.ended_as`), and where there is no grace time to cancel in, EndTime = PreemptTime says it; else a job
-that may be requeued counts as cancelled: no cancel is ever undone.
+So Restarts decides first, then the state, then PreemptTime.
 
 What a lead never sees of its own job, from Slurm's source: BOOT_FAIL, CONFIGURING, DEADLINE (before its start:
 --deadline takes effect as EndTime), REQUEUED, REQUEUE_HOLD, REQUEUE_FED, SPECIAL_EXIT, EXPEDITING, RESV_DEL_HOLD (it
@@ -107,21 +103,30 @@ def decide_cause(
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
     """
     shown = _shown(facts, own_restarts)
+    # Restarts decides first: it has risen as soon as Slurm requeues, whatever the other fields still show.
     if facts.restarts > own_restarts:
         if lost_nodes or facts.failed_node:
+            # 23.02 and newer name it while the job completes; on 22.05 the caller has asked for the nodes.
             lost_nodes = {*lost_nodes, *([facts.failed_node] if facts.failed_node else [])}
             return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
         return Cause(kind="requeued", evidence=shown)
+    # Then the state. PreemptTime alone does not decide: a user's scancel in the grace time still shows it.
     if facts.is_running:
         return _running(trigger, facts, shown, signal_lead_s, now, lost_nodes)
+    # Nothing runs and nothing is lost: the ranks stand still where they are.
     if facts.state == "SUSPENDED":
         return Cause(kind="suspended", evidence=shown)
+    # The job is being ended from here on, with Restarts unchanged, and Slurm's Reason tells what is no cancel.
     if facts.reason == "TimeLimit" or facts.state in {"TIMEOUT", "DEADLINE"}:
         return Cause(kind="time_limit", evidence=shown)
+    # A lost node of a job that may not be requeued looks like a scancel but for its Reason.
     if facts.failed or facts.state == "NODE_FAIL":
         return Cause(kind="failed", evidence=shown)
+    # PreemptMode=CANCEL and --no-requeue: told from a scancel by a PreemptTime that is the EndTime, by the JSON of
+    # 23.11 and newer, or by a partition without a grace time to cancel in (`client.job`).
     if facts.preempted:
         return Cause(kind="preemption", evidence=shown)
+    # What nothing else explains counts as a cancel: no cancel is ever undone.
     if facts.state == "COMPLETING" or facts.state.startswith("CANCELLED"):
         return Cause(kind="cancel", evidence=f"{shown}: ended by its user or an administrator")
     return Cause(kind="unknown", evidence=shown)
@@ -135,10 +140,12 @@ def _running(
     now: datetime,
     lost_nodes: Collection[str],
 ) -> Cause:
+    # EndTime has become the end of the grace time.
     if facts.preempt_time is not None:
         return Cause(kind="preemption", evidence=shown, deadline=facts.end_time)
     if lost_nodes:
         return Cause(kind="node_lost", evidence=f"{shown}; lost: {', '.join(sorted(lost_nodes))}")
+    # Slurm shows nothing at the warning of a time limit: that EndTime is near is all the evidence there is.
     may_be_warned = trigger in ("warning", "requeue_wish") or facts.state == "STOPPED"
     if may_be_warned and facts.end_time is not None:
         left = (facts.end_time - now).total_seconds()
@@ -148,12 +155,14 @@ def _running(
                 evidence=f"{shown}, {left:.0f} s to the time limit",
                 deadline=facts.end_time,
             )
+    # `scancel -s STOP` stops the steps; the batch process, which is the lead, goes on.
     if facts.state == "STOPPED":
         return Cause(kind="suspended", evidence=f"{shown}: its steps were stopped by a signal")
     if trigger == "requeue_wish":
         return Cause(kind="operator_requeue", evidence=f"{shown}: a requeue was asked for")
     if trigger == "warning":
         return Cause(kind="operator", evidence=f"{shown}: a warning that Slurm has no reason for")
+    # Slurm's own TERM comes with COMPLETING or a PreemptTime; this one was sent by a person or a program.
     if trigger == "term":
         return Cause(kind="operator", evidence=f"{shown}: a TERM that is not Slurm's end of the job")
     return Cause(kind="none", evidence=shown)

@@ -71,6 +71,8 @@ class SlurmClient:
         for name in list(base):
             if name.startswith(("SCONTROL_", "SQUEUE_", "SINFO_", "SCANCEL_")):
                 del base[name]
+        # English, because answers are told apart by their words; times in seconds since 1970, free of zones and summer
+        # time.
         self._env = base | {"LC_ALL": "C", "SLURM_TIME_FORMAT": "%s"}
         self._timeout_s = timeout_s
         self._programs: dict[str, str] = {}
@@ -85,6 +87,7 @@ class SlurmClient:
                     remedy="run this on a Slurm login node, start `verl-slurm devcluster start`, "
                     "or submit with --cluster local",
                 )
+            # Absolute: a relative element of PATH names another program after the next change of the working directory.
             self._programs[name] = os.path.abspath(found)
         return self._programs[name]
 
@@ -100,6 +103,7 @@ class SlurmClient:
         command = [self._program(argv[0]), *argv[1:]]
         timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
         try:
+            # In a thread: the runner blocks TERM for the command, and does without asyncio's watching of children.
             return await asyncio.to_thread(run_command, command, self._env, timeout_s)
         except RuntimeError as error:  # no thread is available
             raise SlurmMissing(
@@ -116,6 +120,7 @@ class SlurmClient:
             return done.stdout
         said = (done.stderr or done.stdout).strip()
         lowered = said.lower()
+        # The exit code is 1 for an unknown job as for a slurmctld that is away; the words tell them apart.
         if "invalid job id" in lowered or "not found" in lowered:
             raise NotFound(what, where=where, found=said, remedy="squeue --me and sinfo list what there is")
         raise SlurmMissing(
@@ -139,9 +144,12 @@ class SlurmClient:
         # Ended by the preemption, or cancelled in its grace time: the text is the same for both.
         try:
             done = await self.run(commands.show_job_json(job_id), _ASIDE_S)
+            # 23.11 and newer say it in JSON; 22.05's scontrol refuses the option.
             end = ended_as(done.stdout, job_id) if done.exit_code == 0 else None
+            # Equal times: Slurm ended it at that moment, or its user did in the first second of the grace time.
             if end is None and facts.end_time == facts.preempt_time:
                 end = "PREEMPTED" if await self._without_grace(facts.partition.partition(",")[0]) else None
+        # An aside: without its answer the facts stay as they are, and a cancel is never undone.
         except (SlurmMissing, NotFound):
             return facts
         return msgspec.structs.replace(facts, ended_as=end)
@@ -174,12 +182,14 @@ class SlurmClient:
 
     async def usable_nodes(self, partition: str) -> dict[str, str]:
         """Returns what `parse_usable_nodes` finds. Raises as `job`."""
+        # sinfo: far less text than all nodes by scontrol, and `run_command` cuts at 1 MiB.
         argv = commands.list_nodes(partition)
         return parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
 
     async def own_job_with(self, script: str) -> str:
         """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
         text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", script)
+        # The script is the line's rest: its path may contain the separator.
         jobs = (line.strip().partition("|") for line in text.splitlines())
         return max(
             (number for number, _, run in jobs if run == script and number.isdigit()), key=int, default=""
@@ -228,6 +238,7 @@ class SlurmClient:
             done = await self.run(commands.forbid_requeue(job.target))
             if done.exit_code != 0:
                 return done.stderr.strip() or f"exit code {done.exit_code}"
+            # Read back: the lead ends its job for good after this, and Slurm would start it again.
             return "Requeue is still 1" if (await self.job(job.job_id)).requeue else ""
         except (SlurmMissing, NotFound) as error:
             return error.one_line()
@@ -249,6 +260,7 @@ class SlurmClient:
             SlurmRefused: not ours, or over already.
             NotFound, SlurmMissing: as `job`.
         """
+        # Asked for its target: the number of one task of an array stands for the whole array.
         job = await self.job(job_id)
         done = await self.run(commands.cancel(job.target))
         if done.exit_code != 0 or "error" in done.stderr.lower():
@@ -266,6 +278,7 @@ class SlurmClient:
             SlurmRefused: not ours, or not running.
             NotFound, SlurmMissing: as `job`.
         """
+        # Asked for its target, as in `cancel`.
         job = await self.job(job_id)
         done = await self.run(commands.signal_batch(job.target, signal))
         if done.exit_code != 0 or "error" in done.stderr.lower():
@@ -286,7 +299,9 @@ class SlurmClient:
             SlurmRefused: sbatch refused; the error quotes its last line.
             SlurmMissing: no answer; the job may have been queued anyway.
         """
+        # Not asked again by itself: an answer that was lost does not tell whether the job is queued.
         done = await self.run(["sbatch", "--parsable", *words])
+        # `isdigit` alone accepts the digits of all scripts.
         number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`
         if done.exit_code == 0 and number.isascii() and number.isdigit():
             return int(number)
@@ -317,12 +332,8 @@ class SlurmClient:
     async def requeue(
         self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today
     ) -> RequeueOutcome:
-        """Ends this run of the job and has it run again about `delay_s` from now.
-
-        The state is read just before: a job that its user has cancelled is never requeued. Two commands follow at once,
-        the requeue and a start time (6 and 8 ms). TERM is on its way to every process of the job when this returns.
-        Measured with Slurm's default cred_expire and a job that left at once: it ran again 1.0, 3.0, 4.0, 4.9 and 11.0
-        s after the requeue for delays of 1, 2, 3, 5 and 10 s, not 121.
+        """Ends this run of the job and has it run again about `delay_s` from now. TERM is on its way to every process
+        of the job when this returns. A job that its user has cancelled is never requeued.
 
         Args:
             job_id: the job.
@@ -334,8 +345,10 @@ class SlurmClient:
             SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
         """
         began = time.monotonic()
+        # Read just before: `scontrol requeue` revives a job that its user has cancelled, with exit code 0.
         facts = await self.job(job_id)
         refusal = refuse_requeue(facts, own_restarts)
+        # Where Slurm or somebody was first, the start time is still to be set: its own delay is 120 s.
         if refusal is not None and refusal.kind != "already_requeued":
             return refusal
         kind: Literal["requeued", "already_requeued"] = "already_requeued"
@@ -344,25 +357,30 @@ class SlurmClient:
             done = await self.run(commands.requeue(facts.target))
             if done.exit_code != 0:
                 said = done.stderr.strip() or f"exit {done.exit_code}"
+                # Killed or lost on its way: it may have arrived. The caller asks again, and then finds it requeued.
                 if not is_answer(done):
                     return RequeueOutcome(kind="unconfirmed", detail=said)
                 disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
                 return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
+        # At once, in the same process: TERM is on its way to every process of the job. Measured with Slurm's default
+        # cred_expire and a job that left at once: it ran again 1.0, 3.0, 4.0, 4.9 and 11.0 s after the requeue for
+        # delays of 1, 2, 3, 5 and 10 s, not 121.
         outcome = await self._settle(facts, delay_s, kind, own_restarts, now)
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
     async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
-        """Makes a requeued job start `delay_s` from now; returns the requested time, or None if none was requested.
-
-        scontrol turns a time that is past for its node into that node's present. If the node is so far ahead that
-        Slurm's own delay ends sooner, that delay stays.
+        """Makes a requeued job start `delay_s` from now; returns the requested time, or None if none was requested,
+        because this node's clock is so far ahead that Slurm's own delay ends sooner.
 
         Raises:
             SlurmMissing: no answer.
             SlurmRefused: Slurm said no.
         """
+        # Rounded up: Slurm ignores a start time that is past, and its own delay stays.
         start = datetime.fromtimestamp(math.ceil(now().timestamp()) + delay_s, UTC)
         ahead_s = (_today() - now()).total_seconds()
+        # scontrol turns a time that is past for its node into that node's present: a clock so far ahead would delay the
+        # job for longer than Slurm itself does.
         if ahead_s > max(delay_s, _OWN_DELAY_S):
             return None
         done = await self.run(commands.update_start_time(job.target, start), _ASIDE_S)
@@ -387,6 +405,7 @@ class SlurmClient:
         said = ""
         facts: JobFacts | None = None
         until = time.monotonic() + _SETTLE_S
+        # Again and again: while the job is COMPLETING Slurm accepts a start time, and may overwrite it.
         for step in range(_READ_BACK_STEPS):
             if step:
                 await asyncio.sleep(_READ_BACK_PAUSE_S)
@@ -404,9 +423,11 @@ class SlurmClient:
             except (SlurmMissing, NotFound) as error:
                 said = error.one_line()
                 continue
+            # slurmctld has said yes and does not show it yet.
             if facts.restarts <= own_restarts:
                 continue
             eligible, slack = facts.eligible_time, timedelta(seconds=_DELAY_SLACK_S)
+            # Later than asked means overwritten; a time that is past has no effect on a job that is still COMPLETING.
             kept = start is not None and eligible is not None and now() < eligible <= start + slack
             if kept or said == _AHEAD:
                 return RequeueOutcome(

@@ -32,6 +32,7 @@ __all__ = [
     "update_start_time",
 ]
 
+# None of these begins with a dash, so no value can be taken for an option.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A node's, partition's or cluster's name."""
 NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
@@ -47,6 +48,7 @@ def _checked(pattern: re.Pattern[str], value: str) -> str:
 
 def show_job(job_id: int) -> list[str]:
     """Shows all of one job, in the many-line form (see parse.py)."""
+    # Not -o: in one long line, free text such as a job's name could forge a field.
     return ["scontrol", "show", "job", str(job_id)]
 
 
@@ -85,6 +87,7 @@ def list_nodes(partition: str) -> list[str]:
 
 def list_jobs() -> list[str]:
     """Lists one line for each of our unfinished jobs: its number, and its batch script."""
+    # The script last: its path may contain the separator.
     return ["squeue", "--me", "--noheader", "--format=%i|%o"]
 
 
@@ -96,6 +99,7 @@ def sbatch_help() -> list[str]:
 def list_states(users: Iterable[int]) -> list[str]:
     """Lists one line for each unfinished job of these users (uids): number, state, reason."""
     listed = ",".join(str(int(user)) for user in sorted(users))
+    # By user: one question for all runs, however many there are.
     return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
 
 
@@ -118,26 +122,25 @@ def forbid_requeue(job: str) -> list[str]:
 
 
 def update_start_time(job: str, start: datetime) -> list[str]:
-    """Forbids a start before `start`, a time of slurmctld's clock.
-
-    The time is in seconds since 1970 (`uts`): scontrol reads `now+10` by its node's clock and a date by its time zone
-    (22.05.8).
-    """
+    """Forbids a start before `start`, a time of slurmctld's clock."""
+    # In seconds since 1970 (`uts`): scontrol reads `now+10` by its node's clock and a date by its time zone (22.05.8).
     return ["scontrol", "update", f"JobId={_checked(JOB, job)}", f"StartTime=uts{int(start.timestamp())}"]
 
 
 def update_excluded(job: str, nodes: str) -> list[str]:
-    """Sets the nodes that the job avoids; empty: none. Accepted for a job that is COMPLETING, too (22.05.8)."""
+    """Sets the nodes that the job avoids; empty: none."""
     return [
         "scontrol",
         "update",
         f"JobId={_checked(JOB, job)}",
+        # Taken for a job that is COMPLETING, too (22.05.8): the exclusion is set after the requeue.
         f"ExcNodeList={_checked(NODE_LIST, nodes) if nodes else ''}",
     ]
 
 
 def signal_batch(job: str, signal: str) -> list[str]:
     """Signals the batch process alone, which is the lead; the steps do not get it."""
+    # --batch: a signal to a step reaches every process in it, and those without a handler die of it.
     return ["scancel", "--batch", f"--signal={_checked(NAME, signal)}", _checked(JOB, job)]
 
 

@@ -60,6 +60,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
         het_size = _number(env, "SLURM_HET_SIZE", default=1)
         if het_size > _MOST_COMPONENTS:
             raise _refuse("SLURM_HET_SIZE", str(het_size), f"at most {_MOST_COMPONENTS}")
+        # Each component of a heterogeneous job has variables of its own.
         parts = [f"_HET_GROUP_{number}" for number in range(het_size)] if het_size > 1 else [""]
         return cls(
             job_id=_number(env, "SLURM_JOB_ID", least=1),
@@ -69,6 +70,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             node_name=_name(env, "SLURMD_NODENAME", NAME),
             cluster=_name(env, "SLURM_CLUSTER_NAME", NAME) if env.get("SLURM_CLUSTER_NAME") else None,
             partition=_name(env, "SLURM_JOB_PARTITION", NAME) if env.get("SLURM_JOB_PARTITION") else None,
+            # A relative one would be looked for in the working directory.
             submit_dir=Path(submit_dir) if submit_dir and submit_dir.startswith("/") else None,
             array_job_id=_optional_number(env, "SLURM_ARRAY_JOB_ID"),
             array_task_id=_optional_number(env, "SLURM_ARRAY_TASK_ID"),

@@ -76,31 +76,33 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def target(self) -> str:
-        """Returns the name of this job alone for a command that changes it. One task of an array has the array's own
-        number as its JobId, and Slurm takes that number for all tasks: `scontrol requeue 12` ends every one (seen on
-        22.05.8)."""
+        """Returns the name of this job alone, for a command that changes it."""
+        # The task that was started last has the array's own number as its JobId, and Slurm takes that number for every
+        # task: `scontrol requeue 12` ends all of them (seen on 22.05.8).
         return self.array_task or str(self.job_id)
 
     @property
     def ended_by_preemption(self) -> bool:
-        """Returns whether Slurm has ended it for another job, as far as times tell. Slurm sets PreemptTime anew at that
-        moment, which is the job's EndTime, too. A scancel in the grace time leaves PreemptTime at the beginning of the
-        grace (both seen on 22.05.8). So a scancel looks the same in its first second and not later."""
+        """Returns whether Slurm has ended it for another job, as far as times tell."""
+        # Slurm sets PreemptTime anew when it ends the job, so both times are equal. A scancel in the grace time leaves
+        # PreemptTime at the beginning of that (both seen on 22.05.8); in its first second the two look the same.
         ending = self.state in {"COMPLETING", "PREEMPTED"} and self.preempt_time is not None
         return ending and self.preempt_time == self.end_time
 
     @property
     def preempted(self) -> bool:
-        """Returns whether Slurm ends, or has ended, it for another job, as far as that can be told from a cancel. A job
-        that may not be requeued keeps its Restarts when preempted; for one that may, Slurm's own word is required."""
+        """Returns whether Slurm ends, or has ended, it for another job, as far as that can be told from a cancel."""
+        # A job that may not be requeued keeps its Restarts when preempted; for one that may, Slurm's own word is
+        # required.
         end = self.ended_as if self.state == "COMPLETING" else self.state
         return end == "PREEMPTED" or (end is None and self.ended_by_preemption and not self.requeue)
 
     @property
     def failed(self) -> bool:
         """Returns whether Slurm ends, or has ended, it because something broke: a node, memory, or its batch process,
-        which was killed (22.05 says JobLaunchFailure, newer ones `RaisedSignal:9(Killed)`) or left with an error. It
-        was not ended on purpose: `scancel`, with any signal but through `-b`, leaves Reason=None."""
+        which was killed or left with an error. It was not ended on purpose."""
+        # 22.05 says JobLaunchFailure for a batch process that was killed, newer ones `RaisedSignal:9(Killed)`.
+        # `scancel`, with any signal but through `-b`, leaves Reason=None.
         word = (self.reason or "").partition(":")[0]
         return self.state in _STATES_FAILED and word in _REASONS_FAILED
 

@@ -50,8 +50,10 @@ def parse_time(text: str) -> datetime | None:
     """
     if text in _NOTHING:
         return None
+    # Without ASCII, \d matches the digits of all scripts.
     if re.fullmatch(r"\d{1,12}", text, re.ASCII):
         return datetime.fromtimestamp(int(text), UTC)
+    # A time without a zone is this node's local one: scontrol prints it by its own node's zone.
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone(UTC)
 
 
@@ -78,6 +80,7 @@ def parse_seconds(text: str) -> int | None:
     if match is None:
         raise ValueError(f"not a duration: {text!r}")
     days, first, second, last = (None if part is None else int(part) for part in match.groups())
+    # `minutes:seconds`: the expression has put the minutes in the place of the hours.
     if second is None:
         first, second = None, first
     return ((days or 0) * 24 + (first or 0)) * 3600 + (second or 0) * 60 + (last or 0)
@@ -86,6 +89,7 @@ def parse_seconds(text: str) -> int | None:
 def _records(text: str) -> list[dict[str, str]]:
     """Yields blocks of `Key=value` lines, separated by blank lines."""
     blocks: list[dict[str, str]] = []
+    # One record for each task of an array and each component of a heterogeneous job.
     for block in re.split(r"\n\s*\n", text.strip("\n")):
         fields: dict[str, str] = {}
         for line in block.splitlines():
@@ -102,11 +106,13 @@ def _read_line(line: str, fields: dict[str, str]) -> None:
             # a word that belongs to the value before (`Power= `, `OS=Linux 6.1 #1 SMP`), in no field that we read
             line = line.partition(" ")[2].lstrip()
             continue
+        # A job's Reason shares its line with Dependency (`JobState=.. Reason=.. Dependency=..`); a node's is free text.
         if key in _FREE_TEXT and not (key == "Reason" and " Dependency=" in rest):
             value, line = rest, ""
         else:
             value, _, line = rest.partition(" ")
             line = line.lstrip()
+        # A newline in a name begins a line: a second JobState must not replace, or be replaced by, the forged one.
         if key in fields:
             raise _unreadable(f"the field {key} twice")
         fields[key] = value
@@ -148,9 +154,12 @@ def _job(fields: dict[str, str]) -> JobFacts:
     user = re.search(r"\((\d+)\)$", fields["UserId"])
     if user is None:
         raise ValueError(f"UserId {fields['UserId']!r}")
+    # Fields by [] are printed by all versions in all states; those by `get` by newer ones, or in some states.
     return JobFacts(
         job_id=int(fields["JobId"]),
         name=fields.get("JobName", ""),
+        # One word, that of a flag before that of the state (job_state_string): SIGNALING hides RUNNING, COMPLETING the
+        # end.
         state=fields["JobState"],
         reason=_optional(fields["Reason"]),
         restarts=int(fields["Restarts"]),
@@ -164,6 +173,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         exit_code=fields["ExitCode"],
         batch_host=_optional(fields.get("BatchHost", "")),
         node_list=_optional(fields.get("NodeList", "")),
+        # `2-2` while the job waits.
         num_nodes=int(fields["NumNodes"].partition("-")[0]),
         user_id=int(user[1]),
         std_out=_optional(fields.get("StdOut", "")),
@@ -179,6 +189,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
 def _array_task(fields: dict[str, str]) -> str | None:
     """Returns None for a job that is no task, or for a record of several waiting tasks (`ArrayTaskId=2-8%1`)."""
     task = f"{fields.get('ArrayJobId', '')}_{fields.get('ArrayTaskId', '')}"
+    # Checked: it becomes a word of `scontrol requeue` and `scancel`.
     return task if re.fullmatch(r"\d{1,10}_\d{1,10}", task, re.ASCII) else None
 
 
@@ -217,6 +228,7 @@ def parse_lost_nodes(text: str) -> tuple[str, ...]:
     )
 
 
+# In sinfo's short and long words.
 _USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", "mixed", "planned", "plnd"})
 
 
@@ -237,6 +249,7 @@ def parse_usable_nodes(text: str) -> dict[str, str]:
 
 
 def _node_state(text: str) -> frozenset[str]:
+    # Flags behind a state (sinfo(1), "NODE STATE CODES"): the word counts, and `*` is a fact of its own.
     states = {word.rstrip("*~#!%$@^-") for word in text.upper().split("+")}
     if "*" in text:
         states.add("NOT_RESPONDING")
@@ -299,6 +312,7 @@ def parse_config(text: str) -> dict[str, str]:
     config: dict[str, str] = {}
     for line in text.splitlines():
         key, equals, value = line.partition("=")
+        # `SlurmctldHost[0]`; headings and the lines of plugins have no such key.
         if equals and re.fullmatch(r"[A-Za-z][\w/.-]*(?:\[\d+\])?", key.strip(), re.ASCII):
             config[key.strip()] = value.strip()
     return config
@@ -306,6 +320,7 @@ def parse_config(text: str) -> dict[str, str]:
 
 def parse_config_time(text: str) -> datetime | None:
     """Returns slurmctld's time, from the first line of `scontrol show config`; None if it is missing."""
+    # From the same answer as the settings: one question tells both.
     match = re.match(r"Configuration data as of (\S+)$", text, re.MULTILINE)
     try:
         return None if match is None else parse_time(match[1])
@@ -346,6 +361,7 @@ class _Job(msgspec.Struct):
     job_state: str | list[str] = []
 
 
+# Two fields alone: the form of others differs by version (from 23.11 times and numbers are `{set, infinite, number}`).
 class _Answer(msgspec.Struct):
     jobs: list[_Job] = []
 
@@ -359,8 +375,10 @@ def ended_as(text: str, job_id: int) -> str | None:
     """
     try:
         answer = msgspec.json.decode(text, type=_Answer)
+    # msgspec lets the last two through, which are none of its own errors.
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         return None
+    # One record, and a list of words: a single word is the one that hides the others (up to 23.02).
     states = [job.job_state for job in answer.jobs if job.job_id == job_id]
     if len(states) != 1 or isinstance(states[0], str):
         return None

@@ -73,8 +73,10 @@ def refuse_requeue(facts: JobFacts, own_restarts: int) -> RequeueOutcome | None:
             kind="cancelled",
             detail=f"JobState={facts.state}, Restarts={facts.restarts} unchanged: ended by its user",
         )
+    # Held, suspended or waiting: `scontrol requeue` of a suspended job ends in JobHeldAdmin, and never runs (22.05.8).
     if not facts.is_running and not not_wanted:
         return RequeueOutcome(kind="refused", detail=f"JobState={facts.state}: not a running job")
+    # Last: after `forbidden` another job may follow, which a job that its user cancelled must not get.
     if not facts.requeue:
         return RequeueOutcome(kind="forbidden", detail="Slurm may not requeue this job (Requeue=0)")
     return None
@@ -97,6 +99,7 @@ _NO_ANSWER = (
 def is_answer(done: Completed) -> bool:
     """Returns whether slurmctld answered a failed request, as opposed to one killed or lost on its way. Pure."""
     said = done.stderr.lower()
+    # Below 0: a signal killed the command, which says nothing about slurmctld.
     return done.exit_code >= 0 and not any(words in said for words in _NO_ANSWER)
 
 

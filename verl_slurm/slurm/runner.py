@@ -1,8 +1,7 @@
 """Runs one command to its end: with a deadline and capped output, and unharmed by the signals of the job's end.
 
-A requeue sends TERM to every process of the job within milliseconds, this command too; so it starts with TERM, USR1,
-USR2, INT and HUP blocked. A blocked mask survives exec (a handler does not). It is set in the calling thread alone,
-between two lines, so no other process that starts meanwhile inherits it. SIGKILL after KillWait still ends it.
+A requeue sends TERM to every process of the job, this command too; so it starts with TERM, USR1, USR2, INT and HUP
+blocked. SIGKILL after KillWait still ends it.
 
 Blocking: the client calls it in a worker thread. That avoids asyncio's child watching and a `preexec_fn`, which is
 unsafe beside threads.
@@ -47,6 +46,8 @@ def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Co
         SlurmMissing: the command cannot be started, does not end in time, or prints endlessly. It is dead then.
     """
     began = time.monotonic()
+    # A requeue sends TERM within milliseconds. A blocked mask survives exec, a handler does not. It is set in this
+    # thread alone, between two lines, so no other process that starts meanwhile inherits it.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         process = subprocess.Popen(
@@ -65,6 +66,7 @@ def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Co
         except OSError as error:  # no descriptor left to listen with
             raise _no_answer(argv, str(error)) from error
         finally:
+            # Also after an error: leaving `with process` waits for its end.
             if process.poll() is None:
                 process.kill()
     return Completed(exit_code=code, stdout=stdout, stderr=stderr, seconds=time.monotonic() - began)
@@ -80,6 +82,7 @@ def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) 
             selector.register(stream, selectors.EVENT_READ)
         while selector.get_map():
             ready = selector.select(max(0.0, deadline - time.monotonic()))
+            # A command may hang with its streams open.
             if not ready:
                 raise subprocess.TimeoutExpired(argv, 0)
             for key, _ in ready:

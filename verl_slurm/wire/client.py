@@ -68,6 +68,7 @@ class RankClient:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         try:
             connection.connect(path := str(control / SOCKET_NAME))
+            # After connect: the directory that TMPDIR names may let others put a socket of theirs in this place.
             require_our_agent(connection, path)
         except BaseException:
             connection.close()
@@ -89,6 +90,7 @@ class RankClient:
                 return
             every = _OTHERS_EVERY_S if message.rank else _PROGRESS_EVERY_S
             self._next_progress, self._phase = now + every, message.phase
+            # A step's end carries its metrics and is worth a moment; every other position is soon out of date.
             patience = _PATIENCE_S if message.phase == "step_end" else 0.0
         self._socket.settimeout(patience)
         try:

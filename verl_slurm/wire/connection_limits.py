@@ -41,10 +41,13 @@ class ConnectionLimits:
 
     def arrive(self, transport: asyncio.WriteTransport) -> None:
         """Registers a new connection."""
+        # The oldest leaves, not the newcomer: an honest peer needs milliseconds here, a silent stranger all the time
+        # there is.
         while len(self._row) >= self.most_strangers:
             oldest = next(iter(self._row))
             del self._row[oldest]
             self._refused("crowded", _peer(oldest))
+            # No close(): that waits until its buffer is sent, and a stranger may read nothing.
             oldest.abort()
         self._row[transport] = None
 
@@ -62,6 +65,7 @@ class ConnectionLimits:
     def admit(self, transport: asyncio.WriteTransport) -> bool:
         """Registers that a connection knows the token. Returns whether there is a place for it; without one it is
         cut."""
+        # Else it was pushed out while its proof was checked.
         if transport in self._row:
             del self._row[transport]
             if self._proven < self._max_proven:
@@ -89,6 +93,7 @@ def make_room(sockets: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = sockets + _OWN_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
+        # Without privilege the soft limit goes up to the hard one.
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

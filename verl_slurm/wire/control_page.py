@@ -62,10 +62,13 @@ class ControlPage:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             info = os.fstat(fd)
+            # Asked of the descriptor, so that what is judged is what is mapped: another user's page could ask ranks for
+            # saves.
             if info.st_size != _SIZE or info.st_uid != os.geteuid():
                 found = f"{info.st_size} bytes of uid {info.st_uid}"
                 expected = f"{_SIZE} bytes of uid {os.geteuid()}"
                 raise WireError("not a control page of ours", where=path, found=found, expected=expected)
+            # For reading alone: no bug of a rank writes into what all ranks of the node read.
             memory = mmap.mmap(fd, _SIZE, prot=mmap.PROT_READ)
         finally:
             os.close(fd)
@@ -74,10 +77,11 @@ class ControlPage:
         return cls(memory)
 
     def post(self, request: SaveRequest) -> None:
-        """Posts a request. The id is stored last, so a reader that sees the id also sees the rest."""
+        """Posts a request, in the place of the former one."""
         left = request.seconds_left
         # 0 also means "no deadline": leads wrote it so before `seconds_left` could be None.
         deadline_ns = self._clock_ns() + int(left * 1e9) if left is not None and left > 0 else 0
+        # The id last: a reader that sees it also sees the rest.
         _WORD.pack_into(self._memory, _STOP, int(request.stop))
         _WORD.pack_into(self._memory, _DEADLINE, deadline_ns)
         _WORD.pack_into(self._memory, _REQUEST_ID, request.request_id)

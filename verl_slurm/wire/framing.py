@@ -73,6 +73,7 @@ class Framer(Generic[M]):
 
     def __init__(self, key: bytes, direction: bytes, message_type: Any) -> None:
         self._key = key
+        # Two directions, one key: with the direction in the MAC, a frame that is sent back to its sender is refused.
         self._out, self._in = (b"L", b"A") if direction == b"L" else (b"A", b"L")
         self._sent = self._received = 0
         self._buffer = bytearray()
@@ -87,6 +88,7 @@ class Framer(Generic[M]):
         sequence = _SEQUENCE.pack(self._sent)
         mac = _mac(self._key, self._out, sequence, payload)
         frame = _HEAD.pack(len(payload), self._sent, mac) + payload
+        # After the frame is whole: a message that is refused above uses no number.
         self._sent += 1
         return frame
 
@@ -99,14 +101,17 @@ class Framer(Generic[M]):
         self._buffer += data
         while len(self._buffer) >= _HEAD.size:
             length, sequence, mac = _HEAD.unpack_from(self._buffer)
+            # From the head alone: a length that no message has is refused before its bytes are waited for.
             if length > MAX_FRAME:
                 raise WireError("a frame is too large", found=length, expected=f"at most {MAX_FRAME}")
+            # A frame that was recorded, doubled or left out; TCP itself neither loses nor reorders.
             if sequence != self._received:
                 raise WireError("a frame is out of order", found=sequence, expected=self._received)
             end = _HEAD.size + length
             if len(self._buffer) < end:
                 break
             payload = bytes(self._buffer[_HEAD.size : end])
+            # Nothing of the payload is decoded before its MAC is known to be good.
             if not hmac.compare_digest(mac, _mac(self._key, self._in, _SEQUENCE.pack(sequence), payload)):
                 raise WireError("a frame does not carry our MAC", where=f"frame {sequence}")
             del self._buffer[:end]
@@ -115,4 +120,5 @@ class Framer(Generic[M]):
                 message = self._decoder.decode(payload)
             except UNREADABLE as error:
                 raise WireError("a message is not of our vocabulary", where=str(error)) from error
+            # One by one: messages before a frame that is refused, in the same bytes, are whole and count.
             yield message

@@ -48,6 +48,7 @@ _REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]{1,64}")
 _VALUE = re.compile(rb"[ -~\t]*")
 _MOST_HEADERS = 64
+# int() itself takes the digits of all scripts, and raises for more than 4,300 of them.
 _LENGTH = re.compile(r"[0-9]{1,7}")
 _END = b"\r\n\r\n"
 _BACKLOG = 64
@@ -99,6 +100,8 @@ def parse_head(head: bytes) -> HttpRequest:
     """
     if not head.endswith(_END):
         raise WireError("not a request", found="no empty line")
+    # By CRLF alone: where another reader takes a bare line feed for an end, it sees another request. The patterns below
+    # refuse one.
     first, *lines = head[: -len(_END)].split(b"\r\n")
     found = _REQUEST_LINE.fullmatch(first)
     if found is None or len(lines) > _MOST_HEADERS:
@@ -107,6 +110,7 @@ def parse_head(head: bytes) -> HttpRequest:
     for line in lines:
         raw_name, colon, value = line.partition(b":")
         name = raw_name.decode().lower() if colon and _NAME.fullmatch(raw_name) else ""
+        # A header that comes twice, and a transfer coding: two readers may not agree where the body ends.
         if not name or not _VALUE.fullmatch(value) or name in headers or name == "transfer-encoding":
             raise WireError("not a header that is taken", found=repr(line[:40]))
         headers[name] = value.strip(b" \t").decode()
@@ -169,12 +173,15 @@ async def serve_http(
         # asyncio's default of 256 KiB per read, for a hundred thousand strangers, leaves 1 MB of holes in the heap.
         transport: Any = writer.transport
         transport.max_size = caps.head_bytes
+        # ---- a stranger: one that is newer may push this one out
         limits.arrive(transport)
         bearer = False
         try:
+            # One limit for head and body together: a byte now and then extends nothing.
             async with asyncio.timeout(caps.patience_s):
                 read = await _head(reader, caps)
                 if isinstance(read, HttpRequest) and token is not None and has_token(read, token):
+                    # All places of bearers are taken.
                     if not limits.admit(transport):
                         return
                     bearer = True
@@ -182,6 +189,7 @@ async def serve_http(
                     body = await _body(reader, read, keep=bearer or token is None)
                     read = msgspec.structs.replace(read, body=body, bearer=bearer)
             reply = read if isinstance(read, HttpReply) else await _handled(handle, read)
+            # ---- the reply, with a limit of its own: a peer that takes no bytes must not keep its place
             async with asyncio.timeout(caps.patience_s):
                 writer.write(_rendered(reply, caps))
                 await writer.drain()
@@ -206,7 +214,9 @@ async def _head(reader: asyncio.StreamReader, caps: Caps) -> HttpRequest | HttpR
     try:
         head = await reader.readuntil(_END)
     except asyncio.LimitOverrunError:
+        # Bytes that are not read make the kernel send a reset, which may overtake this answer.
         return HttpReply(431)
+    # `readuntil` counts without the empty line.
     if len(head) > caps.head_bytes:
         return HttpReply(431)
     try:
@@ -265,6 +275,7 @@ def _rendered(reply: HttpReply, caps: Caps) -> bytes:
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
+# TCP_LISTEN of include/net/tcp_states.h.
 _LISTEN = "0A"
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
@@ -302,11 +313,14 @@ def listener_of(port: int) -> Listener:
     for table in _TABLES:
         try:
             lines = table.read_text().splitlines()[1:]
+        # A machine without IPv6 has no tcp6.
         except OSError:
             continue
         for line in lines:
             fields = line.split()
+            # sl, local_address, rem_address, st, queues, timer, retrnsmt, uid; the port is hexadecimal.
             if len(fields) > 7 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
                 found.add(int(fields[7]))
+    # Several sockets may listen on one port, at different addresses; a stranger's among them is the news.
     strangers = found - {os.geteuid(), 0}
     return Listener(min(strangers or found, default=None))

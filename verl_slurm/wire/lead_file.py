@@ -50,6 +50,7 @@ def read_lead_address(paths: RunPaths) -> LeadAddress:
 def remove_lead_address(paths: RunPaths, epoch: int) -> None:
     """Removes the file, unless a newer attempt has already written its own."""
     try:
+        # Two leads may overlap for a moment: the newer one's address must stay.
         if read_lead_address(paths).epoch == epoch:
             paths.lead_address.unlink()
     except (OSError, WireError, PermissionRefused):

@@ -26,6 +26,7 @@ def die_with_launcher() -> None:
         return
     parent = os.getppid()
     die_with_parent()
+    # Checked after the request: the kernel signals a death from then on, and the launcher may have died before.
     if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
         os._exit(1)
 

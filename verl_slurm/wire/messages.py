@@ -90,6 +90,7 @@ MAX_STORY = 4000
 Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
 """Topics of a `Notice`."""
 
+# \A and \Z, since msgspec searches for the pattern and `$` accepts a newline at the end.
 CheckpointName = Annotated[str, msgspec.Meta(pattern=r"\Astep_[0-9]{6,}(?:_sp[0-9]{4,})?\Z", max_length=64)]
 """As `paths.CHECKPOINT_NAME`: a receiver looks for the name below the run's own checkpoints."""
 
@@ -165,6 +166,7 @@ class StacksWritten(_Message, frozen=True, kw_only=True):
     """Reports that the ranks of this node were told to write their stacks, and had a second for it."""
 
     node: str
+    # PATH_MAX.
     log: Annotated[str, msgspec.Meta(max_length=4096)]
     """Place of the stacks, for people."""
 
@@ -325,6 +327,7 @@ class StoreCall(_Message, frozen=True, kw_only=True):
         "pop",
         "length",
     ]
+    # As many as the store may hold (`rank_store.MAX_KEYS`).
     keys: Annotated[tuple[_Key, ...], msgspec.Meta(max_length=131_072)] = ()
     """One key; any number for `wait` and `check`; none for `count`."""
     values: Annotated[tuple[_Value, ...], msgspec.Meta(max_length=2)] = ()

@@ -96,6 +96,7 @@ def read_reward_plan(paths: RunPaths) -> RewardPlan:
     except UNREADABLE as error:
         raise _unreadable(paths, error) from error
     steps = [switch.step for switch in plan.switches]
+    # `at` counts entries: that needs one replacement for each step at most, in order.
     if plan.version != 1 or steps != sorted(set(steps)):
         raise _unreadable(paths, f"version {plan.version}, replacements at steps {steps}")
     return plan
@@ -103,6 +104,8 @@ def read_reward_plan(paths: RunPaths) -> RewardPlan:
 
 def write_reward_plan(paths: RunPaths, plan: RewardPlan) -> None:
     """Replaces the record durably. Runs on rank 0 of the attempt that owns the run."""
+    # Durable when it returns, and then the reward scores: the other way round, a run that is thrown back would score
+    # the step with the former reward.
     write_file(paths.reward_plan, msgspec.json.format(msgspec.json.encode(plan), indent=1) + b"\n")
 
 
@@ -111,6 +114,7 @@ def ask_for_reward(paths: RunPaths, reward: str, warm_start_steps: int) -> Rewar
     before = read_reward_request(paths)
     handled = read_reward_plan(paths).handled
     request = RewardRequest(
+        # Greater than both: a number that was handled is not looked at again, and the file of the request may be gone.
         number=max(handled, before.number if before else 0) + 1,
         reward=reward,
         warm_start_steps=warm_start_steps,
@@ -128,6 +132,7 @@ def read_reward_request(paths: RunPaths) -> RewardRequest | None:
         PermissionRefused: the file is a link, or not ours alone: it names code to be run.
     """
     try:
+        # Read as a secret is: whoever may write this file has code of theirs run.
         data = _read_ours(paths.reward_request, "a request for another reward")
         return msgspec.json.decode(data, type=RewardRequest)
     except FileNotFoundError:
@@ -140,6 +145,7 @@ def _read_ours(path: Path, what: str) -> bytes:
     try:
         return read_private(path)
     except OSError as error:
+        # O_NOFOLLOW: a link gives ELOOP, and every other error is the storage's.
         if error.errno != errno.ELOOP:
             raise
         raise PermissionRefused(

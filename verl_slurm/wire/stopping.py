@@ -55,7 +55,9 @@ class Stopper:
         left = None if read is None else read.seconds_left
         # Negative, so that the maximum is the soonest; no two nodes have the same monotonic clock.
         hurry_ms = _NO_HURRY if left is None else -int(max(0.0, left) * 1000)
+        # One collective for all four numbers, at each safe point.
         newest, newest_stop, any_busy, hurry_ms = self._greatest((*mine, int(busy), hurry_ms))
+        # The page shows a request for as long as no newer one replaces it.
         if newest <= self._obeyed:
             return Agreement(None, bool(any_busy))
         left = None if hurry_ms == _NO_HURRY else -hurry_ms / 1000

@@ -23,7 +23,7 @@ __all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
 """File of 32 bytes, 0600: the key by which the ranks of one generation prove themselves to each other
-(`rendezvous.proof`)."""
+(`rendezvous.peers.proof`)."""
 
 LENGTH = struct.Struct(">I")
 _ENCODER = msgspec.msgpack.Encoder()
@@ -49,6 +49,7 @@ class StoreLine:
         Raises:
             WireError: the agent is gone, or does not speak our protocol.
         """
+        # One call on one connection: a call that waits for a key holds up no other thread.
         connection = self._take()
         try:
             data = _ENCODER.encode(message)
@@ -73,6 +74,7 @@ class StoreLine:
         return answer
 
     def _take(self) -> socket.socket:
+        # A forked child has the parent's descriptors: both would read each other's answers. Its lock may be held, too.
         if self._pid != os.getpid():
             self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
         with self._lock:

@@ -30,6 +30,7 @@ def run_join(root: Path, hostfile: Path, name: str) -> ExitCode:
     hosts = read_hostfile(hostfile)
     check_hosts(hosts, config)
     place = find_host(hosts, name)
+    # Ends that are in the journal already are those of former leads.
     since = len(read_events(paths))
     seen = (0, 0)
     while True:

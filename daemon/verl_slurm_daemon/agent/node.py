@@ -101,6 +101,7 @@ class Agent:
         self._ranks: RankSocket | None = None
         self._store: StoreSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
+        # Signals that came before the link; the lead asks Slurm for their cause, so they wait for it.
         self._early_signals: list[str] = []
         self._metrics: AgentMetrics | None = None
 
@@ -112,8 +113,12 @@ class Agent:
         """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._note_error)
+        # As a subreaper (`run_agent`) this process adopts the ranks' orphans, which stay as zombies unless it waits for
+        # them.
         bury_orphans(loop)
         job = slurm_job(dict(os.environ), self._log)
+        # In a Slurm job no signal ends an agent: it may be the last process that can ask for the requeue. Outside of
+        # Slurm, INT and HUP come from a terminal and keep their meaning.
         heard = RELAYED if job is None else WARNINGS
         for number in heard:
             listen(loop, number, partial(self._relay, signal.Signals(number).name))
@@ -129,6 +134,7 @@ class Agent:
                 told = self._report(error)
                 if self._link is not None:  # else the lead would wait a minute for an agent that never comes
                     self._link.send(NodeExited(node=self._node, exit_code=int(broken), detail=told))
+            # Reached by each way out but Ctrl-C, errors included: a killed lead ends the job without a requeue.
             released = await self._leave(job)
         finally:  # by Ctrl-C, too
             self._clean_up()
@@ -156,6 +162,7 @@ class Agent:
                 node=self._node,
                 node_id=self._node_id,
                 address=link.own_host,
+                # For Ray's head. torch's ranks use no port: they meet in the lead's store (`wire.store_line`).
                 free_port=_free_port(link.own_host),
             )
         )
@@ -205,15 +212,20 @@ class Agent:
         raise AssertionError("unreachable")
 
     async def _live(self, link: LeadLink, ranks: RankSocket) -> None:
+        # ---- wait until all agents are ready and the lead has named the checkpoint to resume from
         launch = await self._first(self._launches.get())
         if launch is None:
             return
+        # Which ranks are this node's follows from `node_rank`; until here the socket refuses every message.
         ranks.ranks = self._config.speakers_on(launch.node_rank)
         assert self._address is not None
+        # Ranks get a key derived from the token, in a 0600 file, and never the token: that opens the lead's port.
         key = ranks_key(bytes.fromhex(self._address.token), launch.epoch, launch.generation)
+        # Not durable: it serves processes of this restart, which a power cut ends as well.
         write_file(ranks.directory / RANKS_KEY_NAME, key, durable=False)
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         self._rank_log = log
+        # A file and no pipe: a pipe that is not read any more would stop the ranks at a print.
         with open(self._open_rank_log(log), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
                 *launcher_argv(sys.executable, self._config, self._paths, launch, ranks.directory),
@@ -221,14 +233,17 @@ class Agent:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                # A session leader is how `bury_orphans` tells our children, which asyncio waits for, from adopted ones.
                 start_new_session=True,
                 preexec_fn=child_setup,
             )
         self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
+        # ---- wait for the ranks' end; after a shutdown or a lost link, `_leave` kills them
         exit_code = await self._first(launcher.wait())
         if exit_code is None:
             return
         self._log.say("exited", code=exit_code)
+        # Before NodeExited: a Saved or Finished that a rank sent just before its end may still lie in the socket.
         await ranks.drain()
         detail = "" if exit_code == 0 else _first_cause(tail(log, _TOLD_BYTES))
         link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
@@ -242,6 +257,7 @@ class Agent:
         await asyncio.wait([task, *ends], return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
             end.cancel()
+        # Before the ends: a result that comes in the same turn of the loop as a shutdown counts.
         if task.done():
             return task.result()
         task.cancel()
@@ -261,9 +277,12 @@ class Agent:
 
     async def _leave(self, job: SlurmJob | None) -> bool:
         """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
+        # First of all: the end of this step tells the lead that no process of ours is left (`inputs.GenerationEnded`),
+        # and ranks that outlive it would write beside the next attempt's.
         self._kill_all()
         for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
             await asyncio.sleep(0)
+        # Taken before the link is closed below, because `_listen` takes our own close for the loss of the lead.
         known = Known(
             in_slurm=job is not None,
             released=self._shutdown.is_set(),
@@ -272,6 +291,7 @@ class Agent:
         )
         if self._link is not None:
             await self._link.close()  # a lead that lives sees it, and knows
+        # No launcher is forked any more, so a thread may write: storage that hangs must not delay the requeue.
         self._log.detach()
         senses = None
         if job is not None:
@@ -311,9 +331,12 @@ class Agent:
         told = error.one_line() if isinstance(error, VerlSlurmError) else f"{type(error).__name__}: {error}"
         places = traceback.extract_tb(error.__traceback__)
         self._log.say("failed", loud=True, error=told, where=f"{places[-1].filename}:{places[-1].lineno}")
+        # An error of ours has all that people need in one line; of any other, developers need the stack.
         printed = told
         if not isinstance(error, VerlSlurmError):
             printed = "".join(traceback.format_exception(error)).rstrip()
+        # What is printed goes by srun to the lead's node, and is no reason to end: that may be gone, or the stream
+        # closed.
         with contextlib.suppress(OSError, ValueError):
             sys.stderr.write(f"verl-slurmd: {printed}\n")
         return told
@@ -331,6 +354,7 @@ class Agent:
         except (OSError, VerlSlurmError) as error:
             self._log.say("link", ended=f"{type(error).__name__}: {error}")
         finally:
+            # However the link ended: `leaving.decide` finds out whether the lead lives.
             self._lead_lost.set()
 
     def _from_lead(self, message: ToAgent) -> None:
@@ -339,6 +363,7 @@ class Agent:
                 self._launches.put_nowait(message)
             case SaveRequest():
                 assert self._ranks is not None
+                # By the page and not by a socket: ranks look at each safe point, which has to cost one read of memory.
                 self._ranks.page.post(message)
             case StoreAnswer():
                 assert self._store is not None
@@ -352,6 +377,7 @@ class Agent:
     async def _dump_stacks(self) -> None:
         """Makes the ranks dump their stacks and waits a second: nothing tells when a rank has written its last line."""
         assert self._link is not None
+        # faulthandler answers the signal in C: a rank that hangs with the GIL held writes its stacks, too.
         signal_ranks(self._pids, STACKS_SIGNAL)
         await asyncio.sleep(_STACKS_S)
         self._link.send(StacksWritten(node=self._node, log=str(self._rank_log)))
@@ -368,6 +394,7 @@ class Agent:
         self._log.say("signal", name=name)
         if self._link is None:
             self._early_signals.append(name)
+            # It ends the pauses between the tries to connect (`_connect`).
             if name == "SIGTERM":
                 self._warned.set()
         else:
@@ -392,11 +419,13 @@ def _first_cause(text: str) -> str:
 
 def run_agent(root: Path, epoch: int) -> ExitCode:
     """Runs the agent of this node from start to end."""
+    # Before the first child: an orphan goes to the nearest subreaper that there is when its parent dies.
     become_subreaper()
     # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     paths = RunPaths(root)
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    # It counts over all components of a heterogeneous job, too (22.05.8).
     node_id = int(os.environ.get("SLURM_NODEID") or 0)
     return asyncio.run(_run(paths, epoch, node, node_id))
 
@@ -405,5 +434,6 @@ async def _run(paths: RunPaths, epoch: int, node: str, node_id: int) -> ExitCode
     try:
         config, failed = load_own(paths.run_yaml), None
     except (OSError, VerlSlurmError) as error:
+        # The defaults suffice for the link by which the lead is told; else it would wait a minute for this agent.
         config, failed = RunConfig(), error
     return await Agent(paths, config, epoch, node, node_id).run(failed)

@@ -88,6 +88,7 @@ class SlurmSenses:
 
     async def lead_ended(self) -> bool:
         async with asyncio.timeout(_READ_S):
+            # In a thread, because storage that hangs would stop the loop and with it the limit above.
             events = await asyncio.to_thread(read_events, self._paths)
         return lead_ended(events, self._epoch)
 
@@ -97,9 +98,12 @@ class SlurmSenses:
         address = self._address
         try:
             async with asyncio.timeout(_PROBE_S):
+                # A whole handshake, not just a TCP connection: another process may have taken the port meanwhile.
                 link = await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
+        # Whatever the reason, this lead does not answer; Slurm and time decide what that means.
         except (OSError, TimeoutError, asyncio.IncompleteReadError, VerlSlurmError):
             return False
+        # Without an AgentReady the link names no node, so the lead does not count its end as a lost agent.
         await link.close()
         return True
 
@@ -140,17 +144,21 @@ async def see_off(
         node_id: agents ask Slurm in the order of this number.
         sleep, clock: replaced in tests.
     """
+    # ---- look until the facts decide
     began, looks, seen = clock(), 0, ""
     verdict = decide(known)
     while verdict.do == "look" and senses is not None:
         # The lead is asked first: if it lives, a thousand agents must not ask Slurm all at once.
         ended, answers, runs = await asyncio.gather(
+            # The journal can confirm a Shutdown; without one there is nothing to confirm.
             _ask(senses.lead_ended, None, log) if known.released else _said(False),
             _ask(senses.lead_answers, False, log),
             _ask(senses.job_runs, None, log) if looks else _said(None),
         )
+        # Changes alone: ten minutes are some 140 looks, and the log has 500 lines.
         if seen != (seen := f"ended={ended} answers={answers} runs={runs}"):
             log.say("look", lead_ended=ended, lead_answers=answers, job_runs=runs)
+        # Each look replaces all facts of the one before: what could not be asked is unknown again.
         known = msgspec.structs.replace(
             known,
             looked=True,
@@ -168,12 +176,14 @@ async def see_off(
             # Slurm has no event to wait for.
             await sleep(_LOOKS_S[looks] if looks < len(_LOOKS_S) else _LATER_S)
         looks += 1
+    # ---- ask for the requeue, in the KillWait that Slurm leaves after the batch process's death
     if verdict.do == "ask" and senses is not None:
         log.say("asking", reason=verdict.reason)
         answer = await ask_until_answered(senses, sleep=sleep)
         accepted = not isinstance(answer, str) and answer.exit_code is ExitCode.REQUEUED
         detail = answer if isinstance(answer, str) else answer.detail
         log.say("orphaned", accepted=accepted, detail=detail, loud=not accepted)
+        # After the request: the journal may be on storage that hangs, and that must not come before the requeue.
         senses.tell(accepted, detail)
     return verdict
 
@@ -210,6 +220,8 @@ async def ask_until_answered(
             answer = await senses.requeue()
         except Exception as error:  # noqa: BLE001 - no other process is left to ask
             answer = f"{type(error).__name__}: {error}"
+        # A text is no answer: the request may have been killed by the TERM to the step, or timed out on its way. Asking
+        # twice is safe: a request that arrived shows as "already requeued" (`requeue_rules.refuse_requeue`).
         if not isinstance(answer, str) and answer.exit_code is not ExitCode.REQUEUE_FAILED:
             break
     return answer

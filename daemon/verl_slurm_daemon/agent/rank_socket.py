@@ -32,6 +32,7 @@ has spoken for before.
 """
 
 
+# By it the next agent finds and removes the directory of one that was killed (`Scratch`).
 _PREFIX = "verl-slurm-"
 _DECODER: "msgspec.msgpack.Decoder[FromRank]" = msgspec.msgpack.Decoder(FromRank)
 
@@ -55,11 +56,13 @@ def _control_root() -> str:
     usual = tempfile.gettempdir()
     shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under an unguessable name
     for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
+        # 60: the rest of the 107 bytes holds the scratch directory's name, and the longest name of a socket in it.
         if not candidate or len(os.fsencode(candidate)) >= 60 or not os.access(candidate, os.W_OK | os.X_OK):
             continue
         # A user who may write in a directory on the way can replace our tree by another.
         if unsafe_on_the_way(Path(candidate)) is None:
             return candidate
+    # None is short and safe: ranks at least check who listens (`peer_credentials.require_our_agent`).
     return usual
 
 
@@ -84,6 +87,7 @@ class RankSocket:
         self.directory = self._scratch.path
         self.page = ControlPage.create(self.directory / PAGE_NAME)
         self._deliver, self._max_ranks = deliver, max_ranks
+        # SEQPACKET keeps the borders of messages, so a rank that is killed in a send leaves no half of one.
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listener.setblocking(False)
         self._listener.bind(str(self.directory / SOCKET_NAME))
@@ -107,6 +111,7 @@ class RankSocket:
     async def _listen(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         spoken_for: int | None = None
+        # A rank that is killed resets the connection; its launcher tells of the end.
         with connection, contextlib.suppress(ConnectionError):
             connection.setblocking(False)
             while packet := await loop.sock_recv(connection, MAX_MESSAGE):
@@ -115,6 +120,7 @@ class RankSocket:
                 except WireError as error:
                     self._refusals.add("message", str(error.where))
                     return  # this peer cannot send anything more
+                # A rank speaks for itself alone: the lead acts on each message in the name of the rank that it gives.
                 if message.rank not in (self.ranks or ()) or spoken_for not in (None, message.rank):
                     self._refusals.add("rank", f"{type(message).__name__} of rank {message.rank}")
                     return
@@ -124,6 +130,8 @@ class RankSocket:
     async def drain(self) -> None:
         """Waits, bounded, until the last message of every rank that has left is read."""
         if self._tasks:
+            # Bounded: a forked child of a rank, such as a data loader's worker, may hold the rank's end of the socket
+            # open.
             await asyncio.wait(self._tasks, timeout=1.0)
 
     def close(self) -> None:
@@ -158,10 +166,12 @@ class StoreSocket:
 
     async def open(self) -> None:
         path = str(self._path / STORE_SOCKET_NAME)
+        # asyncio's default of 100 is too short for threads of all ranks that connect at once.
         self._server = await asyncio.start_unix_server(self._listen, path, backlog=min(self._most, 4096))
 
     def answer(self, message: StoreAnswer) -> None:
         """Hands an answer of the lead to the connection that asked, unless that has gone."""
+        # Ranks number their calls independently: our own number finds the connection, and the rank's goes back in.
         writer, call = self._calls.pop(message.call, (None, 0))
         if writer is not None and not writer.is_closing():
             data = _ANSWER_ENCODER.encode(msgspec.structs.replace(message, call=call))
@@ -186,6 +196,7 @@ class StoreSocket:
                 await self._serve(reader, writer)
         finally:
             self._held.discard(writer)
+            # Calls of a connection that has ended would stay in the table for as long as the restart lasts.
             for number in [number for number, (whose, _) in self._calls.items() if whose is writer]:
                 del self._calls[number]
             writer.close()
@@ -195,6 +206,7 @@ class StoreSocket:
             (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
             try:
                 if size > MAX_FRAME - 1024:  # room for a longer call number
+                    # Refused before any of it is read into memory.
                     raise ValueError(f"a message of {size} bytes")
                 message = _CALL_DECODER.decode(await reader.readexactly(size))
             except UNREADABLE as error:

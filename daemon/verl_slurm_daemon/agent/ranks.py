@@ -33,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs this node's ranks; returns 0 if all ended with 0."""
     nodes, node_rank, here, *program = sys.argv[1:] if argv is None else argv
     ranks: dict[int, int] = {}
+    # By way of our module, which replaces torch's rendezvous before the program imports torch (decision 0010).
     command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
     try:
         for local_rank in range(int(here)):
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
             ranks[process.pid] = local_rank
     except OSError as error:  # no memory, no processes
+        # The ranks that were started would wait for this one in their rendezvous.
         _say(f"OSError: rank {int(node_rank) * int(here) + len(ranks)} was not started: {error}")
         _kill(ranks)
         return 1
@@ -62,8 +64,10 @@ def _watch(ranks: dict[int, int], first: int) -> int:
             continue
         how = f"ended with exitcode {code}"
         if code < 0:
+            # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`node._first_cause`).
             how = f"was ended by Signal {-code} ({signal.Signals(-code).name})"
         _end(ranks)
+        # After the others' end, so that it is the log's last line: where the agent looks.
         _say(f"rank {first + local_rank} (local rank {local_rank}, pid {pid}) {how}")
         return 1
     return 0
@@ -73,6 +77,7 @@ def _end(ranks: dict[int, int]) -> None:
     """Lets the other ranks end by themselves for `_GRACE_S`, then kills the rest."""
     until = time.monotonic() + _GRACE_S
     while ranks and time.monotonic() < until:
+        # Whoever is waited for leaves `ranks`: its number may be another process's by the time of `_kill`.
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
             ranks.pop(pid, None)
@@ -84,9 +89,11 @@ def _end(ranks: dict[int, int]) -> None:
 def _kill(ranks: dict[int, int]) -> None:
     for pid in ranks:
         with suppress(ProcessLookupError):
+            # The group: a rank leads its own session, and data loaders and the like go with it.
             os.killpg(pid, signal.SIGKILL)
     for pid in ranks:
         with suppress(ChildProcessError):
+            # Dead before this process ends, which the agent takes for the end of all ranks.
             os.waitpid(pid, 0)
 
 
@@ -115,10 +122,12 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": True,  # torch's own handler would connect, and never listen
         "TORCH_GLOO_LAZY_INIT": 0,  # a group's connections are checked when it is built
     }
+    # torchrun's defaults, which the user's environment may replace.
     unless_said = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
     if here > 1:
         unless_said["OMP_NUM_THREADS"] = "1"
     if nodes == 1:
+        # One node needs no network: gloo then listens where no other node reaches it.
         unless_said["GLOO_SOCKET_IFNAME"] = "lo"
     return unless_said | dict(environ) | {name: str(value) for name, value in ours.items()}
 

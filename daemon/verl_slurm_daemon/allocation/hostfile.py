@@ -1,6 +1,9 @@
 """Several machines without Slurm: a hostfile names them, and each one is started by hand (or by mpirun, pdsh).
 
-``` worker-0 slots=8 worker-1 slots=8      # comments and empty lines are skipped ```
+```
+worker-0 slots=8
+worker-1 slots=8      # comments and empty lines are skipped
+```
 
 On the first host: `verl-slurmd lead --run RUN --hostfile FILE`; on each of the others: `verl-slurmd join
 --run RUN --hostfile FILE`. The run directory lies on a file system that all hosts see; nothing is started
@@ -53,6 +56,7 @@ def parse_hostfile(data: bytes, source: object) -> tuple[Host, ...]:
         match = _LINE.fullmatch(content)
         if match is None:
             raise _wrong(f"{source}:{number}", content[:80], "NAME slots=N")
+        # `find_host` finds the first line alone, so the lead would wait for the agent of the second.
         if match[1] in seen:
             raise _wrong(f"{source}:{number}", f"{match[1]} again", "each host once")
         seen.add(match[1])

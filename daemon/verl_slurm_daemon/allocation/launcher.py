@@ -19,30 +19,31 @@ __all__ = ["agent_argv", "container_places", "launcher_argv", "launcher_env", "s
 
 def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
     """Returns the command line of one agent."""
+    # -P: the directory in which the user submitted is not searched for modules; one planted there was imported before
+    # us.
     return [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
 
 
 def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int = 1) -> list[str]:
     """Returns the command line of a Slurm step with an agent on every node of the job.
 
-    `--kill-on-bad-exit=0` and `--wait=0`: the end of one agent says nothing about the others; the lead
-    decides. `--cpus-per-task` is repeated because srun has not taken it from the job since 22.05.
-
     Args:
         agent: Python and its arguments.
-        het_size: components of the job. Above 1, each component brings its own number of nodes; SLURM_NODEID counts
-            over all of them in such a step (seen on 22.05.8).
+        het_size: components of the job. Above 1, each component brings its own number of nodes.
     """
     nodes = config.distributed.nodes
     counts = [f"--nodes={nodes}", f"--ntasks={nodes}"]
     if het_size > 1:
+        # srun counts the tasks of each component by itself; SLURM_NODEID counts over all of them (seen on 22.05.8).
         counts = ["--het-group=" + ",".join(str(number) for number in range(het_size))]
     argv = [
         srun,
         *counts,
         "--ntasks-per-node=1",
+        # Repeated: since 22.05 srun does not take it from the job.
         f"--cpus-per-task={config.slurm.cpus_per_node}",
         "--overlap",  # saved parts may have to be fetched while the ranks' step runs
+        # The end of one agent says nothing about the others; the lead decides.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--mpi=none",
@@ -93,6 +94,7 @@ def launcher_argv(
         here = ["--node-rank", str(launch.node_rank), "--head", f"{launch.master_addr}:{launch.master_port}"]
         return [python, "-P", "-m", "verl_slurm.loops.verl_node", *life, *here, "--scratch", str(scratch)]
     if trainer.backend == "verl":
+        # verl's SFT is one process for each rank, as torchrun would start it, and needs no Ray.
         program = ["-m", "verl_slurm.loops.verl_sft", *life]
     elif trainer.backend == "command":
         program = list(trainer.command)
@@ -112,11 +114,13 @@ def launcher_env(
         control: a directory with mode 0700 and an unguessable name; this agent creates and removes it.
     """
     threads = config.distributed.threads_per_rank
+    # An empty element of PYTHONPATH means the working directory, and PYTHONSAFEPATH does not affect that.
     environ = clean_environment(environ)
     # By default compiled code is loaded from /tmp/torchinductor_USER, which any user can create before us.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from the directory in which the user submitted
+    # Our own trainer gets these in its command line; a guest's is the user's.
     if config.trainer.is_guest:
         fixed |= {
             RUN_VARIABLE: str(paths.root),
@@ -131,4 +135,5 @@ def launcher_env(
         fixed["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program[0]).parent)) if part)
     if threads:
         fixed |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    # In this order: the user's environment may replace `own`, and never what the run depends on.
     return own | environ | fixed

@@ -67,8 +67,10 @@ class LocalAllocation:
         return ""  # there are no others
 
     async def still_alive(self, owner: Epoch) -> str:
+        # Nothing is known of another host's processes; and the next attempt is this very process.
         if owner.host != socket.gethostname() or owner.pid == os.getpid():
             return ""
+        # By its birth: a pid is reused, and dates change when the clock is set.
         lives = KnownProcess(owner.pid, owner.born).is_running()
         return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
 
@@ -83,7 +85,9 @@ class LocalAllocation:
         return await asyncio.create_subprocess_exec(
             *argv,
             stdin=asyncio.subprocess.DEVNULL,
+            # As in a step of Slurm's, so that an agent needs to know of one kind of place.
             env={**os.environ, "SLURM_NODEID": str(node), "SLURMD_NODENAME": name},
+            # A Ctrl-C at a terminal reaches the lead alone, which then decides about its agents.
             start_new_session=True,
         )
 

@@ -134,10 +134,12 @@ class SlurmAllocation:
             conf, date = await self._client.config_and_time()
             self._clock.hear(date)
             self._heard = date is not None
+            # `(null)`: none is configured.
             self._epilog_s = 0.0 if conf.get("Epilog", "(null)") == "(null)" else _EPILOG_S
             self._kill_wait_s = float(conf["KillWait"].split()[0])
 
     async def cause(self, trigger: str) -> CauseKnown:
+        # KillWait began before slurmctld answered, so it is counted from the question.
         asked = time.monotonic()
         try:
             facts = await self._client.job(self._job.job_id)
@@ -152,6 +154,8 @@ class SlurmAllocation:
             lost_nodes=await self._lost_nodes(facts),
         )
         left = None if cause.deadline is None else (cause.deadline - self._clock.now()).total_seconds()
+        # Slurm does not start a job again that reached its limit: before the KILL this process has to leave with a code
+        # that says so.
         if cause.kind == "time_limit" and left is not None:
             self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
         if left is None and cause.ends_job:
@@ -162,9 +166,8 @@ class SlurmAllocation:
         return CauseKnown(cause.kind, f"{trigger}; {cause.evidence}", left)
 
     async def _lost_nodes(self, facts: JobFacts) -> tuple[str, ...]:
-        """Returns the nodes because of which the job was requeued. Asked in that case alone: for a large job
-        the answer is large.
-        """
+        """Returns the nodes because of which the job was requeued."""
+        # Asked in case of a requeue alone: for a large job the answer is large.
         if facts.restarts <= self.restart:
             return ()
         try:
@@ -182,6 +185,7 @@ class SlurmAllocation:
 
     async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
         self._delay_s = self._config.daemon.requeue_delay_s if delay_s is None else delay_s
+        # The start time is by slurmctld's clock; a node's may be minutes off. Bounded, because TERM may have come.
         if not self._heard:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORD_S):
@@ -195,12 +199,14 @@ class SlurmAllocation:
             )
         except VerlSlurmError as error:
             return self._unanswered(str(error))
+        # Kept for `hasten`, which leaves a time alone that somebody else has chosen.
         self._start = outcome.start_time if outcome.delay_kept else None
         said = f"{outcome.kind}: {outcome.detail}"
         if outcome.kind == "unconfirmed":
             return self._unanswered(said)
         if outcome.kind == "cancelled":
             return RequeueAnswered(ExitCode.CANCELLED, said)
+        # A task of an array has its next task; the components of a heterogeneous job are not in the configuration.
         alone = self._job.array_job_id is None and self._job.het_size == 1
         if outcome.kind == "forbidden" and self._config.slurm.successor and alone:
             return await self._follow(outcome.detail)
@@ -210,12 +216,12 @@ class SlurmAllocation:
         return RequeueAnswered(code, said)
 
     def _delay_from_now(self, *, left: bool) -> int:
-        """Returns the seconds until the next start, beyond the job's COMPLETING. Slurm ignores a start time
-        that has passed by the end of COMPLETING and waits its own 120 s (22.05.8).
+        """Returns the seconds until the next start, beyond the job's COMPLETING.
 
         Args:
             left: all processes here are about to end. If not, they end with KillWait at the latest.
         """
+        # Slurm ignores a start time that has passed by the end of COMPLETING, and waits its own 120 s (22.05.8).
         ends_s = 0.0 if left else self._kill_wait_s + _LEAVES_S
         least_s = ends_s + max(_LEAST_DELAY_S, self._epilog_s)
         return max(self._delay_s, math.ceil(least_s))
@@ -224,6 +230,7 @@ class SlurmAllocation:
         with contextlib.suppress(VerlSlurmError, TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
                 facts = await self._client.job(self._job.job_id)
+                # Whoever used requeuehold wants to look first.
                 held = "held" in (facts.reason or "").lower()
                 if facts.state != "COMPLETING" or facts.restarts <= self.restart or held:
                     return
@@ -233,21 +240,19 @@ class SlurmAllocation:
                 await self._client.set_start(facts, self._delay_from_now(left=clean), self._clock.now)
 
     def _unanswered(self, said: str) -> RequeueAnswered | str:
-        """Returns a text if the request should be repeated while it can still matter.
-
-        Slurm itself requeues a job that is preempted or whose node is lost. It does not requeue one that
-        reached its time limit; then our exit code says why. But slurmctld enforces the limit: while it is
-        away, the job is not ended. Once it is back, it ends the job with TERM and KillWait, and the request
-        gets through in that time.
-        """
+        """Returns a text if the request should be repeated while it can still matter."""
+        # slurmctld enforces the limit: while it is away, the job is not ended. Once it is back it ends the job with
+        # TERM and KillWait, and the request gets through in that time.
         if any(words in said.lower() for words in _AWAY):
             still = time.monotonic() + self._kill_wait_s - _LAST_WORD_S
             self._last_try = max(self._last_try, still)
+        # Infinite but for a time limit: Slurm itself requeues a job that is preempted or whose node is lost.
         return said if time.monotonic() < self._last_try else RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
 
     async def _follow(self, why: str) -> RequeueAnswered | str:
         try:
             number = await queue_successor(self._paths, self._config, self.job_id)
+        # sbatch may have queued it all the same: asked again, `queue_successor` finds it by its script.
         except SlurmMissing as error:
             return self._unanswered(f"{why}; {error}")
         except (VerlSlurmError, OSError) as error:
@@ -308,6 +313,7 @@ class SlurmAllocation:
                 return ""
             if nodes and not await self._can_spare(nodes, own, facts.partition.split(",")[0]):
                 return f"nothing is avoided: partition {facts.partition} has too few other nodes like that"
+            # With the user's own exclusion: ExcNodeList is replaced as a whole.
             wanted = ",".join(([own] if own else []) + list(nodes))
             await self._client.exclude(facts, wanted)
         except VerlSlurmError as error:
@@ -315,12 +321,11 @@ class SlurmAllocation:
         return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
 
     async def _can_spare(self, nodes: Sequence[str], own: str, partition: str) -> bool:
-        """Returns whether the run has enough nodes without these. Nothing withdraws the exclusion while the
-        job waits. So only nodes of the same kind that are up count: others may lack what a constraint or a
-        GPU request asks for.
-        """
+        """Returns whether the run has enough nodes without these."""
         usable = await self._client.usable_nodes(partition)
         bad = {*nodes, *(await self._client.expand(own) if own else ())}
+        # Nodes of the same kind that are up: others may lack what a constraint or a GPU request asks for, and nothing
+        # withdraws the exclusion while the job waits.
         kinds = {usable.get(node) for node in nodes}
         if kinds == {None}:  # already down: Slurm avoids them by itself
             return False

@@ -67,6 +67,7 @@ async def queue_successor(
     if there := await _wait_for_a_claim(paths, job_id, sleep):
         return there
     script = paths.logs / f"successor_of_{job_id}.sh"
+    # Its path names the job that it follows: by it the new job is found where its number was lost.
     write_file(script, successor_script(sys.executable, paths).encode())
     client = SlurmClient(submission_environment(os.environ, config))
     # The journal lacks a job whose answer was late, or whose sender died before writing. A cancel would miss
@@ -75,6 +76,7 @@ async def queue_successor(
         append_event(paths, Successor(job_id, job_id=there))
         return there
     logs = str(paths.logs).replace("%", "%%")  # sbatch replaces %x by words of its own
+    # afterany: what Slurm calls this job's end does not tell whether the run is done.
     mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
     words = [*sbatch_options(config), *mine, str(script)]
     remedy = f"verl-slurm submit {paths.root}"

@@ -19,9 +19,8 @@ def nothing_left(
 ) -> str:
     """Returns why nothing is left to do after this checkpoint; empty: something is.
 
-    The length of a guest's loop is known to its own program, which may have been changed. So the loop counts as done
-    if this very job, or an earlier task of its array, ended well with this checkpoint, and no new submission came
-    since.
+    A guest's loop counts as done if this very job, or an earlier task of its array, ended well with this checkpoint,
+    and no new submission came since.
 
     Args:
         manifest: of the checkpoint to resume from, verified; None: there is none.
@@ -30,8 +29,10 @@ def nothing_left(
     if manifest is None:
         return ""
     if not config.trainer.is_guest:
+        # A safe point lies within a step: the last one is then still to be finished.
         whole = manifest.safe_point == 0 and manifest.step >= config.train.steps
         return f"all {config.train.steps} steps are done: {manifest.name}" if whole else ""
+    # The length of a guest's loop is known to its own program, which may have been changed since.
     if loop_ended_with(events, manifest.name, job_id, array):
         return f"the loop has ended with {manifest.name}"
     return ""

@@ -2,16 +2,8 @@
 
 The pace is the run's own: the longest time that any rank has needed between two safe points, in this restart. A rank
 that needs `factor` times that is hung, but never before `floor_s`: the first evaluation, a compilation or a slow disk
-may take longer than anything before. Until a rank's first safe point (models are loaded, communicators made, the
-ledger replayed) there is no pace, and `load_s` counts. `load_s` also counts from the start of a save to the next safe
-point: training may have to wait there for the previous save, and at the end for the last one, as long as storage
-takes. Such a wait does not count towards the pace.
-
-When all ranks are done, their processes have `floor_s` to end: the teardown of communicators may hang, too.
-
-Ranks wait for one another in collectives, so if one hangs, all fall silent soon. The others wait for the one that has
-passed the fewest safe points. If several have passed equally few, the safe points cannot tell which one hangs; the
-stacks can.
+may take longer than anything before. Until a rank's first safe point, and from the start of a save to the next safe
+point, `load_s` counts. When all ranks are done, their processes have `floor_s` to end.
 """
 
 from dataclasses import dataclass, field
@@ -77,6 +69,8 @@ class HangWatch:
         step counts as pace: it may have one safe point in ten minutes, and the second step is no faster.
         """
         before = self._ranks.get(rank)
+        # Loading and waits for storage are no pace: one long wait would let a later hang pass for `factor` times as
+        # long.
         if before is not None and before.trains and not before.saves:
             self._longest_s = max(self._longest_s, now - before.at)
         self._ranks[rank] = _Rank(now, safe_points, trains=True)
@@ -88,15 +82,18 @@ class HangWatch:
 
     def finished(self, rank: int, now: float) -> None:
         """Records that the rank is done: nothing follows but its end."""
+        # A rank that has finished passes no more safe points, and must not count as behind.
         self._ranks.pop(rank, None)
         self._done_at = now
 
     def limit_s(self, rank: int) -> float:
         """Returns how many seconds this rank may be silent now."""
         known = self._ranks.get(rank)
+        # Models are loaded, communicators made, the ledger replayed: there is no pace yet.
         if known is None or not known.safe_points:
             return self.load_s
         by_pace = max(self.floor_s, self.factor * self._longest_s)
+        # A save may wait for the one before, and the last one of a run for itself, as long as storage takes.
         return max(by_pace, self.load_s) if known.saves else by_pace
 
     def next_look_s(self, now: float) -> float:
@@ -108,12 +105,16 @@ class HangWatch:
 
     def silence(self, now: float) -> Silence | None:
         """Returns the ranks that are behind, if any rank has been silent for too long."""
+        # All are done: what remains is the end of their processes, and the teardown of communicators may hang, too.
         if not self._ranks and self._done_at is not None and now - self._done_at >= self.floor_s:
             return Silence((), now - self._done_at, self.floor_s, self._longest_s, 0, 0, done=True)
         if not any(now - known.at >= self.limit_s(rank) for rank, known in self._ranks.items()):
             return None
+        # Ranks wait for one another in collectives: soon all are silent, and the one with the fewest safe points is
+        # behind. Equal numbers tell nothing, so all of them are named, and the stacks have to tell.
         fewest = min(known.safe_points for known in self._ranks.values())
         behind = {rank: known for rank, known in self._ranks.items() if known.safe_points == fewest}
+        # The longest silence; the rank number makes the choice the same each time.
         first = min(behind, key=lambda rank: (behind[rank].at, rank))
         return Silence(
             ranks=tuple(sorted(behind)),

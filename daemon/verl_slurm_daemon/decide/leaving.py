@@ -52,6 +52,7 @@ def decide(known: Known) -> Verdict:
     """Decides for one of the three verdicts."""
     if known.released and known.link_up:
         return Verdict("leave", "the lead said so")
+    # Before every look: without Slurm there is no requeue that could be lost.
     if not known.in_slurm:
         return Verdict("leave", "there is no Slurm to ask")
     if not known.looked:
@@ -64,8 +65,10 @@ def decide(known: Known) -> Verdict:
         return Verdict("leave", "the lead lives, and sees this agent's link end")
     if known.job_runs is False:
         return Verdict("ask", "the lead is gone, and Slurm ends the job")
+    # Neither of the two is proof: storage may hold up a lead for minutes, and Slurm may not know of a lost node yet.
     if known.waited_s < PATIENCE_S:
         return Verdict("look", "the lead does not answer, and Slurm has not ended the job")
+    # The lead counted on this agent, and has been silent for longer than storage may hold one up.
     if known.joined:
         return Verdict("ask", "nobody leads this job")
     return Verdict("leave", "there never was a link; a lead that waits for this agent does so no longer")

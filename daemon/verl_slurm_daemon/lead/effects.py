@@ -143,6 +143,7 @@ class Effects:
         remove_lead_address(self._paths, self._epoch)
 
     def perform(self, action: act.Action) -> None:
+        # Whatever takes time runs as a task and comes back as an event: the loop decides about the next one meanwhile.
         match action:
             case act.Note(event):
                 self._journal.write(event)

@@ -39,6 +39,7 @@ _LEARNING = (
 
 def steady_clock() -> Callable[[], float]:
     """Returns a clock: seconds since the epoch as of this call, continued by the monotonic clock."""
+    # The wall clock is read once: a clock that is set later changes no age.
     offset = time.time() - time.monotonic()
     return lambda: offset + time.monotonic()
 
@@ -73,6 +74,7 @@ class LeadMetrics:
 
     async def read_back(self) -> None:
         """Reads the run's history. Call it before anything is journaled."""
+        # In a thread: a long journal on slow storage must not hold up the lead's loop.
         await asyncio.to_thread(self._read_back)
 
     async def open(self, own_host: Callable[[], Awaitable[str]]) -> str:
@@ -80,6 +82,7 @@ class LeadMetrics:
         return await self._exporter.open(own_host, self._config.observability.metrics_port or 0)
 
     def _read_back(self) -> None:
+        # Events of this attempt come by `journaled`; read back as well, they would count twice.
         for event in read_events(self._paths):
             self.run.feed(event)
         for step, seconds in step_seconds(self._paths):
@@ -99,6 +102,7 @@ class LeadMetrics:
     def heard(self, message: FromRank) -> None:
         """Takes note of a message from a rank."""
         self.live.feed(message, self._clock())
+        # Rank 0's alone: all ranks are in the same step, and the others report once a second at most.
         if isinstance(message, Progress) and message.rank == 0:
             self._queue = queue_length(self._config, message.phase, message.index)
             if message.phase == "step_end" and "step_s" in message.metrics:
@@ -135,18 +139,21 @@ class LeadMetrics:
         yield from self._of_saves()
         yield from self._of_strangers()
         if self._config.observability.learning_numbers:
+            # Off by default: every user of the node can read the port.
             numbers = {name: status.metrics[name] for name in _LEARNING if name in status.metrics}
             yield labelled(GaugeMetricFamily, "verl_learning", "Of the newest step.", "number", numbers)
 
     def _of_issue(self, now: float) -> Iterator[Metric]:
         """Yields the four numbers that alerts are built from."""
         run, live = self.run, self.live
+        # A run without a checkpoint loses everything since its beginning: that is its age.
         saved = run.first_started if run.last_save is None else run.last_save
         yield gauge(
             "verl_checkpoint_last_save_seconds_ago",
             "Since the newest checkpoint that was read back was written; before the first, since the run began.",
             None if saved is None else max(now - saved, 0.0),
         )
+        # A save holds the rollouts, too, so the younger of both counts.
         durable = [at for at in (run.last_durable, live.rollouts_at, saved) if at is not None]
         yield gauge(
             "verl_runtime_state_age_seconds",

@@ -45,6 +45,7 @@ def run_bring_home(root: Path, epoch: int, after: str) -> ExitCode:
         KeyRefused, PermissionRefused: `keys.load_keys`.
     """
     paths = RunPaths(root)
+    # A node that is late must not send parts into a run that belongs to a newer attempt.
     require_epoch(paths, epoch)
     config = load_resolved(paths.run_yaml).checkpoint
     directory, keys = local_directory(config.local_dir, paths, this_node()), load_keys(config.encryption)

@@ -43,6 +43,7 @@ _LOOK_S = 0.2
 _NOT_KNOWN = 3
 """Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
 _CODES = {
+    # Every other error (EIO, ESTALE, ETIMEDOUT) says of storage no more than that it fails: NO_PROGRESS.
     errno.ENOSPC: ExitCode.NO_ROOM,
     errno.EDQUOT: ExitCode.NO_ROOM,
     errno.EACCES: ExitCode.PERMISSION,
@@ -64,6 +65,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
     Raises:
         VerlSlurmError: the configuration or the hostfile is wrong. Slurm is told not to start this job again.
     """
+    # With a hostfile Slurm has no part in the run, even inside of a job.
     job = None if hostfile is not None else SlurmJob.from_environ(dict(os.environ))
     restarted = job is not None and job.restart_count > 0
     host = ""
@@ -78,11 +80,13 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         if hostfile is not None:
             hosts = read_hostfile(hostfile)
             check_hosts(hosts, config)
+            # Before any rank starts: ranks would be the first to look it up, and fail as in a crash, again and again.
             _require_resolvable(hosts, hostfile)
             host = hosts[0].name
         return config
 
     config, failed = RunConfig(), None
+    # ---- try until storage answers, the pauses are over, or a signal comes
     for pause in (*PAUSES_S, None):
         try:
             config, failed = attempt(), None
@@ -93,6 +97,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         if pause is None:
             break
         say_again(failed, pause)
+        # Slurm's warning or a cancel: the lead decides about it, and half a minute of its grace time may not pass here.
         if _interrupted(pause):
             break
     if hostfile is not None:
@@ -131,6 +136,7 @@ def say_again(error: OSError, pause_s: float) -> None:
 def start_failed(paths: RunPaths, allocation: Allocation, error: OSError) -> StartFailed:
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
+        # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
         before = failed_starts(read_events(paths), allocation.job_id, allocation.restart)
     except OSError:
         before = _NOT_KNOWN

@@ -42,6 +42,7 @@ class TierMover:
             return
         try:
             while True:
+                # Before the pass: what is announced while it runs wakes the next one.
                 self._wanted.clear()
                 await self._pass()
                 try:

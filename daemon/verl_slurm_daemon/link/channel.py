@@ -1,7 +1,6 @@
 """The TCP channel between lead and agents: sockets here, bytes and rules in `verl_slurm.wire.framing`.
 
-`Refusals` counts refused connections, of this port and of an agent's sockets. The first, tenth, hundredth, ... is
-reported, so that no stranger fills a disk.
+`Refusals` counts refused connections, of this port and of an agent's sockets, and reports some of them.
 """
 
 import asyncio
@@ -37,6 +36,7 @@ class Refusals:
         self.counts[reason] += 1
         total = sum(self.counts.values())
         if total >= self._next:
+            # The first, tenth, hundredth, ... is reported, so that no stranger fills a disk.
             self._next = 10 * total
             self._tell(reason, peer, total)
 
@@ -63,6 +63,8 @@ class AgentLink:
     def send(self, message: ToAgent) -> None:
         """Hands one message to the kernel. A broken link shows by its end, not by an error here."""
         if not self._writer.is_closing():
+            # Without drain(): asyncio keeps what the kernel does not take, so one slow agent holds up neither lead nor
+            # others.
             self._writer.write(self._framer.encode(message))
 
     async def messages(self, deliver: Callable[[FromAgent], None]) -> None:
@@ -102,12 +104,15 @@ async def serve(
         limits.arrive(transport)
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
+                # ---- a stranger, in the row of strangers, until it has proved that it knows the token
                 key = await _greet_agent(reader, writer, token, epoch)
         except (WireError, TimeoutError, OSError, asyncio.IncompleteReadError) as error:
             limits.turn_away(transport, error)
             return
         if not limits.admit(transport):
             return
+        # ---- an agent, with a place of its own
+        # The direction (`L`) is part of each MAC: no frame can be sent back to its sender.
         framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
         try:
             await on_link(AgentLink(reader, writer, framer))
@@ -132,6 +137,7 @@ async def serve(
 async def _greet_agent(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: bytes, epoch: int
 ) -> bytes:
+    # Each side brings a nonce, so that no proof of an earlier session counts, and each session has a key of its own.
     nonce_lead = secrets.token_bytes(NONCE_BYTES)
     writer.write(HELLO + nonce_lead)
     answer = await reader.readexactly(NONCE_BYTES + PROOF_BYTES)
@@ -165,6 +171,7 @@ class LeadLink:
             while data := await self._reader.read(_READ_BYTES):
                 for message in self._framer.feed(data):
                     deliver(message)  # type: ignore[arg-type]
+        # A reset is one of the ways in which a lead ends; what it means is decided elsewhere (`leaving`).
         except ConnectionError:
             return
 
@@ -172,6 +179,8 @@ class LeadLink:
         """Sends what is still in the buffer, bounded in time, and closes."""
         try:
             async with asyncio.timeout(1.0):
+                # NodeExited may be in the buffer. Bounded, because a lead that is gone takes nothing, and KillWait
+                # runs.
                 await self._writer.drain()
                 self._writer.close()
                 await self._writer.wait_closed()
@@ -190,6 +199,7 @@ async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
         _notice_silence(writer)
         try:
             key = await _greet_lead(reader, writer, token, epoch, f"{host}:{port}")
+        # A time-out or a cancel, too: an open connection would take a place in the lead's row of strangers.
         except BaseException:
             await _close(writer)
             raise
@@ -220,6 +230,8 @@ def _notice_silence(writer: asyncio.StreamWriter) -> None:
     """Sets TCP's limits. Without them an idle link never ends, and one with data under way ends after 15 minutes."""
     connection: socket.socket = writer.get_extra_info("socket")
     with contextlib.suppress(OSError):  # the kernel may not know one of these options
+        # Keepalive finds the end of an idle link: a third of the time, then eight probes a twelfth of it apart. While
+        # data is under way the kernel sends no probes, and TCP_USER_TIMEOUT counts.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(_SILENCE_S // 3, 1))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(_SILENCE_S // 12, 1))

@@ -14,6 +14,7 @@ from verl_slurm.wire.messages import MAX_VALUE, StoreAnswer, StoreCall
 
 __all__ = ["RankStore"]
 
+# TCPStore's own limit, as those of one key and one value in `wire.messages`.
 MAX_KEYS = 131_072
 MAX_BYTES = 256 * 1024 * 1024
 """Limit for all keys and values. gloo needs 154 + 8 N bytes for each of N ranks and each group: 8 MiB for
@@ -52,6 +53,7 @@ class RankStore:
         if reason:
             answer(StoreAnswer(call=call.call, outcome="refused", reason=reason))
             return
+        # ---- calls that may have to wait: for keys, or for an entry of a queue
         if call.op in ("get", "wait"):
             missing = {key for key in call.keys if key not in self._values}
             if missing:
@@ -60,6 +62,7 @@ class RankStore:
         if call.op == "pop" and not self._queues.get(call.keys[0]):
             self._wait(call, answer, set())
             return
+        # ---- all others are answered at once
         try:
             value, number = self._do(call)
         except ValueError as error:
@@ -69,6 +72,7 @@ class RankStore:
 
     def close(self) -> None:
         """Ends the store, because the restart is over."""
+        # By identity: a call that waits for several keys stands in several queues, and is answered once.
         waiters = {id(w): w for many in (*self._waiting.values(), *self._popping.values()) for w in many}
         for waiter in waiters.values():
             self._end(
@@ -86,6 +90,7 @@ class RankStore:
         if len(call.keys) != wanted or len(call.values) != values:
             return f"{call.op} takes {wanted} keys and {values} values, not {len(call.keys)} and {len(call.values)}"
         if values or call.op == "add":
+            # As if the key were new: sometimes too much, never too little.
             grows = sum(len(value) for value in call.values) + len(call.keys[0]) + _KEY_COST
             is_new = call.keys[0] not in self._values and call.keys[0] not in self._queues
             if is_new and len(self._values) + len(self._queues) >= MAX_KEYS:
@@ -112,12 +117,15 @@ class RankStore:
                 self._set(key, joined)
             case "add":
                 number = _integer(key, held) + call.number
+                # torch's counters are int64; C++ could not take the answer.
                 if not -(2**63) <= number < 2**63:
                     raise ValueError(f"{key!r} would be no 64-bit number")
                 self._set(key, b"%d" % number)
                 return b"", number
             case "compare_set":
                 expected, desired = call.values
+                # An absent key is created by an empty expectation. With another one, the answer is the expectation: so
+                # does TCPStore.
                 if held == expected or (held is None and not expected):
                     self._set(key, desired)
                     return desired, 0
@@ -145,6 +153,7 @@ class RankStore:
         held = self._values.get(key)
         self._bytes += len(value) - len(held) if held is not None else len(key) + len(value) + _KEY_COST
         self._values[key] = value
+        # Nobody waits for a key that was there already.
         if held is not None:
             return
         for waiter in self._waiting.pop(key, ()):
@@ -157,6 +166,7 @@ class RankStore:
         self._queues.setdefault(key, deque()).append(value)
         self._bytes += len(key) + len(value) + _KEY_COST
         if popping := self._popping.get(key):
+            # Values and waiters both in the order of their arrival; `_end` takes the waiter out of the queue.
             waiter = popping[0]
             self._end(waiter, StoreAnswer(call=waiter.call.call, outcome="ok", value=self._pop(key)))
 
@@ -173,6 +183,7 @@ class RankStore:
     def _wait(self, call: StoreCall, answer: Callable[[StoreAnswer], None], missing: set[str]) -> None:
         if call.timeout_s <= 0 or self._waiters >= MAX_WAITING:
             outcome = StoreAnswer(call=call.call, outcome="timeout")
+            # The lead's memory is bounded: each waiting call holds a timer and its keys.
             if self._waiters >= MAX_WAITING:
                 outcome = StoreAnswer(
                     call=call.call, outcome="refused", reason=f"{MAX_WAITING} calls wait already"
@@ -195,6 +206,7 @@ class RankStore:
             waiter.timer.cancel()
         table = self._popping if waiter.call.op == "pop" else self._waiting
         for key in waiter.call.keys:
+            # Absent where `_set` has taken the whole queue of this key.
             others = table.get(key)
             if others is not None and waiter in others:
                 others.remove(waiter)

@@ -84,11 +84,14 @@ class Exporter:
         except OSError as error:
             if port == 0:
                 raise
+            # Any free port: the file with the address tells scrapers, so the run need not end for a port that is taken.
             self._server, found = await serve_http(host, 0, self._answer, Caps(), self._token)
             problem = f"metrics of {self._name} are at port {found}: {error.strerror or error}"
             if error.errno == errno.EADDRINUSE:
                 listener = listener_of(port)
                 problem += f" by {listener.name}"
+                # Another user's process may have taken the port to be shown the token by whoever scrapes the configured
+                # address.
                 if self._token is not None and listener.stranger:
                     problem += "; a scraper that still goes there shows it the token: make a new one"
         return found, problem
@@ -96,6 +99,7 @@ class Exporter:
     def _publish(self, host: str, port: int) -> None:
         number = run_id(self._paths)
         labels = {
+            # In this 0600 file and not on the page: every user who reaches the port can read that.
             "run": self._config.name,
             "run_id": number,
             "role": "lead" if self._name == "lead" else "agent",
@@ -111,6 +115,7 @@ class Exporter:
         self._target_file = target_file
 
     async def _answer(self, request: HttpRequest) -> HttpReply:
+        # Without the token: it tells up or down, and nothing of the run.
         if request.path == "/healthz":
             return HttpReply(200, b"up\n") if self._up() else HttpReply(503, b"down\n")
         if request.path != "/metrics":
@@ -124,6 +129,7 @@ class Exporter:
         if self._server is not None:
             self._server.close()
             self._server = None
+        # A newer lead may have written its address there already.
         with contextlib.suppress(OSError):
             if self._target_file is not None and self._target_file.read_bytes() == self._written:
                 self._target_file.unlink()

@@ -20,6 +20,7 @@ def queue_length(config: RunConfig, phase: str, index: int) -> int:
     per_rank = config.train.batch_size_per_device
     if phase == "step_end":
         return 0
+    # In every later phase all of the step's responses are sampled, and none is used up before its end.
     if phase == "generate":
         per_rank = min(index * config.rollout.micro_batch_size_per_device, per_rank)
     return per_rank * config.distributed.dp_size
@@ -50,6 +51,7 @@ class LiveNumbers:
 
     def feed(self, message: FromRank, now: float) -> None:
         """Adds one message."""
+        # A rank's own word must not make a series of its choice.
         if message.rank not in self._ranks:
             return
         match message:
@@ -59,6 +61,7 @@ class LiveNumbers:
                 self.heard[message.rank] = now
                 if message.gpu_memory_percent is not None:
                     self.gpu_percent[message.rank] = message.gpu_memory_percent
+                # Ranks count from their start; the page counts on over restarts.
                 more = message.new_rollouts - self._rollouts.get(message.rank, 0)
                 if more > 0:
                     self._rollouts[message.rank] = message.new_rollouts

@@ -67,6 +67,7 @@ class RunNumbers:
         self._saved_at: dict[str, float] = {}
         self._lived, self._began, self._last = 0.0, 0.0, 0.0
         self._job_id, self._living, self._num_restarts, self._why = "", False, 0, ""
+        # 8 bytes a step; a list of floats takes 32.
         self._step_seconds = array("d")
         self.useful_seconds = 0.0
         """Of the steps that count; a step that was interrupted in its middle counts with its last part."""
@@ -85,6 +86,7 @@ class RunNumbers:
                 self._start(now, event.job_id or "")
             case Ended() | Fenced():
                 self._end(now)
+            # The command writes it after sbatch has answered: its job may have started before.
             case Submitted() if event.job_id != self._job_id:
                 self._why = "submitted"
             case Cause(cause="failed"):  # of all that can fail, a lead lives to see a lost node
@@ -104,14 +106,18 @@ class RunNumbers:
             case Saved():
                 self._saved(now, event)
             case Verified(name=name):
+                # From here on it counts, by the time of its writing.
                 self.last_save = self._saved_at.get(name, now)
+        # What a person's command writes is no sign of life of the lead.
         if self._living and not isinstance(event, Submitted):
             self._last = max(self._last, now)
 
     def step_took(self, step: int, seconds: float) -> None:
         """The `step`-th step is done, counted from 1. What was done beyond it before is no part of the run any more."""
+        # Bounded: a damaged number would ask for memory for all steps up to it.
         if 1 <= step <= _MOST_STEPS and 0.0 <= seconds < float("inf"):
             if len(self._step_seconds) >= step:
+                # The run was thrown back, and does these steps again.
                 del self._step_seconds[step - 1 :]
                 self.useful_seconds = sum(self._step_seconds)
             self._step_seconds.extend([0.0] * (step - 1 - len(self._step_seconds)))
@@ -140,10 +146,12 @@ class RunNumbers:
         self._living = False
 
     def _restart(self, resume: str) -> None:
+        # The first start of the ranks restarts nothing.
         if self._num_restarts:
             self.restarts[self._why or "other"] += 1
         self._num_restarts += 1
         self._why = ""
+        # The checkpoint that ranks start from is the newest that counts.
         if resume in self._saved_at:
             self.last_save = self._saved_at[resume]  # what is newer was not found good
         elif not resume:
@@ -151,6 +159,7 @@ class RunNumbers:
 
     def _saved(self, now: float, event: Saved) -> None:
         self.saves["emergency" if event.emergency else "periodic"] += 1
+        # To the end of the order: the oldest is dropped first.
         self._saved_at.pop(event.name, None)
         self._saved_at[event.name] = now
         if len(self._saved_at) > _MOST_NAMES:
@@ -182,4 +191,5 @@ _COUNTED = (
 
 
 def _number(value: float | None) -> float | None:
+    # NaN fails the comparison as well: one would stay in the sums.
     return None if value is None or not 0 <= value < _LARGEST else float(value)

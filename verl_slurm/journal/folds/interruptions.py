@@ -56,11 +56,13 @@ def count_interruptions(events: Iterable[Event]) -> Interruptions:
         number, time = event.attempt, event.at
         if number is None or time is None:
             continue
+        # Whatever comes before an attempt's Started, or without one, has no time to be counted in.
         if isinstance(event, Started):
             attempts[number] = _Attempt(began=time, last=time)
         attempt = attempts.get(number)
         if attempt is None:
             continue
+        # A clock that went backwards counts as no time.
         attempt.last = max(attempt.last, time)
         attempt.crashes += isinstance(event, Crash)
         attempt.degraded |= isinstance(event, Degraded)
@@ -69,6 +71,7 @@ def count_interruptions(events: Iterable[Event]) -> Interruptions:
     newest = max(attempts, default=0)
     lossy = graceful = 0
     for number, attempt in attempts.items():
+        # The newest attempt may still be at work.
         mute = not attempt.ended and number != newest
         lossy += attempt.crashes + (attempt.degraded or mute)
         graceful += attempt.cause and attempt.ended and not attempt.degraded

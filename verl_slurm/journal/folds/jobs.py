@@ -53,6 +53,7 @@ def newest_job(events: Iterable[Event], cluster: Cluster = "slurm", host: str = 
     found: Submission | None = None
     followed: set[str] = set()
     for event in events:
+        # ---- which job is it about; the newest that is not followed by another counts
         if isinstance(event, Successor):
             followed.add(event.after)
         elif event.job_id in followed:
@@ -83,6 +84,7 @@ def began_again(events: Iterable[Event], ended: Event) -> bool:
     """Whether a later job or attempt follows this end: a run may be submitted again after any end."""
     again = False
     for event in events:
+        # Counted from the last such event: equal ones of an earlier job may precede it.
         if event == ended:
             again = False
         elif isinstance(event, Submitted | Successor | Started):
@@ -109,10 +111,13 @@ def cancelled_task(events: Iterable[Event], job_id: str) -> str:
     job = asked = ""
     for event in events:
         match event:
+            # The job that a cancel is meant for: the last one that started, but not the one that asks.
             case Started() if event.job_id != job_id:
                 job = event.job_id or ""
+            # Another job has started ranks since, so the run went on.
             case Restart() if event.job_id not in (asked, job_id):
                 asked = ""
+            # A person wants the run to go on.
             case Submitted():
                 asked = ""
             case CancelAsked():
@@ -135,6 +140,7 @@ def loop_ended_with(events: Sequence[Event], checkpoint: str, job_id: str, array
     Args:
         array: the array that `job_id` is a task of.
     """
+    # From the newest: the last submission or end decides.
     for event in reversed(events):
         if isinstance(event, Submitted):
             return False
@@ -160,6 +166,7 @@ def avoided_nodes(
         now: with a time zone.
         for_s: how long a node stays away.
     """
+    # 0 switches it off.
     nodes = set(new) if for_s > 0 else set()
     for event in events:
         if not isinstance(event, Avoid):

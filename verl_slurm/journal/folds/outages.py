@@ -86,10 +86,12 @@ class Outages:
     def feed(self, event: Event) -> None:
         """Add one event. What a person's command wrote is passed over: the daemon says what came of it."""
         now, attempt = event.at, event.attempt
+        # Without an attempt: a person's command wrote it.
         if now is None or attempt is None:
             return
         if isinstance(event, Started) and attempt >= self._attempt:
             self._started(now, attempt)
+        # Its lead is fenced out, and may still write; what it says is no part of the run.
         elif attempt != self._attempt:
             return  # the last words of an attempt that was fenced out
         elif isinstance(event, Ended):
@@ -98,11 +100,13 @@ class Outages:
             self._failed(now, event)
         elif self._open is not None:
             self._went_on(now, event, self._open)
+        # Never backwards, when a host's clock is set or another host's is behind.
         self._last = max(self._last, now)
 
     def _started(self, now: float, attempt: int) -> None:
         if self._living and self._open is None:
             self._begin("lead_lost", self._last)  # the one before ended without a word
+        # From the last word of the former attempt: that is when the nodes were given back, as far as the journal knows.
         if self._open is not None:
             self._open.queue_s = _between(self._last, now)
         self._attempt, self._living, self._mark = attempt, True, now
@@ -115,6 +119,7 @@ class Outages:
     def _failed(self, now: float, event: Cause | Hang | Crash | Orphaned) -> None:
         match event:
             case Cause(cause=cause):
+                # A save that an operator asked for, a suspended job: the attempt goes on.
                 if cause not in _ENDING:
                     return
             case Crash(cause=cause):
@@ -126,17 +131,20 @@ class Outages:
         if self._open is not None and not self._relaunched:
             self._mark = max(self._mark, now)  # more of the same: a hang's crash, a crash's requeue
             return
+        # A new interruption before the run is back: no second may count in both.
         self._end(now, back=False)
         self._begin(cause, now)
         self._mark = now
 
     def _went_on(self, now: float, event: Event, outage: Outage) -> None:
         match event:
+            # After the ranks' restart, such a save belongs to the next interruption.
             case Saved(name=name, emergency=True) if not self._relaunched:
                 outage.saved, outage.save_s = name, _between(self._began, now)
             case Restart(resume=resume):
                 self._relaunched = True
                 outage.resumed = resume or ""
+                # Set already if the scheduler came between; a restart in place waits for nobody.
                 outage.queue_s = outage.queue_s or 0.0
             case Training() if self._relaunched:
                 outage.start_s, self._mark = _between(self._mark, now), now

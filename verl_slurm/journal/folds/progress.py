@@ -42,11 +42,13 @@ def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
             case Submitted():
                 stuck, strangers, last = 0, 0, None
             case Restart(progress=progress):
+                # A later restart that starts from something else proves that the ones before it came to something.
                 if progress != last:
                     stuck, strangers, last = 0, 0, progress
                 trained = False
             case Training():
                 trained = True
+            # Before the other crashes: no fault of the program's, and with a limit of its own.
             case Crash(kind="stranger"):
                 strangers += 1
             case Crash() | Orphaned():
@@ -73,4 +75,5 @@ def failed_starts(events: Iterable[Event], job_id: str, requeues: int) -> int:
                 failed += 1
             case Started() if event.job_id == job_id:
                 last = event.requeues
+    # Requeues beyond the last start that could write: attempts whose storage took not even an event.
     return failed + max(requeues - last - 1, 0)

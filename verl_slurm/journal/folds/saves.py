@@ -45,6 +45,7 @@ def on_nodes_alone(events: Iterable[Event], present: Collection[str], since: int
         present: the names of the checkpoints on shared storage.
         since: the first attempt whose checkpoints count.
     """
+    # Which nodes held it follows from the attempt's own Started.
     where, alone = "", dict[str, str]()
     for event in events:
         match event:
