@@ -79,6 +79,7 @@ class _Chunks:
     """Shared geometry of one file for sealing and opening: its chunks, nonces and associated data."""
 
     def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        # Imported where a key is used: without one no process pays for the package.
         from cryptography.hazmat.primitives.ciphers import algorithms
 
         self._aes = algorithms.AES(key.reveal())
@@ -95,6 +96,7 @@ class _Chunks:
     def associated(self, index: int) -> bytes:
         """Returns the data that a chunk's tag covers in addition to its bytes."""
         last = index == self.num_chunks - 1
+        # Size and last flag bind the file's length: one that was cut at a chunk's border does not open.
         return _ASSOCIATED.pack(index, self.plain_size, last) + self._path
 
     def _check(self, index: int, data: memoryview, out: memoryview) -> None:
@@ -133,10 +135,12 @@ class ChunkSealer(_Chunks):
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
         self._check(index, plaintext, out)
+        # Marked before the encryption: one that fails midway has used the nonce as well.
         with self._lock:
             if index in self._done:
                 raise ValueError(f"chunk {index} was sealed before: its nonce must not be used again")
             self._done.add(index)
+        # The index may be the nonce because the key serves for this file of this attempt, and each index once.
         encryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"))).encryptor()
         encryptor.authenticate_additional_data(self.associated(index))
         encryptor.update_into(plaintext, out)
@@ -159,6 +163,7 @@ class ChunkOpener(_Chunks):
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
         self._check(index, ciphertext, out)
+        # A shorter tag is easier to forge.
         if len(tag) != TAG_BYTES:
             raise ValueError(f"a tag has {TAG_BYTES} bytes, not {len(tag)}")
         decryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"), tag)).decryptor()
@@ -215,6 +220,7 @@ class CheckpointCipher:
 
     def file_key(self, path: str) -> Secret:
         """Returns the key of one file; it seals or opens that file alone."""
+        # No name and no path holds a NUL, so two files never give the same text.
         info = b"\0".join((_FILE_KEY, self._name.encode("ascii"), path.encode("ascii")))
         return self._key.derive(info, bytes.fromhex(self.record.salt))
 
@@ -232,6 +238,8 @@ class CheckpointCipher:
 
     def open(self, entry: FileEntry, data: bytes) -> bytes:
         """Returns the plain bytes of a sealed file; a file that the manifest calls plain unchanged."""
+        # Not a way round the encryption: `manifest.parse` refuses an encrypted checkpoint that calls any file
+        # plain but those of PLAIN_FILES.
         if entry.plain_size is msgspec.UNSET:
             return data
         return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)
@@ -259,12 +267,14 @@ def open_bytes(
         CheckpointCorrupt: the bytes are not what was sealed.
     """
     opener = ChunkOpener(key, path, plain_size, chunk_bytes=chunk_bytes)
+    # Before the buffer is made: `plain_size` is what the manifest says.
     if len(data) != sealed_size(plain_size, chunk_bytes):
         raise _wrong_size(len(data), sealed_size(plain_size, chunk_bytes))
     sealed, out = memoryview(data), memoryview(bytearray(plain_size))
     for index in range(opener.num_chunks):
         start, at = index * chunk_bytes, plain_size + index * TAG_BYTES
         end = start + opener.length(index)
+        # An error leaves with all of `out`: no part of a file is returned that does not open whole.
         opener.open_into(index, sealed[start:end], bytes(sealed[at : at + TAG_BYTES]), out[start:end])
     return bytes(out)
 

@@ -80,6 +80,7 @@ def read_file(
     entry = entry_named(manifest, path)
     if entry is None:
         raise _bad(where, "not in the manifest", "a part of every checkpoint")
+    # PLAIN_FILES of an encrypted checkpoint are readable without a key.
     sealed = not isinstance(entry.plain_size, msgspec.UnsetType)
     cipher = CheckpointCipher.of(manifest, keys, where=directory) if sealed else None
     try:
@@ -114,6 +115,7 @@ def read_indexes(
         entry = entry_named(manifest, path)
         if entry is None:
             continue
+        # By the manifest's size, before a byte is read. A load reads larger ones.
         if entry.size > bounded.SHOWN_INDEX.num_bytes:
             found[domain] = entry
             continue
@@ -142,11 +144,14 @@ def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None
         ConfigError: it is outside our subset of YAML.
     """
     raw = read_file(directory, manifest, "config.yaml", keys)
+    # Parsed, not checked against the schema: one of another version may have other keys and is shown all the
+    # same.
     return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
 
 
 def flat(value: object, prefix: str = "") -> dict[str, object]:
     """Flattens nested maps to dotted keys; an empty map stays, as the value of its key."""
+    # An empty map has no keys below it, and would vanish.
     if not isinstance(value, dict) or not value:
         return {prefix: value} if prefix else {}
     merged: dict[str, object] = {}

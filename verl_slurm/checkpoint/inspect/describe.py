@@ -72,6 +72,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "world_size": manifest.world_size,
         "topology": msgspec.to_builtins(manifest.topology),
         "schema_id": manifest.schema_id,
+        # Told, not required: a checkpoint of another version can be looked at.
         "schema_is_ours": manifest.schema_id == current_schema().schema_id,
         "code_version": schema.code_version,
         "dataset_fingerprint": manifest.dataset_fingerprint,
@@ -101,6 +102,7 @@ def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
     if not shown:
         return ""
     low, high = min(shown), max(shown)
+    # A constant curve has no range to divide by.
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
 

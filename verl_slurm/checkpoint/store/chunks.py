@@ -5,8 +5,7 @@ digests (32 bytes each), concatenated. So all cores can hash one file, chunks ar
 is checked without the rest, and damage is located. The manifest binds digest and size, and holds the leaves of files of
 several chunks.
 
-Reading bypasses the page cache where the file system has O_DIRECT: the check then covers what the medium holds, and the
-memory stays with the training. Elsewhere clean cached pages are dropped first.
+Reading bypasses the page cache where the file system has O_DIRECT; elsewhere clean cached pages are dropped first.
 """
 
 import bisect
@@ -65,6 +64,7 @@ def combine(leaves: Sequence[bytes]) -> str:
 def leaf_problem(entry: FileEntry) -> str | None:
     """Returns why the leaves of `entry` contradict its size or digest, or None."""
     count = leaf_count(entry.size)
+    # One chunk has no leaves: its digest is the file's own.
     if len(entry.leaves) != (count if count > 1 else 0):
         return f"{len(entry.leaves)} chunk digests for {entry.size} bytes"
     if entry.leaves and combine([bytes.fromhex(leaf) for leaf in entry.leaves]) != entry.sha256:
@@ -184,8 +184,7 @@ def read_checked(
     Args:
         root: descriptor of the checkpoint's directory.
         threads: number of threads that read and hash; each has a buffer of 4 MiB. Where chunks are hashed side by side,
-            the waiting chunks add at most 128 MiB, whatever the number of threads. Default: two per core, so that the
-            disk has work while the cores have (measured on 2 cores: 1.14 × a plain read, with one per core 1.81 ×).
+            the waiting chunks add at most 128 MiB, whatever the number of threads. Default: two per core.
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
@@ -194,10 +193,12 @@ def read_checked(
     Returns:
         Bytes read.
     """
+    # Two per core, so that the disk has work while the cores have (on 2 cores: 1.14 × a plain read; one per core 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
         hasher = Hasher() if few else process_hasher()
+    # `settled` may run the work twice. hashlib has agreed to each of these faults, so they stand.
     bad: set[str] = set()
 
     def say(path: str, what: "str | OSError") -> None:
@@ -270,7 +271,9 @@ class _Work:
 
     def _next(self) -> _Chunk | None:
         with self._lock:
+            # A file is opened when its first chunk is taken, so few are open at a time.
             job = next(self._queue, None)
+        # Waits outside the lock: `_batch` takes it before a buffer is freed.
         return None if job is None else _Chunk(*job, self._buffers.get() or _Buffer())
 
     def _batch(self, chunk: _Chunk | None = None) -> list[_Chunk]:
@@ -278,6 +281,7 @@ class _Work:
         with self._lock:
             waiting = self._waiting
             if chunk is not None:
+                # Nothing of these is hashed, so they wait for no batch.
                 if chunk.file.failed or chunk.file.reading.opener is not None:
                     return [chunk]
                 waiting.append(chunk)
@@ -318,12 +322,15 @@ class _Work:
         closing = ExitStack()
         try:
             fd = closing.enter_context(open_below(self._root, entry.path))
+            # Asked of the descriptor: the name may lead elsewhere by now.
             problem = _unlike(os.fstat(fd), entry)
             if problem is None:
                 tags = _tags(fd, reading)
-                # Small files are not worth it: each direct read costs a whole round trip to the medium.
+                # Direct: the check covers what the medium holds, and the memory stays with the training. Small files
+                # are not worth it: each direct read costs a whole round trip to the medium.
                 direct = self._from_medium and entry.size >= _HUGE_PAGE and _go_direct(fd)
                 if self._from_medium and not direct:
+                    # Clean pages go, or the check would see the cache.
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 return _Open(reading, fd, chunks, direct, len(chunks), closing, tags)
         except BaseException:
@@ -364,6 +371,7 @@ class _Work:
     def _compare(self, chunk: _Chunk, piece: memoryview, digest: bytes) -> None:
         expected = chunk.file.expected(chunk.number)
         if digest.hex() != expected:
+            # A wrong digest of the fast hasher must condemn no good chunk.
             digest = self._hasher.again(piece, digest)
         if digest.hex() == expected:
             self._hand_out(chunk, chunk.buffer.address)
@@ -373,8 +381,8 @@ class _Work:
         self._fail(chunk.file, f"sha256 {digest.hex()}, expected {expected}{place}")
 
     def _open_chunk(self, chunk: _Chunk, opener: ChunkOpener) -> None:
-        """Decrypts into a second buffer, since the target must stay unchanged if a chunk does not open."""
         file, length = chunk.file, opener.length(chunk.number)
+        # Into a second buffer: the target must stay unchanged if a chunk does not open.
         plain = chunk.buffer.beside()
         tag = file.tags[chunk.number * TAG_BYTES : (chunk.number + 1) * TAG_BYTES]
         try:
@@ -385,11 +393,7 @@ class _Work:
         self._hand_out(chunk, plain.address, length)
 
     def _hand_out(self, chunk: _Chunk, address: int, length: int | None = None) -> None:
-        """Copies the wanted parts of a chunk whose bytes are at `address`. ctypes releases the interpreter lock.
-
-        Args:
-            length: plain bytes of an encrypted chunk.
-        """
+        """Copies the wanted parts of a chunk whose bytes are at `address`; `length`: of the plain bytes, if encrypted."""
         wanted, start = chunk.file.reading.wanted or (), chunk.start
         end = start + (chunk.length if length is None else length)
         first = bisect.bisect_right(wanted, start, key=lambda w: w.offset + w.length)
@@ -397,6 +401,7 @@ class _Work:
             if w.offset >= end:
                 return
             low, high = max(start, w.offset), min(end, w.offset + w.length)
+            # ctypes releases the interpreter lock, so other threads go on meanwhile.
             ctypes.memmove(w.address + low - w.offset, address + low - start, high - low)
 
     def _fail(self, file: _Open, what: "str | OSError") -> None:
