@@ -26,9 +26,11 @@ class ContentCheck:
         view = memoryview(data)
         while view and not self._problem:
             room = CHUNK_BYTES - self._size % CHUNK_BYTES
+            # Blocks are cut at the borders of chunks, whatever their size.
             self._hash.update(view[:room])
             self._size += len(view[:room])
             view = view[room:]
+            # A server may send without end: the first byte too many ends it.
             if self._size > self._entry.size:
                 self._problem = f"more than the expected {self._entry.size} bytes"
             elif self._size % CHUNK_BYTES == 0 or self._size == self._entry.size:

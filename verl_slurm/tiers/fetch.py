@@ -69,6 +69,7 @@ def fetch(
         TierError: they stopped answering.
         KeyRefused: it is not signed with a key of the run; and PermissionRefused: `keys.load_keys`.
     """
+    # The name becomes a path and a key.
     if checkpoint_order(name) is None:
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
     opened = open_tiers(paths, config) if tiers is None else tiers
@@ -107,8 +108,10 @@ def fetch_newest(
         if copy.refused
     ]
     reasons += refused
+    # Without tier 0: the caller found nothing there that verifies.
     names = newest_first(states[1:])
     for name in names:
+        # Twice the time of a fetch: what has arrived is read back from the disk as well.
         claimed = max(copy.num_bytes for state in states[1:] for copy in state.copies if copy.name == name)
         on_limit(2 * (_FETCH_S + claimed / _BYTES_PER_S))
         try:
@@ -119,6 +122,7 @@ def fetch_newest(
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
     for state in away:
+        # A tier that never had a checkpoint of this run, as at a first start, does not stop it.
         known = [name for name, record in memory.records.get(state.name, {}).items() if record.ok]
         if known:
             raise TierError(
@@ -128,6 +132,7 @@ def fetch_newest(
                 expected=max(known, key=lambda n: checkpoint_order(n) or (-1, -1)),
                 remedy="start again when it answers; checkpoint.resume_from=null begins afresh",
             )
+    # There were checkpoints: to begin afresh is the user's decision.
     if names or refused:
         raise TierError(
             "no checkpoint is left in the run, and none in a tier could be fetched",
@@ -154,6 +159,7 @@ def _fetch(
         verdict = verify(final, keys=keys)
         if verdict.ok:
             return ""
+        # Not damage: with the right key it may be good.
         if verdict.needs_key:
             raise KeyRefused(
                 "the run's own copy was not made with our key, and is left where it is",
@@ -161,6 +167,7 @@ def _fetch(
                 found=verdict.one_line(),
                 remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
             )
+        # Storage that fails now, or an owner who is not us, is no reason to replace it.
         if not verdict.damaged:
             raise CheckpointCorrupt(
                 "the run's own copy cannot be judged, and is left where it is",
@@ -179,6 +186,7 @@ def _fetch(
             num_bytes = _bring(paths, tier.backend, tier.run, name, keys)
         except (VerlSlurmError, OSError) as error:
             failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
+            # The next tier may have it whole.
             append_event(paths, TierFailed(state.name, name, "fetch", failure.one_line()))
             continue
         append_event(paths, TierFetched(name, state.name, num_bytes))
@@ -215,6 +223,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     private_dir(paths.checkpoints)
     final = paths.checkpoints / name
     _require_room(paths.checkpoints, manifest)
+    # For all files together: a tier that is slow in each of thousands would pass a limit for one.
     deadline = time.monotonic() + _FETCH_S + manifest.num_bytes / _BYTES_PER_S
     copies = set_aside_copies(paths, name, data)
 
@@ -239,12 +248,16 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
                 for file in bringing:
                     file.result()
             except BaseException:
+                # Thousands of files may wait: those that have not begun are not fetched any more.
                 pool.shutdown(cancel_futures=True)
                 raise
+        # The bytes as they came, not rendered anew: the mover compares them with those in the tiers.
         write_file(inner / MANIFEST, data)
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
+            # Deepest first: the names in a directory are durable before its own.
             fsync_path(inner / folder)
         fsync_path(inner)
+        # Read back from the medium, although each byte was checked on its way: this copy is resumed from next.
         verdict = verify(inner, keys=keys)
         if not verdict.ok:
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
@@ -255,6 +268,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
             move_to_quarantine(final, [str(problem) for problem in there.problems])
         rename(inner, final)
     finally:
+        # After the rename it is an empty shell.
         shutil.rmtree(outer, ignore_errors=True)
     return manifest.num_bytes
 

@@ -132,6 +132,7 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
     ranks = _ranks(states)
     names = sorted(ranks, key=lambda name: ranks[name], reverse=True)
     found = {state.name: {copy.name: copy for copy in state.copies} for state in states}
+    # Over all tiers, not in each: what is newest somewhere may be missing or damaged in the others.
     best = last_good(states)
     needed = {best, *newest_first(states)[:1]}  # whatever their age
     planned: dict[tuple[str, str], Action] = {}
@@ -144,10 +145,13 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
         if not state.reachable:
             for name in names:
                 copies = [found[s.name][name] for s in states[:index] if name in found[s.name]]
+                # It may lack a copy that it should get: an earlier tier must not drop the one that it would be
+                # made from.
                 if any(copy.usable and _age(copy, now) <= _limit(state) for copy in copies):
                     waiting.setdefault(name, {})[state.name] = "which does not answer"
             continue
         here = found[state.name]
+        # Rule 1 for this tier by itself: it must not be emptied because another tier has more.
         newest_here = max((n for n, c in here.items() if c.good), key=lambda n: ranks[n], default=None)
         # Newest first, so that a newer one of this tier is known to stay before it serves as a witness.
         for name in names:
@@ -161,7 +165,10 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
                 continue
             planned[state.name, name] = action
             if action.kind == "copy":
+                # The tiers before this one are planned after it and keep their copy until this one has been
+                # read back.
                 waiting.setdefault(name, {})[state.name] = "which is to have it"
+            # A copy that is still to be made is no witness: it may fail.
             if copy is not None and copy.good and action.kind == "keep":
                 staying[state.name][name] = copy.digest
     return [planned[s.name, name] for s in states for name in names if (s.name, name) in planned]
@@ -178,6 +185,7 @@ def _copying(
 ) -> Action | None:
     """Decides whether `name` is to be copied here; None if the question does not arise."""
     state = states[index]
+    # Tier 0 is filled by the run, and by `fetch` on demand.
     if state.local:
         return None
     elsewhere = [(s, found[s.name].get(name)) for s in states if s.name != state.name and s.reachable]
@@ -187,6 +195,7 @@ def _copying(
     )
     replace = False
     if copy is not None and copy.committed:
+        # Of one name with another digest: the run was thrown back and saved this step again.
         later = [(s, c) for s, c in sources if c.digest != copy.digest and _succeeds(s, c, copy)]
         if later:
             newest = max(c.epoch for _, c in later)
@@ -198,6 +207,8 @@ def _copying(
             reason = "there, but nobody has read it back"
             return Action(kind="copy", name=name, tier=state.name, source=state.name, reason=reason)
         else:
+            # Damaged here: mended from the same checkpoint alone. Another one of that name would be a
+            # replacement.
             sources = [(s, c) for s, c in sources if c.digest == copy.digest]
     if not sources:
         if copy is None:
@@ -207,6 +218,7 @@ def _copying(
             return Action(kind="skip", name=name, tier=state.name, reason=f"not copied: {refused[0].detail}")
         reason = f"not good here ({copy.detail or 'incomplete'}), and nowhere whole to mend it from"
         old = copy.saved is not None and _age(copy, now) > _limit(state)
+        # None leaves it to `_removal`.
         return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
     if copy is None or not copy.committed:
         # An older attempt would be replaced by the newest at the next pass, and may be too old by then to stay.
@@ -214,6 +226,7 @@ def _copying(
         sources = [(s, c) for s, c in sources if c.epoch == newest]
     source, best_copy = sources[0]
     if copy is None or not copy.committed:
+        # Or the next pass would remove what this one copied.
         if name not in needed and state.keep_days is not None and _age(best_copy, now) > _limit(state):
             if copy is not None:
                 return None  # the remains of an upload that nobody needs any more
@@ -229,6 +242,7 @@ def _copying(
 
 def _succeeds(state: TierState, other: TierCopy, copy: TierCopy) -> bool:
     """Returns whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
+    # Within one attempt the run's own directory has the later one: tiers are filled from it.
     return other.epoch > copy.epoch or (state.local and other.epoch == copy.epoch)
 
 
@@ -252,6 +266,7 @@ def _removal(
     if name == newest_here:
         return _keep(state, name, "the newest verified one of this tier")
     if copy.litter:
+        # By step: litter has no manifest that tells its attempt.
         newer = [n for n in staying[state.name] if _order(n) > _order(name)]
         if not newer:
             return _keep(state, name, f"{copy.detail}; nothing newer is verified here yet")
@@ -264,6 +279,7 @@ def _removal(
         )
     if state.keep_days is None:
         return _keep(state, name, "for ever")
+    # Without a time there is no age. Nothing is removed by a guess.
     if copy.saved is None:
         return _keep(state, name, copy.detail or "its manifest does not say when it was saved")
     age = f"{_days(copy, now)} old, kept {state.keep_days} days"

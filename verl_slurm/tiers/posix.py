@@ -29,6 +29,7 @@ from verl_slurm.tiers.backend import ObjectInfo, Source
 __all__ = ["PosixBackend"]
 
 _BLOCK = 4 << 20
+# exFAT, some FUSE file systems and some shares have no hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
@@ -49,6 +50,7 @@ class PosixBackend:
             except FileNotFoundError:
                 return
         for entry in entries:
+            # Unfinished parts are no objects: `~` is in no path that a manifest may hold.
             if entry.kind == "file" and not entry.path.rpartition("/")[2].startswith("~"):
                 yield _info(prefix.rstrip("/") + "/" + entry.path, entry.info)
 
@@ -74,6 +76,8 @@ class PosixBackend:
 
     def put(self, key: str, source: Source, entry: FileEntry) -> int:
         final = self._root / key
+        # The digest in the name: only bytes for the same content are continued. 200 of the name's characters,
+        # as 255 are allowed.
         part = final.parent / f"~{final.name[:200]}.{entry.sha256[:16]}.part"
         with self._errors(key):
             self._require_root()
@@ -89,11 +93,13 @@ class PosixBackend:
                 raise
             finally:
                 os.close(fd)
+            # A reader of the tier meets the whole file or none.
             rename(part, final)
         return sent
 
     def commit(self, key: str, data: bytes) -> bool:
         final = self._root / key
+        # A nonce, unlike for a part: two movers must not write into one file.
         temp = final.parent / f"~{final.name}.{secrets.token_hex(8)}.part"
         with self._errors(key):
             self._make_parents(key)
@@ -102,6 +108,7 @@ class PosixBackend:
                 return self._link(temp, final)
             finally:
                 temp.unlink(missing_ok=True)
+                # After the unlink, which it makes durable together with the new name.
                 fsync_path(final.parent)
 
     @staticmethod
@@ -114,6 +121,8 @@ class PosixBackend:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
+            # Not one step: without links two movers at the same moment could both commit. `copy_checkpoint`
+            # reads the record back.
             if os.path.lexists(final):
                 return False
             rename(temp, final, durable=False)
@@ -146,6 +155,8 @@ class PosixBackend:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return
+            # Durable before the next removal: after a crash no object may be back without those that went after
+            # it.
             fsync_path(path.parent)
             # Remove directories that are empty now; the tier's own prefix may stay.
             for folder in list(path.parents)[: key.count("/") - 1]:
@@ -191,6 +202,7 @@ class PosixBackend:
                 private_dir(folder)
                 fsync_path(folder.parent)
                 continue
+            # Another user's directory, or a link, could be exchanged under what is written there.
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                 raise TierError(
                     "a place in the tier is another user's, or no directory",
@@ -220,6 +232,7 @@ def _info(key: str, info: os.stat_result) -> ObjectInfo:
 def _continue(fd: int, source: Source) -> int:
     """Appends what is missing; returns the bytes appended."""
     here = os.fstat(fd).st_size
+    # Its bytes are believed for now: `holds` reads all of them back in the end.
     offset = here if here <= source.size else 0
     os.ftruncate(fd, offset)
     began = offset

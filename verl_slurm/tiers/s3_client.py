@@ -52,6 +52,7 @@ class BoundedClient:
     ) -> None:
         self._client, self._where, self._call_s, self._most_keys = client, where, call_s, most_keys
         self._session = client._endpoint.http_session
+        # A handler that returns a response takes the place of the request's sending.
         client.meta.events.register("before-send.s3", self._send)
 
     @property
@@ -79,6 +80,7 @@ class BoundedClient:
                 return
             num_pages += 1
             num_keys += sum(len(page.get(kind, ())) for kind in _ENTRIES)
+            # A server can also announce one more page without end, each of them empty.
             if num_keys > self._most_keys or num_pages > num_keys + _SPARE_PAGES:
                 raise self._refused(
                     "a listing does not end",
@@ -106,6 +108,7 @@ class BoundedClient:
                     if len(block) >= size:
                         return bytes(block), None, False
             except BROKEN as error:
+                # With what arrived before: `_resumed` goes on behind it, instead of asking for it again.
                 return bytes(block), error, True
             return bytes(block), None, True
 
@@ -122,6 +125,7 @@ class BoundedClient:
             except BaseException as error:  # noqa: BLE001 - raised again below
                 answers.put((None, error))
 
+        # A daemon thread: one that was abandoned must not keep the process from ending.
         threading.Thread(target=run, daemon=True, name="s3").start()
         limit_s = self._call_s + more_s
         try:
@@ -137,6 +141,7 @@ class BoundedClient:
         is_object = request.stream_output
         request.stream_output = True  # otherwise botocore reads it
         response = self._session.send(request)
+        # An error's body is no object, whatever was asked for.
         if not is_object or response.status_code >= 300:
             response.raw = _Capped(response.raw, self._refused)
             try:

@@ -45,6 +45,7 @@ class DirectoryOrigin:
 
     def manifest(self) -> bytes:
         with self.open(MANIFEST) as source:
+            # One byte beyond the limit, so that `parse` refuses it.
             return source.read(0, min(source.size, MAX_MANIFEST_BYTES + 1))
 
     @contextmanager
@@ -63,6 +64,7 @@ class _FileSource:
     def read(self, offset: int, size: int) -> bytes:
         parts = []
         try:
+            # One pread gives 2 GiB at most, and less if a signal comes.
             while size and (block := os.pread(self._fd, size, offset)):
                 parts.append(block)
                 offset, size = offset + len(block), size - len(block)
@@ -99,6 +101,8 @@ class TierOrigin:
         key = object_key(self._run, self._name, path)
         info = self._backend.stat(key)
         if info is None:
+            # Here it is damage: the manifest was read from the same tier and names it. The mover then takes
+            # another source.
             raise CheckpointCorrupt("an object of the checkpoint is missing", where=key)
         yield _ObjectSource(self._backend, key, info.size)
 
@@ -152,6 +156,7 @@ def copy_checkpoint(
     if manifest.name != name:
         raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
     if keys is not None:
+        # Before any byte is sent: a copy of what nobody signed would justify the removal of others.
         authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
     record = manifest_key(run, name)
     there = backend.stat(record)
@@ -165,6 +170,7 @@ def copy_checkpoint(
         sent += _copy_file(origin, backend, object_key(run, name, entry.path), entry)
         if on_file is not None:
             on_file(entry.path)
+    # Before the commit: from then on the checkpoint is judged by what is listed below it.
     _remove_strangers(backend, run, manifest)
     if not backend.commit(record, data) and backend.read(record, 0, len(data) + 1) != data:
         # Another process committed another checkpoint of that name meanwhile: a former attempt that still runs.
@@ -183,6 +189,7 @@ def copy_checkpoint(
 def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> int:
     """Puts one file and has it read back; repeats from the start when other bytes come back."""
     there = backend.stat(key)
+    # Left by a pass that died: whole ones are kept, and only after they were read back.
     if there is not None and there.size == entry.size and not backend.holds(key, entry):
         return 0
     sent, problem = 0, ""
@@ -190,11 +197,13 @@ def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> 
         if source.size != entry.size:
             found = f"size {source.size}, expected {entry.size}"
             raise CheckpointCorrupt("the source is damaged", where=key, found=found)
+        # Twice: what was damaged on the way once is sent again; a tier that damages it twice is at fault.
         for _ in range(2):
             sent += backend.put(key, source, entry)
             problem = backend.holds(key, entry)
             if not problem:
                 return sent
+            # It must not count in the next pass by its size.
             backend.delete(key)
             # Finds the side at fault. The source is read again only now: a healthy copy reads it once.
             wrong = _check_source(source, entry)

@@ -193,7 +193,7 @@ def read_checked(
     Returns:
         Bytes read.
     """
-    # Two per core, so that the disk has work while the cores have (on 2 cores: 1.14 × a plain read; one per core 1.81 ×).
+    # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
@@ -393,7 +393,7 @@ class _Work:
         self._hand_out(chunk, plain.address, length)
 
     def _hand_out(self, chunk: _Chunk, address: int, length: int | None = None) -> None:
-        """Copies the wanted parts of a chunk whose bytes are at `address`; `length`: of the plain bytes, if encrypted."""
+        """Copies the wanted parts of a chunk whose bytes are at `address`; `length`: plain bytes, if encrypted."""
         wanted, start = chunk.file.reading.wanted or (), chunk.start
         end = start + (chunk.length if length is None else length)
         first = bisect.bisect_right(wanted, start, key=lambda w: w.offset + w.length)
