@@ -81,6 +81,7 @@ class VerlSlurmError(Exception):
 
     def one_line(self) -> str:
         """Returns the error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
+        # Each part is escaped by itself: text from outside cannot end its part and begin another.
         line = _shown(self.what)
         if self.where is not None:
             line += f": {_shown(self.where)}"
@@ -223,6 +224,7 @@ def restart_may_help(error: VerlSlurmError) -> bool:
 def underlying(error: VerlSlurmError) -> VerlSlurmError:
     """Returns this rank's own error if `error` (RanksFailed) tells all ranks that one of them failed; else `error`."""
     cause = error.__cause__
+    # By the code, not the class: `RanksFailed` lies above this package.
     if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
         return cause
     return error
@@ -235,5 +237,6 @@ def is_transient_storage_error(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno in _TRANSIENT:
             return True
         seen.add(id(error))  # `raise error from error` makes a cycle
+        # As Python prints a chain: `from None` hides the context, and so it does not count here.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

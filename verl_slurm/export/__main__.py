@@ -45,10 +45,12 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     skeletons: dict[Role, Skeleton] = {}
     model = options.staging / _MODEL
     model.mkdir(mode=0o700)
+    # Libraries see these copies alone: the model directory may be another user's, and change.
     take_small_files(options.model, model)
     for role in options.roles:
         entries = source.entries(role)
         skeletons[role] = build_skeleton(model, role, len(entries), where=options.model)
+        # For all roles before the first tensor is read: a wrong model is told in seconds.
         check_fit(skeletons[role], entries, where=options.checkpoint / role)
     roles: list[Role] = list(skeletons)
     total = sum(entry.num_bytes for role in roles for entry in source.entries(role).values())

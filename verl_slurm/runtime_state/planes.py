@@ -21,10 +21,12 @@ _LITTLE = sys.byteorder == "little"
 def used_bits(array: np.ndarray) -> int:
     """Returns how many low bits of its items are ever set, as a width that planes can have."""
     if array.dtype.kind == "b":
+        # A bool by view may hold any byte, and counts as one bit.
         return 1 if array.any() else 0
     if not array.size:
         return 0
     items = array.view(_UINT[array.itemsize]) if array.dtype.isnative else _unsigned(array)
+    # One pass: the highest bit of all items together is the widest item's.
     return rounded(int(np.bitwise_or.reduce(items, axis=None)).bit_length())
 
 
@@ -37,6 +39,7 @@ def small_planes(array: np.ndarray, bits: int) -> bytes | None:
     Args:
         bits: from `used_bits`.
     """
+    # On another byte order a slice would give the planes in reverse.
     if array.nbytes > min(_SMALL_BYTES, CHUNK_ITEMS) or not (_LITTLE and array.dtype.isnative):
         return None
     items, size = array.tobytes(), array.itemsize
@@ -62,11 +65,13 @@ def split(array: np.ndarray, bits: int) -> Iterator[np.ndarray]:
         bits: from `used_bits`.
     """
     flat = _unsigned(array)
+    # One scratch for all chunks, in the second-level cache (`format.CHUNK_ITEMS`).
     scratch = np.empty(min(flat.size, CHUNK_ITEMS), flat.dtype)
     plane = np.empty(scratch.size + 7, np.uint8)
     for start in range(0, flat.size if bits else 0, CHUNK_ITEMS):
         chunk = flat[start : start + CHUNK_ITEMS]
         for shift in range(0, bits, 8):
+            # The plane is the chunk itself: no copy.
             if flat.itemsize == 1:
                 low = chunk
             elif shift == 0:
@@ -112,6 +117,7 @@ def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
             else:
                 np.copyto(step[:count], part)
                 whole |= np.left_shift(step[:count], narrow.type(shift), out=step[:count])
+        # Wider than what is stored, the upper bits become 0.
         if whole is not chunk:
             np.copyto(chunk, whole, casting="unsafe")
 
@@ -160,5 +166,6 @@ def _unpack(packed: np.ndarray, width: int, count: int) -> np.ndarray:
     spread = word.copy()
     for nth in range(1, per_byte):
         spread |= word << (nth * (8 - width))
+    # The shifts leave bits of the neighbours above each item.
     spread &= int.from_bytes(bytes([(1 << width) - 1]) * per_byte, "little")
     return spread.view(np.uint8)[:count]

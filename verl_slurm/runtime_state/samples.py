@@ -35,6 +35,7 @@ __all__ = ["Sample", "StepSamples", "append_samples", "clipped", "read_samples"]
 MAX_FILE_BYTES = 8 << 20
 _MAX_LINE_BYTES = 4 << 20
 _MAX_CHARS = 4000
+# So that no record of the ledger opens as samples, and no samples as a record.
 _NO_RANK = 0xFFFFFFFF
 
 _Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -107,6 +108,7 @@ def append_samples(
         sealed = base64.b64encode(seal_record(keys.current, (epoch, _NO_RANK, step, 0), plain)).decode()
         plain = msgspec.json.encode(_Sealed(time=now, epoch=epoch, step=step, sealed=sealed))
     try:
+        # Before the append: so a file stays within the limit.
         if paths.samples.stat().st_size + len(plain) > MAX_FILE_BYTES:
             rename(paths.samples, paths.old_samples, durable=False)
     except FileNotFoundError:
@@ -124,6 +126,7 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
         OSError: a file cannot be read.
     """
     found: dict[int, StepSamples] = {}
+    # The older file first: the order of lines tells which attempt of a step is the newest.
     for path in (paths.old_samples, paths.samples):
         for line in _lines(path):
             step = _parse(line, keys, path)
@@ -141,6 +144,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with open(fd, "rb") as file:
+        # Bounded: a file of a run that was handed over may have any size.
         left = 2 * MAX_FILE_BYTES
         while left > 0 and (line := file.readline(_MAX_LINE_BYTES)):
             left -= len(line)
@@ -156,6 +160,7 @@ def _parse(line: bytes, keys: Keyring | None, path: Path) -> StepSamples | None:
         data = base64.b64decode(outside.sealed, validate=True)
         place = (outside.epoch, _NO_RANK, outside.step, 0)
         inside = _STEP.decode(open_record(keys, place, data, sealed=True, where=path))
+        # What is shown outside the seal is not trusted: the step orders the lines.
         return inside if (inside.epoch, inside.step) == (outside.epoch, outside.step) else None
     except (*UNREADABLE, binascii.Error, CheckpointCorrupt):
         return None

@@ -39,6 +39,8 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
     """Returns `payload` as it is written."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+    # A salt for each record, and with it a key: a record that is appended again after a death shares no nonce
+    # with the first.
     salt = secrets.token_bytes(_SALT_BYTES)
     sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _PLACE.pack(*place))
     return bytes.fromhex(key.id) + salt + sealed
@@ -71,8 +73,10 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
             found=f"key id {key_id}",
             remedy="set checkpoint.encryption={key_file: FILE}",
         )
+    # After the question for a key: without one that is what is told, whatever else is wrong.
     if len(data) < OVERHEAD_BYTES:
         raise CheckpointCorrupt("an encrypted ledger record is too short", where=where)
+    # Imported where a sealed record is opened: without a key `cryptography` is never loaded.
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

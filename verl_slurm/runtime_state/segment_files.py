@@ -22,6 +22,7 @@ from verl_slurm.base.paths import RunPaths
 
 __all__ = ["BackgroundSync", "SegmentHeld", "lock_segment", "owner", "segments"]
 
+# ASCII: without it `\d` matches the digits of all scripts, and one segment could have two names.
 _SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 
 
@@ -38,6 +39,7 @@ def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
         entries = list(os.scandir(paths.ledger))
     except FileNotFoundError:
         return []
+    # By number, not by name: epochs have six digits or more.
     return sorted(
         (*owner(Path(entry.path)), Path(entry.path))
         for entry in entries
@@ -99,6 +101,7 @@ class BackgroundSync:
     def begin(self, fd: int) -> None:
         """Starts to make the present content of `fd` durable; `fd` must stay open until `wait` was called."""
         assert not self._under_way, "the one before was not waited for"
+        # At the first sync: a ledger that is read and never written has no thread.
         if not self._started:
             # The thread must not reference this object, whose end is also its own.
             threading.Thread(
@@ -118,6 +121,7 @@ class BackgroundSync:
         if not self._under_way:
             return
         error = self._done.get()
+        # Before the error is raised: it is told once, and another sync may begin.
         self._under_way = False
         if error is not None:
             raise error
