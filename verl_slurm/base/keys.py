@@ -65,6 +65,7 @@ class MasterKey:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
         self._secret = Secret(key)
+        # An HMAC, so that the public id tells nothing of the key.
         self.id = self._secret.hmac(_ID_TEXT)[: 2 * _ID_BYTES]
 
     def derive(self, info: bytes, salt: bytes = b"") -> Secret:
@@ -147,6 +148,7 @@ def load_keys(config: KeyPlaces | None) -> Keyring | None:
     """
     if config is None:
         return None
+    # Before a key is read: a crash from here on could write it to a core file.
     forbid_core_dumps()
     if config.key_file is not None:
         current = read_key_file(Path(config.key_file))
@@ -192,12 +194,14 @@ def new_key_file(path: Path) -> MasterKey:
     """
     _require_safe_folder(path.parent)
     key = secrets.token_bytes(KEY_BYTES)
+    # Never over an existing one: what it encrypts would be lost with it.
     if not create_file(path, key.hex().encode() + b"\n"):
         raise KeyRefused(
             "there is a file of that name already",
             where=path,
             remedy="choose another name: without its key a checkpoint is lost",
         )
+    # Read back by the checks of every later use: mode, owner and folder are known to be right now.
     return read_key_file(path)
 
 
@@ -215,6 +219,7 @@ def _key_of_variable(name: str) -> MasterKey:
 def _from_hex(data: bytes, where: object) -> MasterKey:
     text = data.removesuffix(b"\n")
     try:
+        # `bytes.fromhex` skips blanks.
         if len(text) != 2 * KEY_BYTES or not text.isalnum():
             raise ValueError
         key = bytes.fromhex(text.decode("ascii"))

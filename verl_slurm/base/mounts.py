@@ -66,6 +66,7 @@ def mounts() -> dict[int, Mount]:
 def mount_of(path: str | Path) -> Mount | None:
     """Returns the mount that `path` lies on; None if the kernel does not tell."""
     try:
+        # O_PATH: it neither waits for a FIFO nor needs permission to read.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             told = Path(f"/proc/self/fdinfo/{fd}").read_text()
@@ -90,6 +91,7 @@ def parse_mounts(text: str) -> list[tuple[str, int, Mount]]:
             continue
         major, _, minor = words[2].partition(":")
         if major.isdecimal() and minor.isdecimal() and max(len(major), len(minor)) < 10:
+            # The kernel writes blanks, tabs, newlines and backslashes of names as octal escapes.
             source = _OCTAL.sub(lambda match: chr(int(match[1], 8)), last[1])
             found.append((words[0], os.makedev(int(major), int(minor)), Mount(last[0], source)))
     return found

@@ -49,6 +49,7 @@ class RunPaths:
 
     def __init__(self, root: Path | str, run: Path | None = None) -> None:
         self.root = Path(root)
+        # Partial saves have a root of their own; checks for links on the way begin at the run's directory.
         self.run = run or self.root
 
     @property
@@ -157,6 +158,7 @@ class RunPaths:
 
     def staging(self, final: Path, nonce: str) -> Path:
         """The directory in which `final` is written before the rename publishes it."""
+        # In the same directory: the rename stays within one file system.
         return final.parent / f".{final.name}.{nonce}.tmp"
 
     @property

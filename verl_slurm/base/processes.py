@@ -58,6 +58,7 @@ def birth_of(pid: int) -> str:
     """
     try:
         fields = stat_fields(pid)
+        # A zombie keeps its number, and does nothing more.
         return "" if fields[0] in "ZX" else f"{boot_id()}:{fields[_START_TIME]}"
     except OSError:
         return ""
@@ -104,6 +105,7 @@ def forbid_core_dumps(*, for_good: bool = False) -> None:
     Args:
         for_good: no process that this one starts may raise the limit again.
     """
+    # The soft limit alone by default: a user's own program may raise it again.
     hard = 0 if for_good else resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
     with suppress(OSError):

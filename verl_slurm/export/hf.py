@@ -91,8 +91,8 @@ def write_hf(
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    # By the headers: the bytes were checked on their way from the checkpoint, and the names decide whether a
-    # reader finds them.
+    # By the headers: the bytes were checked on their way from the checkpoint, and the names decide whether a reader
+    # finds them.
     _read_back(out, shards, skeleton)
 
 

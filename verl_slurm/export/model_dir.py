@@ -91,8 +91,7 @@ def _read(directory: Path, root: int, name: str) -> bytes:
     if is_json:
         check_json(data, limit)
     if name == "config.json":
-        # Written anew: with a doubled key transformers might take another value than the one that was looked
-        # at.
+        # Written anew: with a doubled key transformers might take another value than the one that was looked at.
         return msgspec.json.encode(_harmless(decode_json(data, dict[str, Any], limit, doubles=False)))
     return data
 

@@ -212,8 +212,7 @@ def bounded_work(num_bytes: int, seconds: float = _MOST_SECONDS) -> Iterator[Non
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         for kind, wanted in ((resource.RLIMIT_DATA, data), (resource.RLIMIT_CPU, cpu)):
-            # Never above a limit that is set already. The hard limit stays, so that the soft one can be raised
-            # again.
+            # Never above a limit that is set already. The hard limit stays, so that the soft one can be raised again.
             limits = [one for one in (wanted, *before[kind]) if one != resource.RLIM_INFINITY]
             resource.setrlimit(kind, (min(limits), before[kind][1]))
         yield

@@ -39,8 +39,8 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
     """Returns `payload` as it is written."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    # A salt for each record, and with it a key: a record that is appended again after a death shares no nonce
-    # with the first.
+    # A salt for each record, and with it a key: a record that is appended again after a death shares no nonce with the
+    # first.
     salt = secrets.token_bytes(_SALT_BYTES)
     sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _PLACE.pack(*place))
     return bytes.fromhex(key.id) + salt + sealed

@@ -75,8 +75,7 @@ def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) 
     """Returns one record, ready to append."""
     magic = _SEALED_MAGIC if sealed else _FRAME_MAGIC
     fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload))
-    # The header has a CRC of its own: a length must be believed before the payload, whose end it gives, can be
-    # checked.
+    # The header has a CRC of its own: a length must be believed before the payload, whose end it gives, can be checked.
     return fields + _CRC.pack(zlib.crc32(fields)) + payload
 
 

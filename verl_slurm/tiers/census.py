@@ -164,8 +164,8 @@ def _copy(
         return TierCopy(name=name, committed=False, litter=True, detail=detail)
     num_bytes = sum(info.size for info in objects.values())
     record = memory.get(tier.config.name, name)
-    # The listing shows that manifest, sizes and number are those of the last reading: no request for the
-    # manifest is needed.
+    # The listing shows that manifest, sizes and number are those of the last reading: no request for the manifest is
+    # needed.
     if record is not None and _counts(record, record_object.stamp, num_bytes, len(objects), keys):
         return TierCopy(
             name=name,

@@ -201,8 +201,8 @@ class _Mover:
             raise
         record = record_of(copied.manifest, backend, tier.run, ok=True, now=self._now, keys=self._keys)
         self._memory.set(action.tier, name, record)
-        # Every byte was read and hashed on its way, so tier 0's copy is verified. With files that were there
-        # already it was not.
+        # Every byte was read and hashed on its way, so tier 0's copy is verified. With files that were there already it
+        # was not.
         if action.source == LOCAL_TIER and copied.sent == copied.num_bytes:
             self._remember_local(name, ok=True)
         return copied.sent
@@ -215,8 +215,7 @@ class _Mover:
     def _require_whole(self, source: str, name: str) -> None:
         if source == LOCAL_TIER:
             verdict = verify(self._paths.checkpoints / name, keys=self._keys, threads=1)
-            # Not for a file that could not be read: that tells about the storage of now, not about the
-            # checkpoint.
+            # Not for a file that could not be read: that tells about the storage of now, not about the checkpoint.
             if verdict.damaged:
                 self._remember_local(name, ok=False, detail=verdict.one_line())
             problems = [str(problem) for problem in verdict.problems]

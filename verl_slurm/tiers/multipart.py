@@ -109,12 +109,11 @@ class MultipartUpload:
         with ThreadPoolExecutor(max_workers=in_flight, thread_name_prefix="parts") as pool:
             try:
                 for number, offset in enumerate(range(0, self._source.size, self._size), start=1):
-                    # Parts that are there already are read as well: their MD5 is compared, and the digest is of
-                    # the whole.
+                    # Parts that are there already are read as well: their MD5 is compared, and the digest is of the
+                    # whole.
                     data = self._source.read(offset, min(self._size, self._source.size - offset))
                     require_content(self._where["Key"], check.update(data))
-                    # MD5 because S3's ETags are. Against damage on the way it suffices; SHA-256 judges the
-                    # content.
+                    # MD5 because S3's ETags are. Against damage on the way it suffices; SHA-256 judges the content.
                     md5 = hashlib.md5(data, usedforsecurity=False)
                     known = there.get(number)
                     if known is not None and known == (len(data), md5.hexdigest()):

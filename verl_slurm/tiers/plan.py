@@ -145,8 +145,8 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
         if not state.reachable:
             for name in names:
                 copies = [found[s.name][name] for s in states[:index] if name in found[s.name]]
-                # It may lack a copy that it should get: an earlier tier must not drop the one that it would be
-                # made from.
+                # It may lack a copy that it should get: an earlier tier must not drop the one that it would be made
+                # from.
                 if any(copy.usable and _age(copy, now) <= _limit(state) for copy in copies):
                     waiting.setdefault(name, {})[state.name] = "which does not answer"
             continue
@@ -165,8 +165,7 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
                 continue
             planned[state.name, name] = action
             if action.kind == "copy":
-                # The tiers before this one are planned after it and keep their copy until this one has been
-                # read back.
+                # The tiers before this one are planned after it and keep their copy until this one has been read back.
                 waiting.setdefault(name, {})[state.name] = "which is to have it"
             # A copy that is still to be made is no witness: it may fail.
             if copy is not None and copy.good and action.kind == "keep":
@@ -207,8 +206,7 @@ def _copying(
             reason = "there, but nobody has read it back"
             return Action(kind="copy", name=name, tier=state.name, source=state.name, reason=reason)
         else:
-            # Damaged here: mended from the same checkpoint alone. Another one of that name would be a
-            # replacement.
+            # Damaged here: mended from the same checkpoint alone. Another one of that name would be a replacement.
             sources = [(s, c) for s, c in sources if c.digest == copy.digest]
     if not sources:
         if copy is None:

@@ -76,8 +76,8 @@ class PosixBackend:
 
     def put(self, key: str, source: Source, entry: FileEntry) -> int:
         final = self._root / key
-        # The digest in the name: only bytes for the same content are continued. 200 of the name's characters,
-        # as 255 are allowed.
+        # The digest in the name: only bytes for the same content are continued. 200 of the name's characters, as 255
+        # are allowed.
         part = final.parent / f"~{final.name[:200]}.{entry.sha256[:16]}.part"
         with self._errors(key):
             self._require_root()
@@ -121,8 +121,8 @@ class PosixBackend:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # Not one step: without links two movers at the same moment could both commit. `copy_checkpoint`
-            # reads the record back.
+            # Not one step: without links two movers at the same moment could both commit. `copy_checkpoint` reads the
+            # record back.
             if os.path.lexists(final):
                 return False
             rename(temp, final, durable=False)
@@ -155,8 +155,7 @@ class PosixBackend:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return
-            # Durable before the next removal: after a crash no object may be back without those that went after
-            # it.
+            # Durable before the next removal: after a crash no object may be back without those that went after it.
             fsync_path(path.parent)
             # Remove directories that are empty now; the tier's own prefix may stay.
             for folder in list(path.parents)[: key.count("/") - 1]:

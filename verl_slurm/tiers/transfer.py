@@ -101,8 +101,8 @@ class TierOrigin:
         key = object_key(self._run, self._name, path)
         info = self._backend.stat(key)
         if info is None:
-            # Here it is damage: the manifest was read from the same tier and names it. The mover then takes
-            # another source.
+            # Here it is damage: the manifest was read from the same tier and names it. The mover then takes another
+            # source.
             raise CheckpointCorrupt("an object of the checkpoint is missing", where=key)
         yield _ObjectSource(self._backend, key, info.size)
 

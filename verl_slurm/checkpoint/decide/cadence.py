@@ -68,7 +68,9 @@ BASELINE = 32
 _LEAST_BASELINE = 16
 _CUT = 3.5
 _NORMAL = 1.4826
+# A loss that hardly moves has a MAD near zero: its level bounds the scale from below.
 _LEAST_SPREAD = 0.01
+# For a baseline of zeros, which has neither spread nor level.
 _TINY = 1e-12
 
 
@@ -112,6 +114,7 @@ def _judge(values: Sequence[float]) -> tuple[bool, int]:
     on, count = False, 0
     for end in range(_LEAST_BASELINE + NEWEST, len(values) + 1):
         count = outliers(values[max(0, end - NEWEST - BASELINE) : end]) or 0
+        # Hysteresis: one value near the limit must not switch the interval to and fro.
         on = count >= ENTER or (on and count > 0)
     return on, count
 
@@ -155,8 +158,10 @@ def daly_interval_s(save_s: float, mtbi_s: float) -> float:
     Args:
         save_s: C, at least 0. mtbi_s: M, above 0, may be infinite.
     """
+    # Outside of the series' range, which holds for C < 2M.
     if save_s >= 2 * mtbi_s:
         return mtbi_s
+    # Before the arithmetic: infinity times zero is no number.
     if math.isinf(mtbi_s):
         return math.inf
     part = save_s / (2 * mtbi_s)
@@ -203,6 +208,7 @@ def decide(
     """
     if step <= 0:
         return Due(save=False, reason="nothing has been done yet")
+    # Before the cadence: the end of a run is a result, whatever its number.
     if step == total_steps:
         return Due(save=True, reason="the last step")
     if config.cadence == "fixed":
@@ -217,6 +223,7 @@ def decide(
     if config.cadence == "adaptive" and step % interval.steps == 0:
         return Due(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
     since = step - last_save
+    # Training would wait for the save before: the arena holds one state.
     if under_way and config.cadence == "young_daly" and since < config.every_steps:
         return Due(save=False, reason="the save before is still being written")
     if since >= interval.steps:
@@ -255,6 +262,7 @@ def _from_costs(config: CheckpointConfig, costs: Costs) -> Interval:
         return Interval(steps=shortest, reason="the first save, to learn what one costs")
     wanted_s = daly_interval_s(costs.save_s, costs.mtbi_s)
     reason = f"Young/Daly: a save costs {costs.save_s:.3g} s, work is lost every {costs.mtbi_s / 3600:.3g} h"
+    # One step between two saves has no save in it: by that step the cost of a save is measured.
     if costs.durable_s is not None and costs.durable_s + costs.step_s > wanted_s:
         wanted_s = costs.durable_s + costs.step_s
         reason = f"a save is durable only after {costs.durable_s:.3g} s, and one step without a save follows"
@@ -269,6 +277,7 @@ def _from_costs(config: CheckpointConfig, costs: Costs) -> Interval:
 
 def _halved(interval: Interval, config: CheckpointConfig, history: Sequence[Mapping[str, float]]) -> Interval:
     half = max(interval.steps // 2, min(config.min_every_steps, interval.steps), 1)
+    # Before the history is judged, which takes a median for each of up to 256 rows.
     if half == interval.steps:
         return interval
     verdict = judge_volatility(history)

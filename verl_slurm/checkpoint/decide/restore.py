@@ -39,6 +39,8 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
     of an unknown format version is never skipped, since the run would silently resume from an older state.
     """
     candidates = sorted(
+        # Torn ones, too: a final name whose manifest is damaged is judged and set aside, not passed over in silence.
+        # Staging directories have no such name.
         (i for i in infos if i.kind in {"committed", "torn"} and checkpoint_order(i.name) is not None),
         key=lambda i: i.order,
         reverse=True,
@@ -52,6 +54,7 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
 
     for info in candidates:
         verdict = verdicts.get(info.name)
+        # One at a time, newest first: each verification reads all bytes, and the first good one ends it.
         if verdict is None:
             return decision("verify", info.name)
         reasons.append(verdict.one_line())

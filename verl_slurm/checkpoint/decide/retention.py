@@ -111,6 +111,7 @@ def plan_prune(
             continue
         if number <= keep_last or (verified is not None and good < needed):
             working.add(name)
+        # Counted after the decision, from the newest on: each name is judged by those that are newer.
         good += verified is not None and name in verified
         keep.append(Reasoned(name=name, reason=reason))
     return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed, working=frozenset(working))
@@ -137,6 +138,7 @@ def _for_ever(newest_first: Sequence[CheckpointInfo], keep_every: int) -> dict[s
         return {}
     first: dict[int, str] = {}
     for info in newest_first:
+        # 0 is no multiple: the steps before the first one have nothing to stand for.
         if multiple := info.step // keep_every * keep_every:
             first[multiple] = info.name  # the oldest comes last and stays
     return {name: multiple for multiple, name in first.items()}

@@ -118,6 +118,7 @@ def need_of_next(
 
 def judge_room(free: FreeSpace, need: Need) -> Room:
     """Compares the need with the free space."""
+    # Not known is not "not enough": a save that may well fit is tried.
     if free.problem or (free.bytes is None and free.inodes is None):
         reason = free.problem or "the file system does not say how much is free"
         return Room(enough=None, reason=reason, free=free, need=need)
@@ -154,10 +155,12 @@ def judge_health(outcomes: Sequence[Outcome]) -> Health:
         return Health(kind="failing", reason=f"{times} failed: {outcomes[-1].error}")
     good = [outcome for outcome in outcomes if not outcome.error and _speed(outcome) is not None]
     now = _speed(good[-1]) if good else None
+    # Without the newest: a disk that has just become slow must not lower what it is measured by.
     usual = usual_speed(good[:-SLOW_SAVES])
     if now is None or usual is None:
         return Health(kind="unknown", reason="too few saves to know its usual speed", bytes_per_s=now)
     newest = good[-SLOW_SAVES:]
+    # All of them: one slow save may be another job's doing.
     if all(_is_slow(outcome, usual) for outcome in newest):
         reason = (
             f"{_mb(now)} a second, less than {SLOW_FRACTION:g} of its usual {_mb(usual)}, "

@@ -28,6 +28,7 @@ def partial_domains(config: CheckpointConfig) -> Components:
     """
     wanted: Sequence[str] = config.components
     optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
+    # In the format's order, however the user listed them.
     return tuple(domain for domain in ("actor", "critic") if domain in wanted) + optimizer
 
 
@@ -46,6 +47,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
             expected=f"trainer.backend={next(b for b, guest in _GUEST_OF.items() if guest == saved)}",
             remedy="go on with the trainer.backend that wrote it, or start with checkpoint.resume_from=null",
         )
+    # A guest's loop knows its own models.
     if saved is not None:
         return
     trained = trained_roles(config.train)

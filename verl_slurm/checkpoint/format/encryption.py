@@ -238,8 +238,8 @@ class CheckpointCipher:
 
     def open(self, entry: FileEntry, data: bytes) -> bytes:
         """Returns the plain bytes of a sealed file; a file that the manifest calls plain unchanged."""
-        # Not a way round the encryption: `manifest.parse` refuses an encrypted checkpoint that calls any file
-        # plain but those of PLAIN_FILES.
+        # Not a way round the encryption: `manifest.parse` refuses an encrypted checkpoint that calls any file plain but
+        # those of PLAIN_FILES.
         if entry.plain_size is msgspec.UNSET:
             return data
         return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)

@@ -83,8 +83,8 @@ def parse(data: bytes, *, where: object) -> Manifest:
         CheckpointCorrupt: anything else that violates `specification.py`.
     """
     try:
-        # The version first: another one may have any other fields. Size, number of values and doubled keys are
-        # checked here for both decodings.
+        # The version first: another one may have any other fields. Size, number of values and doubled keys are checked
+        # here for both decodings.
         version = bounded.decode_json(data, _Version, bounded.MANIFEST).format_version
         # A bool is an int as well, and no version: it is refused below as corrupt.
         if type(version) is int and version != FORMAT_VERSION:

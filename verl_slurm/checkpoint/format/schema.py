@@ -56,8 +56,7 @@ TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
     },
 }
 
-# A change of a field here changes the schema id, so older checkpoints are refused unless OLDER_LAYOUTS has
-# theirs.
+# A change of a field here changes the schema id, so older checkpoints are refused unless OLDER_LAYOUTS has theirs.
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ArraySpec,
     FileEntry,
@@ -122,8 +121,7 @@ def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
     """
     try:
         schema = bounded.decode_json(data, SchemaVersion, bounded.SMALL)
-        # The id decides whether the state is read, and the classes explain a refusal: they must belong
-        # together.
+        # The id decides whether the state is read, and the classes explain a refusal: they must belong together.
         expected = schema_of(schema.classes).schema_id
         if schema.schema_id != expected:
             raise ValueError(f"schema id {schema.schema_id}, its classes give {expected}")
@@ -182,8 +180,8 @@ def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object)
     Raises:
         SchemaMismatch: the layout differs; the error lists every difference.
     """
-    # An entry was judged for one layout of this code. After the next change it no longer counts until it is
-    # looked at again.
+    # An entry was judged for one layout of this code. After the next change it no longer counts until it is looked at
+    # again.
     read_too = {older.schema_id for older in OLDER_LAYOUTS if older.read_by == current.schema_id}
     if saved.schema_id not in read_too | {current.schema_id}:
         raise SchemaMismatch(

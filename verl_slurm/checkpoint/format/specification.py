@@ -141,8 +141,7 @@ PLAIN_FILES = frozenset({SCHEMA_VERSION})
 SEALED_CHUNK_BYTES: Literal[4194304] = 4194304
 TAG_BYTES = 16
 
-# No escape in JSON is needed for these, which `manifest.signed_bytes` relies on. 255 is what Linux allows a
-# name.
+# No escape in JSON is needed for these, which `manifest.signed_bytes` relies on. 255 is what Linux allows a name.
 _COMPONENT = re.compile(r"[A-Za-z0-9_.=+@\-]{1,255}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]

@@ -221,8 +221,8 @@ def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
             raise ValueError(f"{name}: two pieces of a scalar")
         return
     axis = max(range(len(pieces[0].shape)), key=lambda d: len({piece.offset[d] for piece in pieces}))
-    # Ranks cut a tensor into few boxes that meet along this axis. A hostile index may have all of them meet,
-    # and each pair would be compared.
+    # Ranks cut a tensor into few boxes that meet along this axis. A hostile index may have all of them meet, and each
+    # pair would be compared.
     patience = 64 * len(pieces) + 4096
     open_ones: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.offset[axis]):

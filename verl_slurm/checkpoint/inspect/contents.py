@@ -144,8 +144,7 @@ def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None
         ConfigError: it is outside our subset of YAML.
     """
     raw = read_file(directory, manifest, "config.yaml", keys)
-    # Parsed, not checked against the schema: one of another version may have other keys and is shown all the
-    # same.
+    # Parsed, not checked against the schema: one of another version may have other keys and is shown all the same.
     return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
 
 

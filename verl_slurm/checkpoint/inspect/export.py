@@ -159,8 +159,8 @@ def export(
     require_own(manifest, directory)
     CheckpointCipher.of(manifest, keys, where=directory)  # fails before a long read
     progress(Progress(phase="verify", total=manifest.num_bytes))
-    # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in
-    # the middle.
+    # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
+    # middle.
     verdict = verify(directory, keys=keys)
     if not verdict.ok or verdict.manifest is None:
         raise CheckpointCorrupt(
@@ -240,8 +240,7 @@ def _fill(
                     progress(Progress(phase="write", done=last.done or 0, total=total, peak=peak))
             child.wait()
         finally:
-            # `progress` raised, or a signal came: the child must not write into a directory that is being
-            # removed.
+            # `progress` raised, or a signal came: the child must not write into a directory that is being removed.
             if child.poll() is None:
                 child.kill()
             child.wait()

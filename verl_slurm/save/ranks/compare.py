@@ -81,6 +81,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
     differing = [f"{domain}/ (only in one)" for domain in sorted(domains[0] ^ domains[1])]
     num_tensors = num_bytes = 0
     for domain in sorted(domains[0] & domains[1]):
+        # One reader for a domain: its index is parsed once, not once a group.
         left, right = WholeReader(a, domain, keys_a), WholeReader(b, domain, keys_b)
         mine, other = left.index.tensors, right.index.tensors
         differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]
@@ -117,10 +118,12 @@ def _groups(
     right: _Slabs = {}
     size = 0
     for name, mine, other in pairs:
+        # Cut by type and shape alone, which are alike: the slabs of both sides match, however each was sharded.
         for ours, theirs in zip(slabs(mine, _GROUP_BYTES), slabs(other, _GROUP_BYTES), strict=True):
             if size + ours.num_bytes > _GROUP_BYTES:
                 yield names, left, right
                 names, left, right, size = {}, {}, {}, 0
+            # A number: one tensor may have several slabs in a group, and its name can be any text.
             slab = str(len(names))
             names[slab], left[slab], right[slab] = name, ours, theirs
             size += ours.num_bytes
@@ -139,6 +142,7 @@ def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointRea
     """Schedulers and runtime states; yields the names of what differs."""
     if in_a.read("scheduler.json") != in_b.read("scheduler.json"):
         yield "scheduler.json"
+    # From both sides: the two may have been saved by different numbers of ranks.
     names = {path.name for side in (a, b) for path in side.iterdir()}
     for name in sorted(filter(RUNTIME_STATE_FILE.fullmatch, names)):
         if not ((a / name).exists() and (b / name).exists()):

@@ -79,7 +79,9 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
     Raises:
         RanksFailed: a tensor is of a type, or sharded in a way, that cannot be saved.
     """
+    # Together: a type that cannot be saved may be on one stage of a pipeline alone.
     held = ranks.together("laying out the checkpoint", lambda: _held(domains))
+    # From here on each rank computes the same plan from the same lists; nothing more is exchanged.
     everybody = [
         msgspec.msgpack.decode(part, type=list[_Held])
         for part in ranks.gather(msgspec.msgpack.encode([piece for piece, _ in held]))
@@ -95,6 +97,8 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
             for piece in theirs:
                 place = (domain, piece.name, piece.offset)
                 box = Box(piece.offset, piece.shape)
+                # The first rank that holds a piece writes it. A rank beyond the end of a small tensor holds an empty
+                # box.
                 if piece.domain != domain or place in taken or not box.numel:
                     continue
                 taken.add(place)
@@ -103,8 +107,10 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
                 )
                 if rank == ranks.rank:
                     my_places[place] = arena_bytes + at
+                # Aligned so that the copy in the arena can be viewed as its own type.
                 at += _aligned(box.numel * DTYPE_BYTES[piece.dtype], PIECE_ALIGNMENT)
             if at and rank == ranks.rank:
+                # Whole pages: the writer writes them past the page cache.
                 size = _aligned(at, FILE_ALIGNMENT)
                 my_files.append(ArenaFile(path=f"{domain}/{path}", at=arena_bytes, size=size))
                 arena_bytes += size

@@ -59,6 +59,7 @@ class Staging:
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self.layout: Layout = plan_layout(domains, ranks)
+        # Before the arena is made: a rank that runs out of memory later would be killed in the middle of training.
         ranks.together(
             "making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes, _ranks_here())
         )
@@ -97,12 +98,14 @@ class Staging:
             Done when all directories are answered for. It raises the exception of `request`, and SaverDied.
         """
         self._copied = copied = threading.Event()
+        # On the caller's thread: streams are a thread's own, and the event marks what training had queued by now.
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
 
         def work() -> None:
             try:
                 self._copy(ready)
             finally:
+                # After an error, too: training waits for it in `fence`, and the future tells the failure.
                 copied.set()
             self._wait_for_saver()
             self._saver.write(request.result(), on_done)
@@ -119,11 +122,13 @@ class Staging:
 
     def close(self) -> None:
         """End the saver; what is being written is finished first."""
+        # The thread first: it talks to the saver until its last answer.
         self._thread.shutdown()
         self._saver.close()
         if self.pinned:
             # Before the memory goes: the driver would keep its pages, and refuse the next arena at this address.
             _unpin(self._arena, self._device)
+        # They are views of the arena, which cannot be unmapped while one exists.
         self._copies.clear()
         self._arena.close()
 
@@ -159,6 +164,7 @@ class Staging:
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 torch._foreach_copy_(self._copies, self._live, non_blocking=True)
+            # Here and not on the main thread: `fence` waits for an event of Python, not for the GPU.
             stream.synchronize()
 
 

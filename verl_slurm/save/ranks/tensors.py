@@ -28,8 +28,10 @@ Tensors = dict[str, Tensor]
 def model_tensors(model: nn.Module) -> Tensors:
     """Every parameter once, and the persistent buffers; they share memory with the model."""
     _reshard(model)
+    # Further names of tied weights are in the state dict, too, and are no buffers.
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    # The state dict leaves out buffers that are not persistent: they are computed anew.
     buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
     return tensors | {name: value for name, value in buffers.items() if isinstance(value, Tensor)}
 
@@ -44,6 +46,7 @@ def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tenso
     for role, (model, optimizer) in parts.items():
         _reshard(model)
         for name, parameter in model.named_parameters():
+            # Frozen parameters have no optimizer state.
             if not parameter.requires_grad:
                 continue
             for key, value in sorted(optimizer.state[parameter].items()):
@@ -66,6 +69,7 @@ def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> Non
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 optimizer.state[parameter] = {
+                    # On the CPU and a float32, as AdamW makes it itself.
                     "step": torch.zeros((), dtype=torch.float32),
                     "exp_avg": make(parameter, memory_format=torch.preserve_format),
                     "exp_avg_sq": make(parameter, memory_format=torch.preserve_format),
