@@ -5,9 +5,7 @@ read too) or from an environment variable (64 hex digits). The configuration hol
 never the key. The key itself encrypts and signs nothing: every use derives a key of its own by HKDF-SHA256 (RFC 5869),
 told apart by `info`. Its id, which is public, is the first 8 bytes (hex) of HMAC-SHA256(key, "verl-slurm key id v1").
 
-Ways to leak a key are closed. `repr` gives the id, and pickling and copying are refused (each process loads the key
-from its source). Errors quote none of the bytes that were read, and core dumps are off from the moment a key is in
-memory.
+Ways to leak a key are closed: `repr`, pickling and copying, errors, core dumps.
 """
 
 import hashlib
@@ -45,10 +43,12 @@ class Secret:
         """Returns HMAC-SHA256 of `data` under these bytes, hex."""
         return hmac.new(self._value, data, hashlib.sha256).hexdigest()
 
+    # Errors and logs show objects by their repr.
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Also what `copy` and multiprocessing use: each process loads the key from its source.
         raise TypeError("a secret is neither pickled nor copied: load it from where it is")
 
 
@@ -83,6 +83,7 @@ class MasterKey:
                 where="cryptography",
                 remedy="pip install cryptography, or take checkpoint.encryption out of the configuration",
             ) from None
+        # The key itself encrypts and signs nothing, so no two purposes share one.
         kdf = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info)
         return Secret(kdf.derive(self._secret.reveal()))
 
@@ -171,6 +172,7 @@ def read_key_file(path: Path) -> MasterKey:
     except PermissionRefused:
         raise
     except OSError as error:
+        # The system's words alone: an error quotes none of the bytes that were read.
         raise KeyRefused(
             "the key file cannot be read",
             where=path,

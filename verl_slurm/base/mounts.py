@@ -1,9 +1,4 @@
-"""Reads what the kernel tells about mounted file systems: their kind, their source, and what their stamps are worth.
-
-A device number is a name that one kernel gave. For a disk it identifies the disk. For a network file system it is made
-up at each mount, and another node of the same job has another: there the server's name is better. Some file systems
-(btrfs, overlay) give their files numbers that no mount has: for those the mount above the file is looked up.
-"""
+"""Reads what the kernel tells about mounted file systems: their kind, their source, and what their stamps are worth."""
 
 import os
 import re
@@ -55,6 +50,7 @@ class Mount(NamedTuple):
     @property
     def name(self) -> str | None:
         """Returns a name that is the same on every node; None if there is none."""
+        # Not the device number: for a network file system each kernel makes one up at each mount.
         return f"{self.kind} {self.source}" if self.kind in _SHARED and ":" in self.source else None
 
 
@@ -74,6 +70,7 @@ def mount_of(path: str | Path) -> Mount | None:
             os.close(fd)
     except OSError:
         return None
+    # Not by the device number: some file systems (btrfs, overlay) give their files numbers that no mount has.
     found = re.search(r"^mnt_id:\s*(\d+)$", told, re.MULTILINE)
     return next((m for number, _, m in _listed() if found and number == found[1]), None)
 

@@ -15,8 +15,7 @@ lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a 
 C is the training time that one save takes (`trainer.pace`), not the time until it is durable. M is counted
 from the journal (`interruptions.py`). No save begins while another is being written. Between two saves there is a step
 without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
-repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom. The interval is at
-most `every_steps`, whatever is measured.
+repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
 
 At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
 rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
@@ -27,10 +26,7 @@ from the values before it, by the modified z-score
 
     z = |x - median(B)| / max(1.4826 * MAD(B), 0.01 * |median(B)|)        outlier: z > 3.5, or x not finite
 
-with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|. 1.4826 makes MAD
-the standard deviation of normal values. 3.5 is the cut of Iglewicz and Hoaglin, "How to detect and handle outliers"
-(1993). A coefficient of variation would not work: the policy loss of PPO lies around zero. B leaves out the newest
-values, so that a burst does not excuse itself.
+with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|.
 
 The verdict has hysteresis: volatile from ENTER outliers among the NEWEST values of a metric, until there is none. Rows
 older than the history (256) are forgotten, so a loss that stays at a new level becomes the new normal. The history is
@@ -66,7 +62,9 @@ NEWEST = 8
 ENTER = 3
 BASELINE = 32
 _LEAST_BASELINE = 16
+# Of Iglewicz and Hoaglin, "How to detect and handle outliers" (1993).
 _CUT = 3.5
+# Makes MAD the standard deviation of normal values.
 _NORMAL = 1.4826
 # A loss that hardly moves has a MAD near zero: its level bounds the scale from below.
 _LEAST_SPREAD = 0.01
@@ -84,11 +82,13 @@ class Volatility:
 
 def outliers(values: Sequence[float]) -> int | None:
     """Counts the outliers among the NEWEST of `values` (oldest first); None: too few values to tell."""
+    # Without the newest values, so that a burst does not excuse itself.
     baseline = [value for value in values[:-NEWEST][-BASELINE:] if math.isfinite(value)]
     if len(baseline) < _LEAST_BASELINE:
         return None
     middle = median(baseline)
     spread = _NORMAL * median(abs(value - middle) for value in baseline)
+    # Not a coefficient of variation: the policy loss of PPO lies around zero.
     scale = max(spread, _LEAST_SPREAD * abs(middle), _TINY)
     return sum(not math.isfinite(value) or abs(value - middle) > _CUT * scale for value in values[-NEWEST:])
 
@@ -268,6 +268,7 @@ def _from_costs(config: CheckpointConfig, costs: Costs) -> Interval:
         reason = f"a save is durable only after {costs.durable_s:.3g} s, and one step without a save follows"
     # Compared as floats: the quotient may be too large for an int.
     steps = wanted_s / costs.step_s
+    # Bounded by the configuration, whatever was measured.
     if steps >= longest:
         return Interval(steps=longest, reason=f"{reason}; at least every_steps={longest}")
     if steps <= shortest:

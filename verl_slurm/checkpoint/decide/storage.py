@@ -1,13 +1,10 @@
 """Judges whether a save fits and whether the medium is healthy: verdicts with reasons. Pure; `medium.py` asks the
 system.
 
-ROOM. A file system's free space is not what a user may take: on most file systems statvfs leaves out quotas of users,
-groups and projects, and thin pools (Lustre, GPFS and NFS show the whole; some XFS project quotas do show). So `enough`
-is never a promise, and its reason says so; `not enough` is certain as far as the file system knows. Some report no
-inodes (Btrfs, FUSE): then those are not judged.
+ROOM. `enough` is never a promise, and its reason says so; `not enough` is certain as far as the file system knows.
 
 SPEED. A save is SLOW when its bytes per second lie below SLOW_FRACTION of the median of the earlier saves, and it lost
-at least LEAST_LOSS_S by that: a fifth of a second more or less for a small save says nothing about a disk. The medium
+at least LEAST_LOSS_S by that. The medium
 is slow when the newest SLOW_SAVES are, each measured against the saves that precede all of them. A medium is FAILING
 when the newest save on it ended with an error, whatever came before.
 """
@@ -32,6 +29,7 @@ __all__ = [
 
 SLOW_FRACTION = 0.5
 SLOW_SAVES = 3
+# A fifth of a second more or less for a small save says nothing about a disk.
 LEAST_LOSS_S = 1.0
 _LEAST_HISTORY = 3
 _WINDOW = 32
@@ -125,11 +123,14 @@ def judge_room(free: FreeSpace, need: Need) -> Room:
     if free.bytes is not None and free.bytes < need.bytes:
         reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis})"
         return Room(enough=False, reason=reason, free=free, need=need)
+    # Some file systems report no inodes (Btrfs, FUSE): then these are not judged.
     if free.inodes is not None and free.inodes < need.inodes:
         reason = f"{free.inodes} inodes free, {need.inodes} needed ({need.basis})"
         return Room(enough=False, reason=reason, free=free, need=need)
     if free.bytes is None:
         return Room(enough=None, reason="the file system counts inodes only", free=free, need=need)
+    # On most file systems statvfs leaves out quotas of users, groups and projects, and thin pools: Lustre, GPFS and NFS
+    # show the whole; some XFS project quotas do show.
     reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis}); quotas are not seen"
     return Room(enough=True, reason=reason, free=free, need=need)
 

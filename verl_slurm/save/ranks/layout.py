@@ -1,8 +1,8 @@
 """Which rank writes which piece of which tensor, and where: worked out once, the same at every save.
 
-Every piece is written by one rank, the lowest that holds it: what is replicated is saved once. The tensors are
-those of the running training, and they stay where they are (FSDP2 and AdamW change them in place), so a save
-needs no state dict, no plan and no word between the ranks; it only copies.
+Every piece is written by one rank, the lowest that holds it. The tensors are those of the running training, and they
+stay where they are (FSDP2 and AdamW change them in place), so a save needs no state dict, no plan and no word between
+the ranks; it only copies.
 """
 
 from collections.abc import Mapping
@@ -97,7 +97,8 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
             for piece in theirs:
                 place = (domain, piece.name, piece.offset)
                 box = Box(piece.offset, piece.shape)
-                # The first rank that holds a piece writes it. A rank beyond the end of a small tensor holds an empty
+                # The first rank that holds a piece writes it: what is replicated is saved once. A rank beyond the end
+                # of a small tensor holds an empty
                 # box.
                 if piece.domain != domain or place in taken or not box.numel:
                     continue
@@ -138,7 +139,7 @@ def _held(domains: Mapping[str, Tensors]) -> list[tuple[_Held, Tensor]]:
 
 
 def _index(domain: str, everybody: list[list[_Held]], pieces: Mapping[tuple[str, str], list[Piece]]) -> bytes:
-    """Every rank knows every one of its tensors' type and whole shape, if not its every piece."""
+    # Any rank that holds a part of a tensor knows its type and whole shape.
     tensors: dict[str, TensorEntry] = {}
     for piece in (piece for theirs in everybody for piece in theirs):
         if piece.domain == domain and piece.name not in tensors:

@@ -6,10 +6,6 @@ with the weights as they are, so the fence hardly ever has to wait. Then the wri
 (`save.writer.protocol`), and the thread waits for its answers.
 
 The arena holds one state. A save that begins while the one before is being written waits for it.
-
-The arena's pages are pinned, so that a GPU copies into them directly, beside the training. Without that a copy goes
-through a small buffer of the driver, and holds up the thread that asked for it: slower, and still right. So if the
-driver refuses (a limit of locked memory, a kernel that cannot), saving goes on.
 """
 
 import os
@@ -136,10 +132,13 @@ class Staging:
         # The saver does the same meanwhile: whichever comes to a page first makes it, the other one maps it.
         self._arena.fault_in()
         if self._device is not None:
+            # Pinned pages take a GPU's copy directly, beside the training. Others go through a small buffer of the
+            # driver, which holds up the thread that asked: slower, and still right, so saving goes on if the driver
+            # refuses.
             self.pinned = _pin(self._arena, self._device)
 
     def _wait_for_saver(self) -> None:
-        """Not before the copy: training waits for that one only."""
+        # Not before the copy: training waits for that one alone.
         if self._saver_is_ready:
             return
         try:
@@ -179,7 +178,8 @@ def _ranks_here() -> int:
 
 
 def _require_memory(num_bytes: int, ranks: int) -> None:
-    """For all ranks of this node: each asks before any has touched a page."""
+    """Refuses where the node lacks the memory for its ranks' arenas."""
+    # For all ranks of this node: each asks before any has touched a page.
     free = available_memory()
     if num_bytes * ranks > free:
         raise ConfigError(

@@ -57,17 +57,19 @@ def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tenso
 def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> None:
     """Give every parameter the state that AdamW would give it at its first update.
 
-    So that a save before the first update, and a load into a fresh process, find the same tensors. torch's
-    own helper (`_init_optim_state`) makes an empty update instead, which counts a step that never was.
+    So that a save before the first update, and a load into a fresh process, find the same tensors.
 
     Args:
-        to_be_loaded: every byte will be overwritten, so none is written here: the first touch of memory costs more
-            than a load's copy, and the threads of a load do it while others wait for storage.
+        to_be_loaded: every byte will be overwritten, so none is written here.
     """
+    # The first touch of memory costs more than a load's copy, and the threads of a load do it while others wait for
+    # storage.
     make = torch.empty_like if to_be_loaded else torch.zeros_like
     with left_as_it_is() if to_be_loaded else nullcontext():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                # Not by torch's own helper (`_init_optim_state`): it makes an empty update, which counts a step that
+                # never was.
                 optimizer.state[parameter] = {
                     # On the CPU and a float32, as AdamW makes it itself.
                     "step": torch.zeros((), dtype=torch.float32),
@@ -78,8 +80,8 @@ def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> Non
 
 @contextmanager
 def left_as_it_is() -> Iterator[None]:
-    """Memory that is written whole before it is read: where deterministic algorithms are asked for, torch fills all
-    that is new with NaN."""
+    """Memory that is written whole before it is read."""
+    # Where deterministic algorithms are asked for, torch fills all that is new with NaN.
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -90,6 +92,7 @@ def left_as_it_is() -> Iterator[None]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters: a forward without backward leaves the root's whole (and not its own)."""
+    """Let go of gathered parameters."""
+    # A forward without backward leaves the root's whole (and not its own).
     if isinstance(model, FSDPModule):
         model.reshard()
