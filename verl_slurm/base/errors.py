@@ -36,12 +36,10 @@ __all__ = [
 ]
 
 
+# Their own errors are ValueErrors, as is the error for text that is not UTF-8. Nesting that is too deep is a
+# RecursionError.
 UNREADABLE = (ValueError, RecursionError)
-"""Errors of msgspec and json for bytes that they cannot read.
-
-Their own errors are ValueErrors, as is the error for text that is not UTF-8. Nesting that is too deep is a
-RecursionError.
-"""
+"""Errors of msgspec and json for bytes that they cannot read."""
 
 
 _MOST = 2000
@@ -199,25 +197,26 @@ class Diverged(VerlSlurmError):
     exit_code = ExitCode.DIVERGED
 
 
+# Without ENOENT and EACCES: they stay until somebody acts, and a run that ends at once is noticed sooner than one that
+# uses up its starts.
 _TRANSIENT = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOLCK}
     | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # others free room; a file system is remounted after a fault
     | {errno.ENXIO, errno.ENODEV, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN}
     | {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 )
-"""Errors of a storage or a node that may be gone at the next start. ENOENT and EACCES are not among them: they stay
-until somebody acts, and a run that ends at once is noticed sooner than one that uses up its starts."""
+"""Errors of a storage or a node that may be gone at the next start."""
 
 
 def restart_may_help(error: VerlSlurmError) -> bool:
     """Decides whether another start of the ranks may help after an error. Every training loop asks here.
 
-    A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start replaces.
-
     Returns:
         True: the ranks end as after a crash, which uses up one of a bounded number of starts in a row. False: they send
         `Refused`, which ends the run.
     """
+    # A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start
+    # replaces.
     return error.exit_code in (ExitCode.INTERNAL, ExitCode.WIRE) or is_transient_storage_error(error)
 
 

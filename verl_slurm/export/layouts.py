@@ -178,6 +178,7 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
 
 def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
     """Returns the bytes of the tensors of the largest file, which are in memory at once."""
+    # torch.save needs the whole of a file in memory, and one file is made at a time.
     models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
     return max([*models, moments_bytes(source, roles)])
 

@@ -1,8 +1,7 @@
 """Copies the small files of a model directory for an export, before any library looks at them.
 
-The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a snapshot into
-its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name code to fetch and run are
-dropped. transformers then sees the copies alone.
+The directory may be another user's. Only regular files within a limit are copied, and transformers sees the copies
+alone.
 """
 
 import os
@@ -77,6 +76,8 @@ def _read(directory: Path, root: int, name: str) -> bytes:
     is_json = name.endswith(".json")
     limit = MODEL_CONFIG if name == "config.json" else TOKENIZER
     with ExitStack() as opened:
+        # No link is followed but those of Hugging Face's cache, from a snapshot into its own `blobs/`: one that leads
+        # elsewhere would put any file of ours into the export.
         if os.path.islink(directory / name):
             blob = _BLOB.fullmatch(os.readlink(name, dir_fd=root))
             if blob is None:
@@ -97,6 +98,7 @@ def _read(directory: Path, root: int, name: str) -> bytes:
 
 
 def _harmless(value: Any) -> Any:
+    # Keys that name code or kernels to fetch and run are dropped, at any depth.
     if isinstance(value, Mapping):
         return {key: _harmless(inner) for key, inner in value.items() if key not in _FETCHED}
     return [_harmless(inner) for inner in value] if isinstance(value, list) else value

@@ -77,7 +77,7 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
 
 @lru_cache(maxsize=MAX_ARRAYS)
 def _spec(group: str, name: str, dtype: str, shape: tuple[int, ...], bits: int) -> ArraySpec:
-    """Cached: the batches of a run are all alike."""
+    # Cached: the batches of a run are all alike.
     if not NAME.fullmatch(name):
         raise ValueError(f"{group}: {name!r} is no name for an array")
     return ArraySpec(group=group, name=name, dtype=dtype, shape=list(shape), bits=bits)

@@ -1,7 +1,6 @@
 """Cuts arrays into byte planes and back (`format.py`, section 1): plain arithmetic on numpy, no bytes of a file.
 
-Byte k of every item in a chunk forms a plane. Planes are taken by shift and cast, which numpy does with vector
-instructions; the equivalent transposed copy took three times as long.
+Byte k of every item in a chunk forms a plane.
 """
 
 import sys
@@ -34,14 +33,13 @@ def small_planes(array: np.ndarray, bits: int) -> bytes | None:
     """Returns all pieces of a small array, end to end, as `split` gives them, in a fraction of the time; None if it is
     large.
 
-    A journal record has six of them, and its cost grows with the number of calls to numpy. A small array has one chunk.
-
     Args:
         bits: from `used_bits`.
     """
     # On another byte order a slice would give the planes in reverse.
     if array.nbytes > min(_SMALL_BYTES, CHUNK_ITEMS) or not (_LITTLE and array.dtype.isnative):
         return None
+    # A ledger record has six of them, and its cost grows with the number of calls to numpy: slices of bytes instead.
     items, size = array.tobytes(), array.itemsize
     whole, rest = divmod(bits, 8)
     planes = [items[shift::size] for shift in range(whole)]
@@ -79,6 +77,7 @@ def split(array: np.ndarray, bits: int) -> Iterator[np.ndarray]:
                 np.copyto(low, chunk, casting="unsafe")
             else:
                 low = plane[: chunk.size]
+                # Shift and cast, which numpy does with vector instructions: a transposed copy took three times as long.
                 np.right_shift(chunk, flat.dtype.type(shift), out=scratch[: chunk.size])
                 np.copyto(low, scratch[: chunk.size], casting="unsafe")
             width = min(8, bits - shift)

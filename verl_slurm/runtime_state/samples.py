@@ -10,8 +10,7 @@ step. `sealed` is the first form, sealed like a record of the ledger (`sealing.p
 base64.
 
 A step that is repeated after an interruption has one line per attempt; the newest counts. At 8 MiB the file becomes
-`samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes. Nothing depends on these
-files, so they are not forced to disk.
+`samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes.
 """
 
 import base64
@@ -113,6 +112,7 @@ def append_samples(
             rename(paths.samples, paths.old_samples, durable=False)
     except FileNotFoundError:
         pass
+    # Nothing depends on these files, so they are not forced to disk.
     append_line(paths.samples, plain, durable=False)
 
 
@@ -131,7 +131,8 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
         for line in _lines(path):
             step = _parse(line, keys, path)
             if step is not None:
-                # In order, so that the newest are last: searching all of them for each line would take hours.
+                # An earlier attempt may have gone further: what it trained beyond this step is not part of the run. In
+                # order, so that the newest are last: searching all of them for each line would take hours.
                 while found and next(reversed(found)) >= step.step:
                     found.popitem()
                 found[step.step] = step

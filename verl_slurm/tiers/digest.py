@@ -1,7 +1,6 @@
 """Tells whether a stream of bytes has the digest in its manifest entry.
 
-The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests. The first wrong chunk
-ends the check: a damaged terabyte is fetched only up to the damage.
+The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests.
 """
 
 import hashlib
@@ -48,6 +47,7 @@ class ContentCheck:
     def _end_of_chunk(self) -> None:
         leaves = self._entry.leaves
         expected = leaves[self._chunk] if leaves else self._entry.sha256
+        # The first wrong chunk ends the check: a damaged terabyte is fetched only up to the damage.
         found = self._hash.hexdigest()
         if found != expected:
             place = f" in the chunk at byte {self._chunk * CHUNK_BYTES}" if leaves else ""

@@ -274,11 +274,12 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Requires room for it. A manifest may claim any size: without a key nothing proves that it is ours.
+    """Requires room for it.
 
     Raises:
         NoRoom: the checkpoint does not fit.
     """
+    # A manifest may claim any size: without a key nothing proves that it is ours.
     need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
     room = room_for(folder, need)
     if room.enough is False:

@@ -70,11 +70,9 @@ def _now() -> datetime:
 
 
 def lower_priority() -> None:
-    """Lowers the process's priority for processor and disk: training comes first.
-
-    Best effort 7 and not idle: on a busy disk the idle class may never get anything.
-    """
+    """Lowers the process's priority for processor and disk: training comes first."""
     os.nice(19)
+    # Best effort 7 and not idle: on a busy disk the idle class may never get anything.
     try:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
     except (psutil.Error, OSError):
@@ -225,7 +223,8 @@ class _Mover:
             raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
 
     def _say_refused(self, name: str, detail: str) -> None:
-        """Writes one line to the journal for each unsigned checkpoint, once and not in every pass."""
+        """Writes one line to the journal for each unsigned checkpoint."""
+        # Once and not in every pass: what is remembered as refused was reported.
         record = self._memory.get(LOCAL_TIER, name)
         # The stamp changes with the manifest: another refused checkpoint of that name is reported again.
         if record is None or (record.signature, record.stamp) != ("refused", local_stamp(self._paths, name)):
@@ -304,7 +303,8 @@ class _Mover:
         return 0
 
     def _forget(self, tier_name: str, plan: Sequence[Action]) -> None:
-        """Abandons uploads of checkpoints that no pass copies any more: they would cost money until aborted."""
+        """Abandons uploads of checkpoints that no pass copies any more."""
+        # Parts of an upload cost money until it is aborted. Those that this pass has not finished are continued.
         tier = self._tiers[tier_name]
         wanted = [
             checkpoint_prefix(tier.run, action.name)

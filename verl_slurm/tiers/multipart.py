@@ -36,20 +36,20 @@ _ROUND = 1 << 20
 
 def part_size(size: int) -> int:
     """Returns the bytes per part for an object of `size` bytes: the smallest, in whole MiB, with which MAX_PARTS
-    suffice.
-
-    A pure function of the size: the next attempt cuts at the same places. 8 MiB up to 78 GiB, 105 MiB for 1 TiB.
+    suffice. 8 MiB up to 78 GiB, 105 MiB for 1 TiB.
     """
+    # From the size alone: the next attempt must cut at the same places to use the parts that are there.
     needed = -(-size // MAX_PARTS)
     return max(MIN_PART_BYTES, -(-needed // _ROUND) * _ROUND)
 
 
 def require_content(key: str, problem: str) -> None:
-    """Refuses to send bytes that differ from their manifest: with `verify: checksum` no later check would find it.
+    """Refuses to send bytes that differ from their manifest.
 
     Raises:
         CheckpointCorrupt: there is a problem.
     """
+    # With `verify: checksum` no later check would find it.
     if problem:
         raise CheckpointCorrupt("the source is damaged", where=key, found=problem)
 
@@ -115,6 +115,7 @@ class MultipartUpload:
                     require_content(self._where["Key"], check.update(data))
                     # MD5 because S3's ETags are. Against damage on the way it suffices; SHA-256 judges the content.
                     md5 = hashlib.md5(data, usedforsecurity=False)
+                    # Counts with this very number, size and MD5; anything else there is sent anew.
                     known = there.get(number)
                     if known is not None and known == (len(data), md5.hexdigest()):
                         etags[number] = f'"{md5.hexdigest()}"'
@@ -145,6 +146,7 @@ class MultipartUpload:
             if upload["Key"] == self._where["Key"]
         ]
         found.sort(key=lambda upload: upload["Initiated"])
+        # The one begun last continues. Parts of the others would cost money until they are aborted.
         for upload in found[:-1]:
             self._client.abort_multipart_upload(**self._where, UploadId=upload["UploadId"])
         for upload in found[-1:]:

@@ -77,9 +77,6 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
 def mover_lock(paths: RunPaths) -> Iterator[None]:
     """Ensures one mover per run, by a lock of the kernel: it ends with its process, however that ends.
 
-    The lock saves work, and safety does not rest on it: if a file system does not share locks between nodes, two movers
-    write the same bytes under the same keys.
-
     Raises:
         TierError: another mover of this run is at work.
     """
@@ -88,6 +85,8 @@ def mover_lock(paths: RunPaths) -> Iterator[None]:
     fd = os.open(paths.tier_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
+            # It saves work, and safety does not rest on it: if a file system does not share locks between nodes, two
+            # movers write the same bytes under the same keys.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TierError(

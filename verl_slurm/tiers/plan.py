@@ -259,10 +259,12 @@ def _removal(
     state, name = states[index], copy.name
     if state.local:
         return _keep(state, name, "tier 0: checkpoint.keep_last decides")
+    # Rule 1.
     if name == best:
         return _keep(state, name, "the last good checkpoint")
     if name == newest_here:
         return _keep(state, name, "the newest verified one of this tier")
+    # Rule 6, from an archive too: it stands before rule 2.
     if copy.litter:
         # By step: litter has no manifest that tells its attempt.
         newer = [n for n in staying[state.name] if _order(n) > _order(name)]
@@ -275,6 +277,7 @@ def _removal(
             reason=f"{copy.detail}: an upload that nobody can complete any more",
             witnesses=((state.name, max(newer, key=_order)),),
         )
+    # Rule 2: an archive.
     if state.keep_days is None:
         return _keep(state, name, "for ever")
     # Without a time there is no age. Nothing is removed by a guess.
@@ -285,6 +288,7 @@ def _removal(
         return _keep(state, name, age)
     for other, why in waiting.items():
         return _keep(state, name, f"{age}, but needed for {other}, {why}")
+    # Rule 3: the same digest, since a step that was saved again has the same name.
     later = [s for s in states[index + 1 :] if staying[s.name].get(name) == copy.digest]
     if later:
         return Action(
@@ -295,6 +299,7 @@ def _removal(
             witnesses=((later[0].name, name),),
         )
     beyond = states[index + 1] if index + 1 < len(states) else state
+    # By rank, not by step: after a run was thrown back, a lower step of a later attempt is the newer one.
     newer = [n for n in staying[beyond.name] if ranks[n] > ranks[name]]
     if newer:
         witness = max(newer, key=lambda n: ranks[n])

@@ -4,7 +4,6 @@ Objects are files below `path`/PREFIX. Each is written under a name that no mani
 fsynced, renamed, and its directory fsynced. An interrupted attempt continues after its last byte, since `holds` reads
 the bytes back from the medium in the end and they are discarded if they do not match.
 
-`path` itself is never made: if a disk is not mounted, its mount point would fill the root file system instead.
 `verl_slurm.base.files` tells what POSIX, NFS and Lustre promise.
 """
 
@@ -113,8 +112,8 @@ class PosixBackend:
 
     @staticmethod
     def _link(temp: Path, final: Path) -> bool:
-        """A link fails if the name is taken; a rename would replace it."""
         try:
+            # A link fails if the name is taken; a rename would replace it.
             os.link(temp, final, follow_symlinks=False)
         except FileExistsError:
             return False
@@ -184,6 +183,7 @@ class PosixBackend:
             yield fd
 
     def _require_root(self) -> None:
+        # Never made: if a disk is not mounted, its mount point would fill the root file system instead.
         if not self._root.is_dir():
             raise TierError(
                 "the tier's directory is not there",

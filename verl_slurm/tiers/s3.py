@@ -165,7 +165,8 @@ class S3Backend:
         answer["Body"].close()
 
     def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
-        """Requires the right range: a server that ignores it would send the bytes of another place."""
+        """Requires the range that was asked for."""
+        # A server that ignores it would send the bytes of another place.
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             raise self._failure(key, "another range than was asked for")
 

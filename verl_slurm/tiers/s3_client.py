@@ -115,8 +115,8 @@ class BoundedClient:
         return self._in_time(collect, size / _BYTES_PER_S)
 
     def _in_time(self, call: Callable[[], _T], more_s: float = 0.0) -> _T:
-        """Runs `call` on a thread, which is abandoned if it takes too long: no socket time-out ends a read that gets a
-        byte now and then."""
+        """Runs `call` on a thread, which is abandoned if it takes too long."""
+        # No socket time-out ends a read that gets a byte now and then.
         answers: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:

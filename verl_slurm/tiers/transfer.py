@@ -74,7 +74,7 @@ class _FileSource:
 
 
 def _unreadable(where: Path, error: OSError) -> TierError:
-    """Not `CheckpointCorrupt`: a file that cannot be read now may be whole, or was pruned while we read."""
+    # Not `CheckpointCorrupt`: a file that cannot be read now may be whole, or was pruned while we read.
     return TierError(
         "the checkpoint cannot be read",
         where=where,
@@ -226,7 +226,8 @@ def _check_source(source: Source, entry: FileEntry) -> str:
 
 
 def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
-    """Removes objects of an earlier attempt with other files: a checkpoint is exactly what its manifest names."""
+    """Removes objects that the manifest does not name."""
+    # An earlier attempt with other files left them: a checkpoint is exactly what its manifest names.
     prefix = checkpoint_prefix(run, manifest.name)
     wanted = {prefix + entry.path for entry in manifest.files}
     for info in list(backend.list(prefix)):

@@ -70,6 +70,7 @@ __all__ = [
     "seal_bytes",
 ]
 
+# So many random bits that two attempts never draw the same: the key of a file, and with it each nonce, is used once.
 SALT_BYTES = 32
 _FILE_KEY = b"verl-slurm file v1"
 _ASSOCIATED = struct.Struct(">QQB")
@@ -116,6 +117,7 @@ class ChunkSealer(_Chunks):
 
     def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__(key, path, plain_size, chunk_bytes=chunk_bytes)
+        # Each chunk once (section 4): two plaintexts under one nonce would give away their difference.
         self._done: set[int] = set()
         self._lock = threading.Lock()
 
@@ -195,6 +197,7 @@ class CheckpointCipher:
     @classmethod
     def begin(cls, key: MasterKey, name: str) -> Self:
         """Makes the cipher for a new attempt to save `name`: rank 0 makes it and sends `record` to the other ranks."""
+        # New for each attempt: a second attempt at the same name may seal other bytes under the same paths.
         return cls(key, name, Encryption(key_id=key.id, salt=secrets.token_hex(SALT_BYTES)))
 
     @classmethod

@@ -1,8 +1,4 @@
-"""Reads the small files of a checkpoint, each checked against its manifest first; reads no tensors.
-
-For a look (`inspect`, `diff`) reading every byte would take minutes and prove more than was asked. So the files that
-are shown are checked, and no others: `verify` and `compare` read all.
-"""
+"""Reads the small files of a checkpoint, each checked against its manifest first; reads no tensors."""
 
 import errno
 from pathlib import Path
@@ -48,6 +44,8 @@ def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
         KeyRefused: it is not signed with one of our keys.
     """
     try:
+        # Not `verify`: for a look reading every byte would take minutes and prove more than was asked. Each file that
+        # is shown is checked by itself.
         return read_manifest(directory, keys=keys)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
@@ -91,6 +89,7 @@ def read_file(
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _closed(where) from error
         raise _bad(where, error.strerror or error, "the file that was committed") from error
+    # `TooMuch` is one of these: larger than its kind may be.
     except ValueError as error:
         raise _bad(where, error, "the file that was committed") from error
 

@@ -4,8 +4,6 @@ A file of one chunk has the SHA-256 of its content as its digest. A larger file 
 digests (32 bytes each), concatenated. So all cores can hash one file, chunks are checked in any order, a part of a file
 is checked without the rest, and damage is located. The manifest binds digest and size, and holds the leaves of files of
 several chunks.
-
-Reading bypasses the page cache where the file system has O_DIRECT; elsewhere clean cached pages are dropped first.
 """
 
 import bisect
@@ -425,13 +423,14 @@ def _unlike(info: os.stat_result, entry: FileEntry) -> str | None:
 
 
 class _Buffer:
-    """4 MiB, aligned, in huge pages if available: the kernel then needs few segments for a read."""
+    """4 MiB, aligned, in huge pages if available."""
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, CHUNK_BYTES + _HUGE_PAGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         at = -base % _HUGE_PAGE
         with suppress(OSError, AttributeError):  # without kernel support, small pages suffice
+            # The kernel then needs few segments for a read.
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[at : at + CHUNK_BYTES]
         self.address = base + at
