@@ -144,6 +144,7 @@ def read_fd(fd: int, limit: Limit) -> bytes:
     """
     info = os.fstat(fd)
     _require_regular(info)
+    # Before memory is taken for it: a sparse file of any size costs its maker nothing.
     if info.st_size > limit.num_bytes:
         raise TooMuch(f"{info.st_size} bytes, at most {limit.num_bytes}")
     # The size at the opening: a file that grows without end is read up to there.
@@ -182,6 +183,7 @@ def decode_json(data: bytes, form: type[T], limit: Limit, *, doubles: bool = Tru
     Raises:
         ValueError, RecursionError: it has one of those, is no JSON, or is not of this form.
     """
+    # Counted in the bytes: no object exists yet.
     check_json(data, limit)
     if doubles:
         refuse_doubled_keys(data)
@@ -206,6 +208,7 @@ def refuse_doubled_keys(data: bytes) -> None:
     Raises:
         ValueError: a key is doubled, or objects are nested deeper than any of ours.
     """
+    # One set of keys for each object that is open.
     keys: list[set[bytes]] = []
     for match in _TOKEN.finditer(data):
         bracket = match[3]

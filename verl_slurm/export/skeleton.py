@@ -206,6 +206,7 @@ def bounded_work(num_bytes: int, seconds: float = _MOST_SECONDS) -> Iterator[Non
 
     # Not RLIMIT_AS: a thread reserves 64 MB of addresses that it never touches.
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + num_bytes
+    # Counted from what the process has used up: the kernel's limit is on its whole life.
     cpu = math.ceil(time.process_time() + 2 * seconds)
     before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CPU)}
     former = signal.signal(signal.SIGALRM, stop)

@@ -22,6 +22,7 @@ _GROUP_BYTES = 256 << 20
 def cast_dtype(entry: TensorEntry, wanted: torch.dtype | None) -> torch.dtype:
     """Returns the type for writing a model's tensor; integers (and everything, with None) keep theirs."""
     saved: torch.dtype = getattr(torch, entry.dtype)
+    # Integers keep theirs: a bfloat16 cannot hold each of them.
     return wanted if wanted is not None and saved.is_floating_point else saved
 
 

@@ -98,6 +98,7 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
     if size > limit:
         raise ValueError(f"arrays of {size} bytes, at most {limit}")
     writer = FrameWriter()
+    # Contents first.
     for spec, blob in zip(specs, blobs, strict=True):
         array = np.frombuffer(blob, np.uint8) if isinstance(blob, bytes) else blob
         # Small arrays first: the cost of a ledger record is the number of numpy's calls, not its bytes.
@@ -149,6 +150,7 @@ def unpack(
         view = memoryview(data)
         begin = _end_of_header(view)
         header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type)
+        # Slices of a view: a frame is not copied before it is decompressed.
         specs, reader = _content(header, lambda at, size: view[at : at + size], begin, len(data), limit)
         groups: dict[str, dict[str, Blob]] = {}
         for spec in specs:
@@ -272,6 +274,7 @@ def _check_specs(specs: list[ArraySpec], limit: int) -> None:
     for spec in specs:
         if not NAME.fullmatch(spec.name) or not NAME.fullmatch(spec.group):
             raise ValueError(f"{spec.group!r}.{spec.name!r} is no name for an array")
+        # The later one would silently replace the earlier.
         if (spec.group, spec.name) in seen:
             raise ValueError(f"array {spec.group}.{spec.name} is there twice")
         seen.add((spec.group, spec.name))

@@ -117,6 +117,7 @@ def fetch_newest(
         try:
             tier = _fetch(paths, opened, states, name, keys)
         except VerlSlurmError as error:
+            # An older one that verifies is better than none.
             reasons.append(f"{name}: {error.one_line()}")
             continue
         reasons.append(_brought(name, tier))
@@ -175,6 +176,7 @@ def _fetch(
                 found=verdict.one_line(),
                 remedy="look at its owner and its storage",
             )
+    # From the nearest tier on.
     by_name = {tier.config.name: tier for tier in tiers}
     failure: VerlSlurmError | None = None
     for state in states[1:]:
@@ -191,6 +193,7 @@ def _fetch(
             continue
         append_event(paths, TierFetched(name, state.name, num_bytes))
         return state.name
+    # The last tier's failure says more than "nobody has it": some tier listed it.
     if failure is not None:
         raise failure
     refused = [(s, copy) for s in states[1:] for copy in s.copies if copy.name == name and copy.refused]
@@ -214,6 +217,7 @@ def _failed(where: Path, error: OSError) -> TierError:
 
 def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring | None) -> int:
     """Fetches into staging, verifies there (with keys, the signature too) and renames; returns the bytes."""
+    # The manifest first: all that follows is checked against it.
     data = TierOrigin(backend, run, name).manifest()
     manifest = parse(data, where=f"{name}/{MANIFEST}")
     if manifest.name != name:
@@ -225,6 +229,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     _require_room(paths.checkpoints, manifest)
     # For all files together: a tier that is slow in each of thousands would pass a limit for one.
     deadline = time.monotonic() + _FETCH_S + manifest.num_bytes / _BYTES_PER_S
+    # Damaged copies of our own with this very manifest: what the tier has lost of a file, one of them may still have.
     copies = set_aside_copies(paths, name, data)
 
     def bring(entry: FileEntry) -> None:

@@ -183,6 +183,7 @@ class _Mover:
         if action.source == action.tier:
             problems = self._read_back(action.tier, name)
             if problems:
+                # The result is remembered by now, so the next pass plans to mend it.
                 raise TierError("does not verify there", where=f"{action.tier}: {name}", found=problems[0])
             return 0
         if action.replace:

@@ -187,12 +187,14 @@ def _copying(
     # Tier 0 is filled by the run, and by `fetch` on demand.
     if state.local:
         return None
+    # What could be copied from.
     elsewhere = [(s, found[s.name].get(name)) for s in states if s.name != state.name and s.reachable]
     # A verified source before one that nobody checked, then the nearest.
     sources = sorted(
         ((s, c) for s, c in elsewhere if c is not None and c.usable), key=lambda pair: not pair[1].good
     )
     replace = False
+    # What is here is judged first: whole and read back, it needs nothing.
     if copy is not None and copy.committed:
         # Of one name with another digest: the run was thrown back and saved this step again.
         later = [(s, c) for s, c in sources if c.digest != copy.digest and _succeeds(s, c, copy)]
@@ -208,6 +210,7 @@ def _copying(
         else:
             # Damaged here: mended from the same checkpoint alone. Another one of that name would be a replacement.
             sources = [(s, c) for s, c in sources if c.digest == copy.digest]
+    # Nothing to copy from: kept as it is, or left to `_removal`.
     if not sources:
         if copy is None:
             refused = [c for s, c in elsewhere if c is not None and c.refused]
@@ -321,6 +324,8 @@ def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
     """Ranks how new each checkpoint is: by the last attempt that saved it, then by its step and safe point."""
     epochs: dict[str, int] = {}
     for copy in (copy for state in states for copy in state.copies):
+        # One rank for a name in all tiers, by its newest copy: the older one in some tier is to be replaced, not
+        # ranked.
         epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)
     return {name: (epoch, *_order(name)) for name, epoch in epochs.items()}
 
@@ -334,6 +339,7 @@ def _limit(state: TierState) -> timedelta:
 
 
 def _age(copy: TierCopy, now: datetime) -> timedelta:
+    # As if new: what does not say its age is never too old.
     return timedelta(0) if copy.saved is None else now - copy.saved
 
 

@@ -158,6 +158,7 @@ def copy_checkpoint(
     if keys is not None:
         # Before any byte is sent: a copy of what nobody signed would justify the removal of others.
         authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
+    # Committed there already? Then it is whole, or mended as one that does not exist.
     record = manifest_key(run, name)
     there = backend.stat(record)
     if there is not None:
@@ -172,6 +173,8 @@ def copy_checkpoint(
             on_file(entry.path)
     # Before the commit: from then on the checkpoint is judged by what is listed below it.
     _remove_strangers(backend, run, manifest)
+    # The manifest last: it vouches for everything that was read back above. The same bytes there are this copy's own,
+    # or another mover's of it.
     if not backend.commit(record, data) and backend.read(record, 0, len(data) + 1) != data:
         # Another process committed another checkpoint of that name meanwhile: a former attempt that still runs.
         raise TierError(

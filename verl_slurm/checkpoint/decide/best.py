@@ -78,6 +78,7 @@ def latest_reward(infos: Iterable[CheckpointInfo], best: Best) -> float:
 def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
     """Ranks the best `best.keep` committed checkpoints that have the metric, by the last reward: name → place."""
     infos = list(infos)
+    # Once there is a number by the present reward, numbers by former ones say nothing about it.
     latest = latest_reward(infos, best)
     found = [
         (info.metrics[best.metric], info)
@@ -99,6 +100,7 @@ def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
     It applies to metrics of the evaluation: evaluations are rare and made for judging. Another metric may set a new
     best at every step, and a save at every step is not wanted.
     """
+    # Evaluations are rare. Any other metric may set a new best, and so ask for a save, at every step.
     if not best.keep or not history or not best.metric.startswith(EVAL_PREFIX):
         return False
     newest, reward = history[-1].get(best.metric), reward_of(history[-1])

@@ -27,6 +27,7 @@ def partial_domains(config: CheckpointConfig) -> Components:
     left out.
     """
     wanted: Sequence[str] = config.components
+    # One domain for all models: AdamW's state of a component that is left out goes along.
     optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
     # In the format's order, however the user listed them.
     return tuple(domain for domain in ("actor", "critic") if domain in wanted) + optimizer
@@ -71,6 +72,7 @@ def require_full(manifest: Manifest, where: object) -> None:
     Raises:
         ConfigError: it is partial.
     """
+    # Empty means full.
     if manifest.components:
         raise ConfigError(
             "a partial checkpoint cannot be resumed from",

@@ -56,6 +56,7 @@ def signed_bytes(manifest: Manifest) -> bytes:
 
 def sealed(manifest: Manifest) -> Manifest:
     """Returns `manifest` with its files sorted and its digest filled in."""
+    # Sorted: the digest must not depend on the order in which ranks reported their files.
     files = tuple(sorted(manifest.files, key=lambda entry: entry.path))
     manifest = msgspec.structs.replace(manifest, files=files)
     return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))

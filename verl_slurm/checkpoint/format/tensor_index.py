@@ -220,6 +220,7 @@ def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
         if len(pieces) > 1:
             raise ValueError(f"{name}: two pieces of a scalar")
         return
+    # Along the dimension with the most cuts the fewest pieces stand side by side.
     axis = max(range(len(pieces[0].shape)), key=lambda d: len({piece.offset[d] for piece in pieces}))
     # Ranks cut a tensor into few boxes that meet along this axis. A hostile index may have all of them meet, and each
     # pair would be compared.
@@ -229,6 +230,7 @@ def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
         patience -= len(open_ones)
         if patience < 0:
             raise ValueError(f"{name}: {len(pieces)} pieces that lie across each other")
+        # Those that end before this one begins can meet no later one, either.
         open_ones = [p for p in open_ones if p.offset[axis] + p.shape[axis] > piece.offset[axis]]
         for other in open_ones:
             if all(

@@ -150,6 +150,7 @@ def export(
         KeyRefused: it needs a key that is missing.
     """
     started = time.monotonic()
+    # All that can be refused without reading tensors comes first.
     require_packages("torch", "transformers", "safetensors", wanted_by="export")
     # Resolve the parent's links, not `out` itself: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
@@ -245,6 +246,7 @@ def _fill(
                 child.kill()
             child.wait()
             child.stdout.close()
+        # Its own words first: with an error it also leaves with another exit code.
         if last.error is not None:
             raise _as_error(last)
         # The last line counts as well: a library that ends the process with 0 leaves half an export.

@@ -64,6 +64,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
         KeyRefused: a key is missing, or another one.
         CheckpointCorrupt: one of them does not verify.
     """
+    # Both are verified before either is opened: what is compared is what was committed.
     domains: list[set[str]] = []
     for directory, keys in ((a, keys_a), (b, keys_b)):
         verdict = verify(directory, keys=keys)

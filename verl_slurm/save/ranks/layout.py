@@ -91,6 +91,7 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
     my_files: list[ArenaFile] = []
     my_places: dict[_Place, int] = {}
     arena_bytes = 0
+    # Every rank walks all ranks' pieces, since the index names them all; it keeps places in the arena of its own alone.
     for rank, theirs in enumerate(everybody):
         for domain in domains:
             path, at = tensor_file(rank), 0
