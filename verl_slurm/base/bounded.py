@@ -219,6 +219,7 @@ def refuse_doubled_keys(data: bytes) -> None:
         elif bracket == b"}":
             if keys:
                 keys.pop()
+        # Followed by a colon: the string is a key.
         elif match[2] and keys:
             key = match[1]
             if b"\\" in key:

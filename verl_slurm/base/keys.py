@@ -112,6 +112,7 @@ class Keyring:
         Raises:
             KeyRefused: no key of ours has it.
         """
+        # By the id in the data: a wrong key is told as such, and not as damage.
         key = self._keys.get(key_id)
         if key is None:
             raise KeyRefused(
@@ -155,6 +156,7 @@ def load_keys(config: KeyPlaces | None) -> Keyring | None:
         current = read_key_file(Path(config.key_file))
     else:
         current = _key_of_variable(config.key_env or "")
+    # All of them now: an old key that is missing is found at the start, not at the checkpoint that needs it.
     old = tuple(read_key_file(Path(path)) for path in config.old_key_files)
     return Keyring(current, old, accept_unsigned=config.accept_unsigned)
 

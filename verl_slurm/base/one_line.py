@@ -42,6 +42,7 @@ def json_line(value: object) -> bytes:
     # DEL is ASCII and cannot be printed; JSON does not escape it.
     if data.isascii() and b"\x7f" not in data:
         return data
+    # After the encoding: outside strings JSON has none of these characters, so each one stands in a string.
     return "".join(c if c.isprintable() else _u(c) for c in data.decode()).encode()
 
 

@@ -38,6 +38,7 @@ _MODEL = ".model"
 
 def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     keys = keys_for(options.checkpoint, options.key_file)
+    # Between the verification and this another checkpoint may have taken the name.
     if read_manifest(options.checkpoint, keys=keys).digest != options.digest:
         raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
     dtype = _DTYPES[options.dtype]
@@ -72,6 +73,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
             dtype=dtype,
             weight_decay=options.weight_decay,
         )
+    # These copies served the libraries, and are no part of the export.
     shutil.rmtree(model)
 
 
@@ -94,6 +96,7 @@ def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
     try:
         try:
             _run(options, say)
+        # The parent cannot see an errno: here it becomes the error that a user reads.
         except OSError as error:
             raise PermissionRefused(
                 "the export could not be written",

@@ -45,6 +45,7 @@ def encode(state: RuntimeState) -> bytes:
         # float(): numpy scalars and integers take the one canonical encoding
         kl_coef=float(state.kl_coef),
         kl_window=[float(x) for x in state.kl_window],
+        # The newest rows, as many as a reader accepts; empty ones have no place in the format.
         history=[{str(k): float(v) for k, v in row.items()} for row in state.history[-HISTORY_ROWS:] if row],
         arrays=[
             *specify("rollouts", state.rollouts),

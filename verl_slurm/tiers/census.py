@@ -63,7 +63,7 @@ class Memory:
         try:
             data = read_regular(paths.tier_records, RECORD)
             return cls(paths, dict(decode_json(data, TierRecords, RECORD, doubles=False).tiers))
-        # Losing it costs one reading of everything: nothing that is decided rests on it alone.
+        # Losing it costs one reading of everything, nothing else.
         except (OSError, *UNREADABLE):
             return cls(paths)
 
@@ -95,6 +95,8 @@ def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) ->
             manifest = read_manifest(info.path)
         except (OSError, VerlSlurmError):
             continue  # pruned since the listing
+        # After the manifest was read: if it is exchanged in between, the record does not fit and the checkpoint counts
+        # as unread.
         stamp = local_stamp(paths, info.name)
         refused = signature_problem(manifest, keys)
         record = memory.get(LOCAL_TIER, info.name)

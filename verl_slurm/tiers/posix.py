@@ -154,7 +154,7 @@ class PosixBackend:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return
-            # Durable before the next removal: after a crash no object may be back without those that went after it.
+            # Durable before the next removal: a crash must not bring a commit record back whose objects are gone.
             fsync_path(path.parent)
             # Remove directories that are empty now; the tier's own prefix may stay.
             for folder in list(path.parents)[: key.count("/") - 1]:

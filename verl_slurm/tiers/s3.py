@@ -122,7 +122,6 @@ class S3Backend:
             began = offset
             try:
                 for block in self._stream(key, offset, None if size is None else first + size - offset):
-                    # Before the yield: the block is the caller's, whatever happens to it there.
                     offset += len(block)
                     yield block
                 return

@@ -87,6 +87,7 @@ class BoundedClient:
                     f"{num_pages} pages with {num_keys} keys",
                     f"at most {self._most_keys} keys, and few pages without any",
                 )
+            # Each page may be in time and the listing still never end.
             if time.monotonic() - began > self._call_s + num_keys / _KEYS_PER_S:
                 raise self._refused(
                     "a listing is too slow", f"{num_keys} keys in {self._call_s:.0f} s or more"
@@ -166,6 +167,7 @@ class _Capped:
         for data in self._raw.stream():
             num_bytes += len(data)
             if num_bytes > MOST_BODY_BYTES:
+                # Closed, not drained: the rest may have any length.
                 self._raw.close()
                 raise self._refused("an answer is too long", f"over {num_bytes} bytes", f"{MOST_BODY_BYTES}")
             yield data

@@ -206,7 +206,6 @@ def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> 
             problem = backend.holds(key, entry)
             if not problem:
                 return sent
-            # It must not count in the next pass by its size.
             backend.delete(key)
             # Finds the side at fault. The source is read again only now: a healthy copy reads it once.
             wrong = _check_source(source, entry)

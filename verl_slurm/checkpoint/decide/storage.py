@@ -151,6 +151,7 @@ def judge_health(outcomes: Sequence[Outcome]) -> Health:
         if not outcome.error:
             break
         failures += 1
+    # Whatever came before: a save that failed now is what a run must know.
     if failures:
         times = "the last save" if failures == 1 else f"the last {failures} saves"
         return Health(kind="failing", reason=f"{times} failed: {outcomes[-1].error}")

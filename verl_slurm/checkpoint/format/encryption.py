@@ -145,6 +145,7 @@ class ChunkSealer(_Chunks):
         # The index may be the nonce because the key serves for this file of this attempt, and each index once.
         encryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"))).encryptor()
         encryptor.authenticate_additional_data(self.associated(index))
+        # Into the caller's buffer: GCM's output is as long as its input, so every byte keeps its offset.
         encryptor.update_into(plaintext, out)
         encryptor.finalize()
         return encryptor.tag

@@ -89,6 +89,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
         "schedulers": read_json(directory, manifest, "scheduler.json", keys),
         "reward": metadata.get("reward"),
+        # The states first: metadata.json is for people, and a guest's has no such number.
         "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
         "kl_window": whole[0]["kl_window"] if whole else [],
         "ranks": states,
@@ -209,6 +210,7 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
 
 def _curves(history: list[Any]) -> list[dict[str, Any]]:
     """Returns the tail of each metric, with the columns in the order of the newest row."""
+    # metadata.json is read without a type: another version may hold anything there.
     rows = [row for row in history if isinstance(row, dict)]
     curves = []
     for name in rows[-1] if rows else ():

@@ -62,6 +62,7 @@ def difference(
     return [
         Difference(subject=subject, key=key, a=left[subject].get(key), b=right[subject].get(key))
         for subject in SUBJECTS
+        # From both sides: a key that one of them lacks is a difference, too.
         for key in sorted(left[subject].keys() | right[subject].keys())
         if left[subject].get(key) != right[subject].get(key)
     ]
@@ -70,6 +71,7 @@ def difference(
 def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]]:
     """Returns subject → key → value."""
     manifest = known_manifest(directory, keys)
+    # By class and field, not by id alone: the id tells that layouts differ, and not where.
     schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
     layout = read_json(directory, manifest, "orchestration.json", keys)
     metadata = read_json(directory, manifest, "metadata.json", keys)

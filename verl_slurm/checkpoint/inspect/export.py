@@ -270,8 +270,10 @@ def _as_error(line: _Line) -> VerlSlurmError:
 
 
 def _broken(returncode: int, words: IO[bytes]) -> VerlSlurmError:
+    # The last line of stderr usually names the cause.
     words.seek(0)
     lines = words.read().decode(errors="replace").strip().splitlines()
+    # `skeleton.bounded_work` has the kernel end the child by this signal.
     if returncode == -signal.SIGXCPU:
         return DataError(
             "the base model's config or tokenizer keeps a library busy without end",

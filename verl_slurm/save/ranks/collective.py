@@ -153,6 +153,7 @@ class Collective:
         failure: Exception | None = None
         result: T | None = None
         try:
+            # No collective inside: a rank whose work raises would leave the others waiting in it.
             result = work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             failure = error

@@ -128,6 +128,7 @@ def _groups(
             slab = str(len(names))
             names[slab], left[slab], right[slab] = name, ours, theirs
             size += ours.num_bytes
+    # The rest, which fills no group.
     yield names, left, right
 
 
@@ -174,6 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         keys_a, keys_b = (keys_for(side, options.key_file) for side in (options.a, options.b))
         result = compare(options.a, options.b, keys_a, keys_b)
     except VerlSlurmError as error:
+        # One line: the parent process takes the last one for its own error.
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)
     if options.json:

@@ -90,8 +90,10 @@ class CheckpointReaderForDCP(StorageReader):
             if common is not None:
                 parts.append(Part(f"{self._domain}/{piece.file}", piece, common, target))
             targets.append((item, target))
+        # All parts in one call, so that files are read side by side.
         read_parts(self._whole.reader, parts)
         for item, target in targets:
+            # After all are filled: the planner may copy a target on.
             planner.commit_tensor(item, target)
         # All is read by now; the protocol wants a future.
         done: Future[None] = Future()

@@ -141,6 +141,7 @@ def load_runtime_state(
 def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
     """As `load_runtime_state`, where several files of one checkpoint are read."""
     path = reader.directory / runtime_state_name(rank)
+    # Its digest is checked by the reader before a byte of it is decompressed.
     state = decode(reader.read(path.name), where=path)
     if (state.rank, state.world_size) != (rank, world_size):
         raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
@@ -169,6 +170,7 @@ def _check(where: Path, index: TensorIndex, tensors: Tensors, known: set[str]) -
     for name, tensor in tensors.items():
         found = (saved[name].dtype, saved[name].shape)
         expected = (dtype_name(tensor.dtype), tuple(tensor.shape))
+        # Nothing is cast: a resume must continue with the same bits.
         if found != expected:
             raise _unfit(where, f"{name} {found}", expected)
 
@@ -255,6 +257,7 @@ def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
                 into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
             buffers.append((part, into))
         start = part.piece.at + part.overlap.skip
+        # `buffers` and the targets keep this memory alive until the read is over: the reader knows addresses alone.
         wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))
     problems: list[tuple[str, str | OSError]] = []
     readings = []
