@@ -142,6 +142,7 @@ def _write_configs(
     dtype: torch.dtype | None,
 ) -> None:
     first = source.entries(role)[skeleton.parameters[0]]
+    # Of the first parameter: an export has one type for all floating-point weights, unless it keeps them as saved.
     skeleton.config.dtype = cast_dtype(first, dtype)
     skeleton.config.save_pretrained(str(out))
     # A critic generates nothing.

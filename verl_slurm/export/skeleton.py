@@ -83,6 +83,7 @@ def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path
         # Before transformers sees the config: it would build the layers first.
         _require_size_of(model_dir, num_tensors)
         with bounded_work(_SKELETON_BYTES + _TENSOR_BYTES * num_tensors):
+            # Neither a download nor code of the model directory: it may be another user's.
             config = AutoConfig.from_pretrained(
                 str(model_dir), local_files_only=True, trust_remote_code=False
             )
@@ -91,6 +92,7 @@ def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path
                 config.num_labels = 1
             model = _empty(AutoModelForCausalLM, config)
             if role == "critic":
+                # The trainer's own class, so that the critic's names are those of the checkpoint.
                 model = ValueModel(model)
             architecture = type(model).__name__ if role == "actor" else _critic_class(model, config)
     except Exception as error:  # of any class: transformers checks little of its input

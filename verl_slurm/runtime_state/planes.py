@@ -92,6 +92,7 @@ def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
         take: returns the next `n` bytes as uint8 [n]; they need to stay valid until the next call.
     """
     flat = _unsigned(out)
+    # Nothing is stored for an array of zeros.
     if not bits:
         flat[:] = 0
         return

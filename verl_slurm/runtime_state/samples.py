@@ -68,6 +68,7 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
     sealed: str
 
 
+# Raw: the form of a line is told by its keys, before anything in it becomes an object.
 _EITHER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STEP = msgspec.json.Decoder(StepSamples)
 _SEALED = msgspec.json.Decoder(_Sealed)
@@ -158,6 +159,7 @@ def _parse(line: bytes, keys: Keyring | None, path: Path) -> StepSamples | None:
             # With a key, any writer of the file could have made a line without a seal.
             return _STEP.decode(line) if keys is None else None
         outside = _SEALED.decode(line)
+        # validate: without it characters outside of the alphabet are skipped.
         data = base64.b64decode(outside.sealed, validate=True)
         place = (outside.epoch, _NO_RANK, outside.step, 0)
         inside = _STEP.decode(open_record(keys, place, data, sealed=True, where=path))

@@ -89,6 +89,7 @@ def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) ->
     """
     copies = []
     for info in list_checkpoints(paths):
+        # Torn ones are the start's to judge, and quarantined ones are no copies.
         if info.kind != "committed":
             continue
         try:
@@ -143,6 +144,7 @@ def tier_state(tier: OpenTier, memory: Memory, keys: Keyring | None = None) -> T
     """
     assert tier.backend is not None
     found: dict[str, dict[str, ObjectInfo]] = {}
+    # One listing for all checkpoints: in a bucket each request has its price and its round trip.
     for info in tier.backend.list(tier.run):
         # What is not of our form belongs to others (`layout.py`, section 1) and is neither counted nor removed.
         if (parsed := parse_key(tier.run, info.key)) is not None:
@@ -237,6 +239,7 @@ def survey(
             try:
                 states.append(tier_state(tier, memory, keys))
                 continue
+            # One tier's fault is its own: the others are surveyed, and the plan knows that this one may hold anything.
             except VerlSlurmError as error:
                 problem = error.one_line()
         states.append(

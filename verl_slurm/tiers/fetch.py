@@ -245,6 +245,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     inner.mkdir(mode=0o700, parents=True)
     outer.chmod(0o700)
     try:
+        # Sorted: a folder comes before those in it.
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}):
             (inner / folder).mkdir(mode=0o700)
         with ThreadPoolExecutor(max_workers=_FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
@@ -306,6 +307,7 @@ def _bring_file(
         for block in backend.blocks(key):
             if check.update(block):  # a server that never stops must not fill the disk
                 return
+            # Between two blocks: a backend bounds each of its own reads.
             if time.monotonic() > deadline:
                 raise TierError("the tier is too slow", where=key, found=f"below {_BYTES_PER_S >> 20} MiB/s")
             yield block

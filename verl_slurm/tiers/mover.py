@@ -285,6 +285,7 @@ class _Mover:
             if witness not in self._witnesses:
                 # Once in a pass: one witness often stands in for several removals.
                 self._witnesses[witness] = self._read_back(*witness)
+            # A plan may be hours old when its last removal comes: what it relied upon may have changed since.
             if self._witnesses[witness]:
                 raise TierError(
                     "kept: what was to stand in for it no longer verifies",

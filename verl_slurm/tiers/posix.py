@@ -237,6 +237,7 @@ def _continue(fd: int, source: Source) -> int:
     began = offset
     while offset < source.size:
         block = memoryview(source.read(offset, min(_BLOCK, source.size - offset)))
+        # The source was cut since its size was asked: without this the loop would not end.
         if not block:
             raise OSError(errno.EIO, "the source ended early")
         while block:

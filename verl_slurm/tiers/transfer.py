@@ -197,6 +197,7 @@ def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> 
         return 0
     sent, problem = 0, ""
     with origin.open(entry.path) as source:
+        # Before a byte is sent: this much of the damage costs no transfer.
         if source.size != entry.size:
             found = f"size {source.size}, expected {entry.size}"
             raise CheckpointCorrupt("the source is damaged", where=key, found=found)
@@ -232,6 +233,7 @@ def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
     # An earlier attempt with other files left them: a checkpoint is exactly what its manifest names.
     prefix = checkpoint_prefix(run, manifest.name)
     wanted = {prefix + entry.path for entry in manifest.files}
+    # Listed whole before anything is removed: a removal would change what is still being listed.
     for info in list(backend.list(prefix)):
         if info.key not in wanted:
             backend.delete(info.key)

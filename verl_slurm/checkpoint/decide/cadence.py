@@ -99,6 +99,7 @@ def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
     Args:
         history: rows of metrics, oldest first; a metric that a row lacks counts as not finite.
     """
+    # A row without the metric counts as an outlier, as a loss that is not finite does.
     found = {name: _judge([row.get(name, math.nan) for row in history]) for name in METRICS}
     volatile = [
         f"{name} ({count} of the last {NEWEST} outliers)" for name, (on, count) in found.items() if on
@@ -112,6 +113,7 @@ def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
 
 def _judge(values: Sequence[float]) -> tuple[bool, int]:
     on, count = False, 0
+    # Replayed from the oldest row: the verdict is a function of the history alone, so a resume comes to the same one.
     for end in range(_LEAST_BASELINE + NEWEST, len(values) + 1):
         count = outliers(values[max(0, end - NEWEST - BASELINE) : end]) or 0
         # Hysteresis: one value near the limit must not switch the interval to and fro.

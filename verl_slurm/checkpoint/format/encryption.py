@@ -172,6 +172,7 @@ class ChunkOpener(_Chunks):
         decryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"), tag)).decryptor()
         decryptor.authenticate_additional_data(self.associated(index))
         try:
+            # It writes plaintext before the tag is checked: nobody may look at `out` until `finalize` has returned.
             decryptor.update_into(ciphertext, out)
             decryptor.finalize()
         except InvalidTag:

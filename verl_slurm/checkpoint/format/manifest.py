@@ -65,6 +65,7 @@ def sealed(manifest: Manifest) -> Manifest:
 def render(manifest: Manifest) -> bytes:
     """Returns the bytes of manifest.json."""
     return (
+        # Indented, for people: the digest is of the canonical text, so the layout of the file is free.
         json.dumps(msgspec.to_builtins(manifest), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     )
 

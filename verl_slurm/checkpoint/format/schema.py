@@ -203,6 +203,7 @@ def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:
 def _type_name(hint: Any) -> str:
     """Returns a type as text that is the same on every Python version; limits are left out."""
     origin, args = get_origin(hint), get_args(hint)
+    # Limits may be tightened or widened without a new layout.
     if origin is Annotated:
         return _type_name(args[0])
     if origin is Literal:

@@ -235,6 +235,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Returns the directories of tensors that it must have; a guest's own files are not checked."""
         if self.guest is not msgspec.UNSET:
             return ()
+        # Partial ones name theirs; a full one has what its run trains.
         return self.components or (*self.roles, "optimizer")
 
     @property
@@ -247,6 +248,7 @@ def path_problem(path: str) -> str | None:
     if not path or len(path) > MAX_PATH_CHARS:
         return "empty or too long a path"
     names = path.split("/")
+    # `tree.list_tree` enters no directory below that: a deeper file could not be found again.
     if len(names) > MAX_DEPTH:
         return "too deep a path"
     for name in names:
@@ -255,6 +257,7 @@ def path_problem(path: str) -> str | None:
             return "a path with . or .."
         if not _COMPONENT.fullmatch(name):
             return "a path with an empty name or characters outside [A-Za-z0-9_.=+@-]"
+    # It is written last, with everybody's digests in it: it cannot hold its own.
     if path == MANIFEST:
         return "the manifest names itself"
     return None

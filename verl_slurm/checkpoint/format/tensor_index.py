@@ -47,6 +47,7 @@ _FORMAT = 1
 # ASCII: without it `\d` matches the digits of all scripts.
 _FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
 
+# Written out, not asked of torch: the daemon and the command line read indexes without it.
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,

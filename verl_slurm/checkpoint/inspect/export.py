@@ -233,6 +233,7 @@ def _fill(
         last = _Line()
         total = peak = 0
         try:
+            # Ends when the child has closed its output, however it ended.
             for raw in child.stdout:
                 last = _parsed(raw)
                 if last.total is not None:
@@ -344,6 +345,7 @@ def _staged(out: Path) -> Iterator[Path]:
     # SIGTERM (a batch job's end) would end Python without running `finally`.
     former = signal.signal(signal.SIGTERM, stop)
     try:
+        # Private: weights may be more than others are to see.
         staging.mkdir(mode=0o700)
         yield staging
         rename(staging, out)

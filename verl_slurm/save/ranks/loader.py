@@ -143,6 +143,7 @@ def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> 
     path = reader.directory / runtime_state_name(rank)
     # Its digest is checked by the reader before a byte of it is decompressed.
     state = decode(reader.read(path.name), where=path)
+    # The manifest's digest vouches for the bytes, and the file's name is no proof of whose they are.
     if (state.rank, state.world_size) != (rank, world_size):
         raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
     return state
