@@ -48,6 +48,7 @@ _MOST = 2000
 
 def _shown(part: object) -> str:
     text = str(part)
+    # Cut before it is escaped: a server's answer may have any length.
     return printable(text if len(text) <= _MOST else f"{text[:_MOST]}... ({len(text)} characters)")
 
 

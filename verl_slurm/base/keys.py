@@ -221,6 +221,7 @@ def _key_of_variable(name: str) -> MasterKey:
 
 
 def _from_hex(data: bytes, where: object) -> MasterKey:
+    # One newline, as `new_key_file` and editors write it; any other character makes it no key.
     text = data.removesuffix(b"\n")
     try:
         # `bytes.fromhex` skips blanks.

@@ -145,6 +145,7 @@ class RunPaths:
         return self.root / "ledger"
 
     def ledger_segment(self, epoch: int, rank: int) -> Path:
+        # The attempt in the name: where file locks do not work, it keeps two attempts from one file.
         return self.ledger / f"epoch_{epoch:06d}.rank_{rank:04d}.ledger"
 
     @property
@@ -177,6 +178,7 @@ class RunPaths:
     def work(self, epoch: int) -> Path:
         """The directory in which a guest's loop of one attempt writes; whole files are moved into a checkpoint from
         there."""
+        # One for each attempt: a fenced one that still writes meets nobody else's files.
         return self.root / "work" / f"epoch_{epoch:06d}"
 
     @property

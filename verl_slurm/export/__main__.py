@@ -59,6 +59,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
         role = roles[0]
         entries = source.entries(role)
         shards = plan_shards(source, role, skeletons[role], dtype)
+        # One shard is in memory at a time, and the largest one decides.
         peak = max(sum(cast_bytes(entries[name], dtype) for name in names) for names in shards.values())
         say({"total": total, "peak": peak})
         write_hf(source, role, skeletons[role], model, options.staging, dtype=dtype, where=options.model)
@@ -104,6 +105,7 @@ def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
                 found=error.strerror or error,
                 remedy="make room or choose another --out",
             ) from error
+    # By its parts: the parent makes the same error of them, and adds nothing.
     except VerlSlurmError as error:
         facts = {name: getattr(error, name) for name in ("what", "where", "found", "expected", "remedy")}
         shown = {name: None if value is None else str(value) for name, value in facts.items()}

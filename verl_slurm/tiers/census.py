@@ -273,6 +273,7 @@ def record_of(
         epoch=manifest.epoch,
         created_utc=manifest.created_utc,
         stamp=record_object.stamp,
+        # Of everything that is listed, strangers included: another object there makes the record count no longer.
         num_bytes=sum(info.size for info in objects.values()),
         num_objects=len(objects),
         ok=ok,

@@ -118,6 +118,7 @@ class BoundedClient:
     def _in_time(self, call: Callable[[], _T], more_s: float = 0.0) -> _T:
         """Runs `call` on a thread, which is abandoned if it takes too long."""
         # No socket time-out ends a read that gets a byte now and then.
+        # A queue of its own for each call: a late answer of an abandoned one reaches nobody.
         answers: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:

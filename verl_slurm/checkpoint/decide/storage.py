@@ -147,6 +147,7 @@ def judge_health(outcomes: Sequence[Outcome]) -> Health:
     if not outcomes:
         return Health(kind="unknown", reason="nothing has been saved yet")
     failures = 0
+    # From the newest back: the failures in a row are counted for the message.
     for outcome in reversed(outcomes):
         if not outcome.error:
             break

@@ -40,6 +40,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
         ConfigError: the checkpoint's run trained other models than `config` does, or its loop was another one.
     """
     saved = None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
+    # First: models are compared where the loop is ours, and a guest's manifest names none.
     if saved != _GUEST_OF[config.trainer.backend]:
         raise ConfigError(
             "the checkpoint is of another kind of loop",

@@ -73,6 +73,7 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         ConfigError: they come from two kinds of loops.
         VerlSlurmError: the comparison itself failed, or a package is missing.
     """
+    # Before torch is asked for: files of a guest are compared without it.
     if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
         return _compare_guests(a, b, guests)
     require_packages("torch", "numpy", wanted_by="comparing tensors")

@@ -66,6 +66,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "save_seconds": manifest.save_seconds,
         "attempt": manifest.epoch,
         "parent": manifest.parent,
+        # By dotted keys, without the schema: a configuration of another version is shown as far as it has them.
         "run": config.get("name"),
         "model": config.get("model.path"),
         "guest": None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest,
@@ -214,6 +215,7 @@ def _curves(history: list[Any]) -> list[dict[str, Any]]:
     rows = [row for row in history if isinstance(row, dict)]
     curves = []
     for name in rows[-1] if rows else ():
+        # A metric may be missing in some rows: evaluations are rare.
         values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)][-_TAIL:]
         if values and name != "step":
             curves.append({"metric": str(name), "last": values[-1], "values": values})

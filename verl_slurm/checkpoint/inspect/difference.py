@@ -98,6 +98,7 @@ def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object
     """Returns type and shape of each tensor; for an index too large to list, its digest."""
     found: dict[str, object] = {}
     for domain, index in indexes.items():
+        # Too large to list (`bounded.SHOWN_INDEX`).
         if isinstance(index, FileEntry):
             # The digest still tells whether anything differs.
             found[f"{index.path} of {index.size} bytes"] = index.sha256

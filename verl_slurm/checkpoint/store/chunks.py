@@ -116,10 +116,8 @@ class Reading:
     """One file to read.
 
     Attributes:
-        wanted: ranges, sorted by offset, that do not overlap. Only the chunks that they touch are read; None: all
-            chunks, to be checked and not copied.
-        opener: for an encrypted file that is to be decrypted: `wanted` is of the plain bytes then, and each chunk is
-            checked by its tag, which proves more than the digest.
+        wanted: ranges, sorted by offset, without overlap: only chunks that they touch are read. None: all, not copied.
+        opener: for an encrypted file that is to be decrypted: `wanted` is of the plain bytes then.
     """
 
     entry: FileEntry
@@ -176,20 +174,15 @@ def read_checked(
     """Reads chunks of files below `root`, checks each, and copies the wanted ranges to their targets.
 
     A chunk is copied after its digest was found right. At the first fault of a file the rest of that file is skipped;
-    the other files are still read. If the digests turn out to differ from hashlib's, everything that was found right is
-    read and checked again (`hashing.Hasher.settled`).
+    the other files are still read. Returns the bytes read.
 
     Args:
         root: descriptor of the checkpoint's directory.
-        threads: number of threads that read and hash; each has a buffer of 4 MiB. Where chunks are hashed side by side,
-            the waiting chunks add at most 128 MiB, whatever the number of threads. Default: two per core.
+        threads: that read and hash, each with a buffer of 4 MiB; waiting chunks add up to 128 MiB. Default: 2 per core.
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
         hasher: default: the process's.
-
-    Returns:
-        Bytes read.
     """
     # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
@@ -207,6 +200,7 @@ def read_checked(
         left = [reading for reading in readings if reading.entry.path not in bad]
         return _Work(root, left, threads, say, from_medium, bytes_per_s, hasher).on_threads()
 
+    # If digests turn out to differ from hashlib's, all that was found right is read and checked once more.
     return hasher.settled(read)
 
 
@@ -260,6 +254,7 @@ class _Work:
                 num_bytes += self._fill(chunk)
                 self._pause(num_bytes)
             except BaseException:
+                # Without its buffer the other threads could wait for ever.
                 self._release(chunk)
                 raise
             self._check(self._batch(chunk))
@@ -294,6 +289,7 @@ class _Work:
         with chunk.file.lock:
             chunk.file.left -= 1
             last = not chunk.file.left
+        # Chunks come back in any order, from any thread: whoever brings the last one closes the file.
         if last:
             chunk.file.closing.close()
 
@@ -306,6 +302,7 @@ class _Work:
             try:
                 file = self._open(reading)
             except OSError as error:
+                # One file that does not open keeps no other from being read.
                 self._say(reading.entry.path, error)
                 continue
             if file is not None:
@@ -356,6 +353,7 @@ class _Work:
         try:
             good = [chunk for chunk in batch if not chunk.file.failed]
             if good and good[0].file.reading.opener is not None:
+                # By its tag, which proves more than the digest.
                 self._open_chunk(good[0], good[0].file.reading.opener)
                 return
             pieces = [chunk.buffer.view[: chunk.length] for chunk in good]
@@ -363,6 +361,7 @@ class _Work:
             for chunk, piece, digest in zip(good, pieces, digests, strict=True):
                 self._compare(chunk, piece, digest)
         finally:
+            # After an error, too: other threads may be waiting for these buffers.
             for chunk in batch:
                 self._release(chunk)
 
@@ -394,6 +393,7 @@ class _Work:
         """Copies the wanted parts of a chunk whose bytes are at `address`; `length`: plain bytes, if encrypted."""
         wanted, start = chunk.file.reading.wanted or (), chunk.start
         end = start + (chunk.length if length is None else length)
+        # Ranges do not overlap, so their ends are sorted as well.
         first = bisect.bisect_right(wanted, start, key=lambda w: w.offset + w.length)
         for w in itertools.islice(wanted, first, None):
             if w.offset >= end:

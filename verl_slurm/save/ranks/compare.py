@@ -151,6 +151,7 @@ def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointRea
             yield f"{name} (only in one)"
             continue
         mine, other = (
+            # By digests of its arrays, through a window: a state of some MB may expand to 2 GiB.
             facts(reader.window(name), reader.plain_size(name), where=side / name)
             for side, reader in ((a, in_a), (b, in_b))
         )
@@ -172,6 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--key-file", type=Path, help="the key of both, instead of what their runs say")
     options = parser.parse_args(argv)
     try:
+        # Of each side's own run: two runs may have two keys.
         keys_a, keys_b = (keys_for(side, options.key_file) for side in (options.a, options.b))
         result = compare(options.a, options.b, keys_a, keys_b)
     except VerlSlurmError as error:
