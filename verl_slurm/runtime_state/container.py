@@ -98,10 +98,9 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
     if size > limit:
         raise ValueError(f"arrays of {size} bytes, at most {limit}")
     writer = FrameWriter()
-    # Contents first.
     for spec, blob in zip(specs, blobs, strict=True):
         array = np.frombuffer(blob, np.uint8) if isinstance(blob, bytes) else blob
-        # Small arrays first: the cost of a ledger record is the number of numpy's calls, not its bytes.
+        # Small arrays in one go: what a ledger record costs is the number of numpy's calls, not its bytes.
         small = small_planes(array, spec.bits)
         if small is not None:
             writer.add_small(small)

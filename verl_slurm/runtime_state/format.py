@@ -137,7 +137,6 @@ MAX_DIMENSIONS = 8
 HISTORY_ROWS = 256
 
 _NonNegative = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-# A dimension of more items than the content may have bytes is no array of ours.
 _Size = Annotated[int, msgspec.Meta(ge=0, le=MAX_CONTENT_BYTES)]
 _ArrayName = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
 _Row = Annotated[dict[Annotated[str, msgspec.Meta(max_length=128)], float], msgspec.Meta(min_length=1)]

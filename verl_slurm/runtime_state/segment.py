@@ -174,7 +174,7 @@ def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Ga
         while at >= 0:
             found = _frame_at(fd, offset + at, size)
             if found is not None:
-                # The payload as well: three bytes of a magic also occur in payloads.
+                # A frame with a damaged payload does not end the gap: a reader could not use it.
                 if found.payload(fd) is not None:
                     return Gap(offset=start, end=found.offset, torn=False)
                 patience.left -= found.length

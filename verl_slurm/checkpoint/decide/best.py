@@ -95,12 +95,9 @@ def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
 
 
 def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
-    """Returns whether the newest row has a metric of the evaluation that beats all earlier rows of the same reward.
-
-    It applies to metrics of the evaluation: evaluations are rare and made for judging. Another metric may set a new
-    best at every step, and a save at every step is not wanted.
-    """
-    # Evaluations are rare. Any other metric may set a new best, and so ask for a save, at every step.
+    """Returns whether the newest row has a metric of the evaluation that beats all earlier rows of the same reward."""
+    # Evaluations are rare and made for judging. Any other metric may set a new best at every step, and a save at every
+    # step is not wanted.
     if not best.keep or not history or not best.metric.startswith(EVAL_PREFIX):
         return False
     newest, reward = history[-1].get(best.metric), reward_of(history[-1])

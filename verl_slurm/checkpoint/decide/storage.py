@@ -4,9 +4,8 @@ system.
 ROOM. `enough` is never a promise, and its reason says so; `not enough` is certain as far as the file system knows.
 
 SPEED. A save is SLOW when its bytes per second lie below SLOW_FRACTION of the median of the earlier saves, and it lost
-at least LEAST_LOSS_S by that. The medium
-is slow when the newest SLOW_SAVES are, each measured against the saves that precede all of them. A medium is FAILING
-when the newest save on it ended with an error, whatever came before.
+at least LEAST_LOSS_S by that. The medium is slow when the newest SLOW_SAVES are, each measured against the saves that
+precede all of them. A medium is FAILING when the newest save on it ended with an error, whatever came before.
 """
 
 from collections.abc import Sequence
