@@ -98,9 +98,8 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
             for piece in theirs:
                 place = (domain, piece.name, piece.offset)
                 box = Box(piece.offset, piece.shape)
-                # The first rank that holds a piece writes it: what is replicated is saved once. A rank beyond the end
-                # of a small tensor holds an empty
-                # box.
+                # The first rank that holds a piece writes it, so what is replicated is saved once. A rank beyond the
+                # end of a small tensor holds an empty box.
                 if piece.domain != domain or place in taken or not box.numel:
                     continue
                 taken.add(place)
