@@ -148,7 +148,7 @@ def _sealing_problem(entry: FileEntry, *, encrypted: bool) -> str | None:
     """Returns why an entry does not fit the manifest of an encrypted, or unencrypted, checkpoint."""
     plain = entry.plain_size
     if isinstance(plain, msgspec.UnsetType):
-        # All or none: a save with a key writes no other file plain.
+        # All or none: a save with a key seals everything but PLAIN_FILES.
         return "not encrypted" if encrypted and entry.path not in PLAIN_FILES else None
     if not encrypted or entry.path in PLAIN_FILES:
         return "encrypted where nothing is"
