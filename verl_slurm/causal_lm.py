@@ -20,12 +20,10 @@ __all__ = ["ValueModel", "accepted", "decoder_layers", "names"]
 
 
 def accepted(model: nn.Module, **words: Any) -> dict[str, Any]:
-    """Returns those of `words` that the model's `forward` takes. MPT, for instance, has no `position_ids`.
-
-    A `forward` with `**kwargs` gets all: Granite MoE passes `use_cache` on to its transformer like that. A word that is
-    unknown there is dropped silently.
-    """
+    """Returns those of `words` that the model's `forward` takes. MPT, for instance, has no `position_ids`."""
     known, any_word = _parameters(type(model).forward)
+    # A `forward` with `**kwargs` gets all: Granite MoE passes `use_cache` on to its transformer like that. A word that
+    # is unknown there is dropped silently.
     return {word: value for word, value in words.items() if any_word or word in known}
 
 

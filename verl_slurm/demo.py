@@ -88,6 +88,7 @@ def run_demo(
     Raises:
         VerlSlurmError: a run did not end well; its messages have been shown.
     """
+    # Both runs in one cluster, which ends before the comparison: that needs no Slurm.
     with _cluster(directory, tell, without_slurm) as cluster:
         kind = "local" if cluster is None else "slurm"
         tell.say(
@@ -97,6 +98,7 @@ def run_demo(
         strike = _Preemption(cluster, RunPaths(interrupted), tell)
         began = time.monotonic()
         _run(config, [*overrides, f"run_dir={interrupted}", "name=interrupted"], kind, tell, strike)
+        # A run that was not preempted proves nothing, however equal the weights are.
         if not strike.where:
             raise VerlSlurmError(
                 "the run was over before it could be preempted",
@@ -110,6 +112,7 @@ def run_demo(
         ended = time.monotonic()
     tell.say("3. the proof: every weight of the two, bit for bit")
     comparison = compare(newest_checkpoint(interrupted), newest_checkpoint(undisturbed))
+    # Of the run that was preempted: the journal has the times, written by the processes that did the work.
     events = read_events(RunPaths(interrupted))
     rewards = _rewards(RunPaths(interrupted))
     saved = next(e for e in events if isinstance(e, Saved) and e.emergency)
@@ -131,10 +134,12 @@ def run_demo(
 @contextmanager
 def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[DevCluster | None]:
     """Yields the embedded cluster of four nodes, or None if Slurm is not available."""
+    # Daemons lie in sbin, which is not in the PATH of users.
     missing = [name for name in _PROGRAMS if shutil.which(name, path=_SBIN) is None]
     if missing or without_slurm:
         why = f"Slurm is not here ({', '.join(missing)})" if missing else "without Slurm, as asked"
         tell.say(f"{why}: on submitit's local executor, a signal standing for the preemption")
+        # Without the embedded cluster the plans below ask for `local`: another Slurm of this machine is left alone.
         yield None
         return
     cluster = DevCluster(directory / "cluster")
@@ -145,9 +150,11 @@ def _cluster(directory: Path, tell: Teller, without_slurm: bool) -> Iterator[Dev
         tell.say(
             f"Slurm {status.slurm_version}: {counted(len(status.nodes), 'node')}{gpus}, up in {status.seconds:.1f} s"
         )
+        # In this process, since submit, squeue and scontrol are called from it.
         os.environ.update(cluster.env())
         yield cluster
     finally:
+        # Also where the start failed half way: daemons that came up must not stay.
         cluster.stop()
         if before is None:
             os.environ.pop("SLURM_CONF", None)
@@ -167,6 +174,7 @@ class _Preemption:
         self.where = ""
 
     def __call__(self, status: dict[str, Any]) -> None:
+        # In the middle: some micro-batches of the step are done, and others are not.
         middle = status.get("phase") == "generate" and status.get("index", 0) >= 1
         if (
             self.where
@@ -175,11 +183,13 @@ class _Preemption:
             or not middle
         ):
             return
+        # Set before the preemption, as the status is told again while that goes on.
         self.where = f"step {status['step']}, generation micro-batch {status['index']}"
         if self._cluster is None:
             owner = read_epoch(self._paths)
             assert owner is not None, "a running run has an owner"
             self._tell.say(f"   preempting at {self.where}: SIGUSR2 stands for it")
+            # The owner of the epoch is the lead: the process that listens for it.
             os.kill(owner.pid, signal.SIGUSR2)
         else:
             self._tell.say(f"   preempting at {self.where}: a more urgent job wants the nodes")
@@ -197,6 +207,7 @@ def _run(
     paths = RunPaths(plan.run_dir)
     try:
         code = _follow(plan, paths, tell, strike)
+    # Ctrl-C as well: without Slurm nothing else would end the run.
     except BaseException:
         if kind == "local":
             _end_local(paths)  # with Slurm it ends with the cluster
@@ -229,6 +240,7 @@ def _end_local(paths: RunPaths) -> None:
     with suppress(NotFound, psutil.NoSuchProcess):
         process = controller(paths, last_job(paths))
         while process is not None:
+            # Listed before the first is killed: the children of a dead process are no longer found below it.
             tree = [*process.children(recursive=True), process]
             for each in tree:
                 with suppress(psutil.NoSuchProcess):
@@ -249,6 +261,7 @@ def timings(events: list[Event]) -> Timing:
     Raises:
         StopIteration: there was none, or the run did not come back.
     """
+    # The first of each kind after the one before it: a second interruption would bring all of them again.
     cause = _first(events, lambda event: isinstance(event, Cause) and event.cause == "preemption")
     saved = _first(events, lambda event: isinstance(event, Saved) and event.emergency, cause)
     verified = _first(events, lambda event: isinstance(event, Verified), saved)

@@ -3,8 +3,10 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 from verl_slurm.base.processes import KnownProcess, birth_of, known
+from verl_slurm.devcluster.processes import list_members
 
 
 def test_a_process_keeps_its_birth_over_an_exec_and_another_has_its_own() -> None:
@@ -34,7 +36,7 @@ def test_a_number_without_a_birth_is_nobody() -> None:
     assert me.is_running()
 
 
-def test_a_name_that_is_no_text_tells_no_less() -> None:
+def test_a_name_that_is_no_text_tells_no_less(tmp_path: Path) -> None:
     rename = (
         "import ctypes, sys; ctypes.CDLL(None).prctl(15, b'\\xff) Z (', 0, 0, 0); print(flush=True); input()"
     )
@@ -44,4 +46,6 @@ def test_a_name_that_is_no_text_tells_no_less() -> None:
         assert named.stdout is not None
         named.stdout.readline()
         assert birth_of(named.pid) != ""
+        # The embedded cluster looks at every process of the machine.
+        assert list_members(tmp_path, tmp_path / "slurm.conf") == []
         named.communicate(b"\n")

@@ -53,12 +53,14 @@ def main(args: list[str] | None = None) -> int:
     words = sys.argv[1:] if args is None else args
     with _signals_unwind() as received:
         code = _run_and_flush(words)
+    # As a shell says it. A command that ended by itself all the same keeps its own code.
     return 128 + received[0] if received and code == _INTERRUPTED else code
 
 
 def _run_and_flush(words: list[str]) -> int:
     try:
         code = _run(words)
+        # Here, where a failure has its exit code: Python's own flush at exit would end with a traceback.
         sys.stdout.flush()
         return code
     except _OutputFailed as failed:
@@ -85,11 +87,13 @@ def _signals_unwind() -> Iterator[list[signal.Signals]]:
     """
     received: list[signal.Signals] = []
     former = {}
+    # Python lets the main thread alone set handlers; tests and programs may call `main` from another one.
     if threading.current_thread() is threading.main_thread():
         # nohup ignores SIGHUP, and that must stay so
         former = {number: signal.SIG_DFL for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL}
 
     def unwind(number: int, frame: FrameType | None) -> None:
+        # Ignored from the first one on: a second must not interrupt what the first one's unwinding tidies up.
         for each in former:
             signal.signal(each, signal.SIG_IGN)
         received.append(signal.Signals(number))
@@ -112,12 +116,14 @@ def _run(words: list[str]) -> int:
     from verl_slurm.cli.main import cli
 
     try:
+        # Not standalone: click would answer a closed pipe by exit code 1 itself.
         result = cli.main(words, prog_name="verl-slurm", standalone_mode=False)
         return int(result) if isinstance(result, int) else 0
     except click.exceptions.NoArgsIsHelpError as error:
         error.show(sys.stdout)
         return int(ExitCode.OK)
     except click.ClickException as error:
+        # By the bare words: what cannot be parsed has set no option.
         if "--json" in words:
             from verl_slurm.cli.show import render
 
@@ -172,6 +178,7 @@ class _Complaints(io.FileIO):
         try:
             return super().write(data) or 0
         except OSError:
+            # As if written: otherwise the buffer would keep it and fail again at exit.
             return memoryview(data).nbytes
 
 
@@ -190,6 +197,7 @@ def _use_checked_streams() -> None:
 def _discard_output() -> None:
     """Discards the output that is still buffered, instead of failing once more at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
+    # Under the same number: what is buffered goes to the descriptor 1 that the stream holds.
     os.dup2(null, 1)
     os.close(null)
 

@@ -96,6 +96,7 @@ class _LazyGroup(click.Group):
     """Has a table of its commands and imports one when it is asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
+        # In the table's order, that of their use; click would sort them by the alphabet.
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -103,6 +104,7 @@ class _LazyGroup(click.Group):
         if entry is None:
             return None
         command: click.Command = getattr(import_module(f"verl_slurm.cli.{entry.module}"), entry.attribute)
+        # Help names docs/ and configs/ as a checkout has them; an installed package has them elsewhere.
         _name_places(command)
         return command
 
@@ -127,6 +129,7 @@ class _LazyGroup(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
+            # From the table: click would import each command for its first line.
             formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
 
 

@@ -58,8 +58,10 @@ def refuse_changes(
         ConfigError: a key changed that decides what is computed; the error lists all of them.
     """
     changes = differences(old, new)
+    # Nothing has been computed yet, so nothing can be mixed.
     if not begun:
         return [key for key, _, _ in changes]
+    # Sizes per device change with the number of ranks; whether a step stays the same is asked of their products.
     resharded = old.distributed.axes != new.distributed.axes
     if resharded and not new.trainer.is_guest:
         require_same_step(old, new, where=run_dir / "run.yaml")
@@ -68,6 +70,7 @@ def refuse_changes(
         for key, before, after in changes
         if not may_change(key)
         and not (key in LAYOUT_KEYS and (resharded or key == "distributed.nodes"))
+        # Never below what is done: the run would be over with weights of steps that its configuration does not have.
         and not (key == "train.steps" and _may_stop_at(after, steps_done))
     ]
     if fixed:
@@ -118,7 +121,9 @@ def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
         return new
     train = new.train
     for key in _SCALED:
+        # Over all ranks: this is what must stay.
         total = getattr(old.train, key) * former
+        # A size that the user changed is not scaled: it may be meant for the new number of ranks already.
         if getattr(train, key) == getattr(old.train, key) and total % now == 0:
             train = msgspec.structs.replace(train, **{key: total // now})
     if train.micro_batch_size_per_device == old.train.micro_batch_size_per_device:
@@ -148,6 +153,7 @@ def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
         before, given = (getattr(getattr(config, section), key) for config in (old, new))
         if before != given:
             wrong.append((f"{section}.{key}", given, str(before)))
+    # Records of the ledger are counted in generation micro-batches, so a rank has whole ones.
     if not wrong and new.train.batch_size_per_device % new.rollout.micro_batch_size_per_device:
         wrong.append(
             (
@@ -179,6 +185,7 @@ def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
         ConfigError: a copy, or a run that was moved.
     """
     made_as = Path(config.run_dir)
+    # Resolved: the same run by another link is in its place.
     if made_as.resolve() != directory.resolve():
         raise ConfigError(
             "a copy, or a run that was moved",

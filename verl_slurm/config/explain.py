@@ -57,10 +57,12 @@ def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
     meanings = _meanings(kind)
     for field in msgspec.structs.fields(kind):
         key = prefix + field.name
+        # A section has no value of its own: its keys are listed instead.
         if inner := _struct(field.type):
             yield from _keys(inner, f"{key}.")
             continue
         default = field.default
+        # msgspec keeps mutable defaults and sections as factories.
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
         shown = "required" if default is msgspec.NODEFAULT else _yaml(default)
@@ -75,6 +77,7 @@ def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
 
 
 def _struct(annotation: object) -> type[msgspec.Struct] | None:
+    # A bounded number, say, which is no section.
     if typing.get_origin(annotation) is typing.Annotated:
         return None
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
@@ -82,9 +85,11 @@ def _struct(annotation: object) -> type[msgspec.Struct] | None:
 
 def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Maps each field to the string below it, on one line."""
+    # From the source: Python keeps no text of a string below a field.
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
     found = {}
+    # A field's text is the statement right below it, if that is a string.
     for field, below in zip(tree.body, tree.body[1:], strict=False):
         if (
             isinstance(field, ast.AnnAssign)
@@ -126,4 +131,5 @@ def _bounds(metas: tuple[object, ...]) -> str:
 
 def _yaml(value: object) -> str:
     plain = msgspec.to_builtins(value)
+    # JSON is YAML, and short on one line.
     return plain if isinstance(plain, str) else msgspec.json.encode(plain).decode()

@@ -116,6 +116,7 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
     if kind in REFUSED:
         name, why = REFUSED[kind]
         yield Complaint("model.path", f"{name} (model_type {kind}): {why}", _EXPECTED, _OTHER)
+    # A family that is not listed is taken if it predicts the next token; `family_notes` says that it is untried.
     elif kind not in FAMILIES and (what := _not_causal(said)):
         yield Complaint("model.path", f"model_type {kind}, {what}", _EXPECTED, _OTHER)
     if said.get("quantization_config"):
@@ -129,6 +130,7 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
     family = FAMILIES.get(kind)
     if family and family.positions:
         key, usual = family.positions
+        # transformers takes its default for a key that config.json lacks.
         limit = said.get(key, usual)
         if isinstance(limit, int) and max_model_len(config) > limit:
             yield Complaint(
@@ -142,6 +144,7 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
 def _not_causal(said: Mapping[str, Any]) -> str:
     if said.get("is_encoder_decoder"):
         return "an encoder with a decoder"
+    # By the names of classes: a login node has no transformers to ask.
     names = said.get("architectures")
     classes = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
     if classes and not any(name.endswith(_NEXT_TOKEN) for name in classes):
@@ -152,6 +155,7 @@ def _not_causal(said: Mapping[str, Any]) -> str:
 def _attention(config: RunConfig, kind: str) -> Iterator[Complaint]:
     wanted, family = config.model.attn_implementation, FAMILIES.get(kind)
     key, remedy = "model.attn_implementation", "set model.attn_implementation=auto"
+    # An unknown family is offered all: the ranks ask its class.
     offered = ["auto", *(["sdpa"] if not family or family.sdpa else []), "eager"]
     if not family or family.flash:
         offered.append("flash_attention_2")
@@ -189,6 +193,7 @@ def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
             f"{family.name} has no sdpa: its attention is computed by eager (model.attn_implementation)"
         )
     limit, longest = said.get("max_position_embeddings"), max_model_len(config)
+    # With embeddings for positions a longer sequence is refused above; computed ones run, beyond what was trained.
     computed = family is None or family.positions is None
     if computed and isinstance(limit, int) and longest > limit:
         notes.append(

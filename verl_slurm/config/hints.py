@@ -62,6 +62,7 @@ def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> l
     section, _, last = wanted.rpartition(".")
     if not section and (close := difflib.get_close_matches(wanted, sorted(sections), n=1, cutoff=0.75)):
         return close
+    # The right name in the wrong section, the commonest slip.
     same = [key for key in known if key.rpartition(".")[2] == last]
     if same:
         return sorted(same, key=lambda key: -_likeness(key.rpartition(".")[0], section))[:2]
@@ -72,6 +73,7 @@ def nearest_keys(wanted: str, keys: Iterable[str], sections: Iterable[str]) -> l
         ((_near(last, key.rpartition(".")[2]), _likeness(section, key.rpartition(".")[0])), key)
         for key in known
     ]
+    # Two keys that are equally near are both shown.
     best = max(rate for rate, _ in rated)
     return [key for rate, key in rated if rate == best and best[0] >= _FEWEST][:2]
 

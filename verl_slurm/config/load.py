@@ -36,8 +36,10 @@ __all__ = [
     "parse_config",
 ]
 
+# A hyphen is allowed behind the first dot: options of sbatch in `slurm.extra` have them.
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
+# msgspec's errors are text alone, so kind and place of a mistake are read from it.
 _IN_LIST = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 _PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
 
@@ -79,6 +81,7 @@ def parse_config(
 ) -> RunConfig:
     """Does the work of `load` without the file: `raw` is its content, `source` its name in errors."""
     data, lines = strict_yaml.parse(raw, source)
+    # Before the overrides: they write into sections.
     for section in _sections() & set(data):
         if data[section] is None:
             data[section] = {}  # a heading whose lines are all commented out
@@ -87,11 +90,15 @@ def parse_config(
         _override(data, places, word)
     ours = data.get("verl") or {}
     if isinstance(ours, dict):
+        # One spelling for each key: a nested map in the file and a dotted word must meet, to replace each other.
         data["verl"] = flattened(ours | dict(_verl_word(word) for word in verl))
+    # Before the conversion: msgspec would name an unknown key without its line and without a near one.
     _refuse_unknown(data, places, source)
     config = _convert(data, places, source)
+    # A loop that is not ours names model, data and reward itself.
     if complete and not config.trainer.is_guest:
         _require_named(data, source)
+    # Last: the checks read typed values, defaults included.
     check(config, source)
     return config
 
@@ -120,10 +127,12 @@ def load_own(path: Path) -> RunConfig:
         OSError: the storage does not deliver it.
     """
     try:
+        # The directory is opened first: whoever may write it can exchange run.yaml, whatever that file's own owner is.
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # Both checks use descriptors, so the file that is checked is the file that is read.
             require_own(os.fstat(folder), path.parent)
+            # O_NONBLOCK: a FIFO in its place would block without end. O_NOFOLLOW: a link may lead elsewhere.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(path.name, flags, dir_fd=folder)
             try:
@@ -133,6 +142,7 @@ def load_own(path: Path) -> RunConfig:
                 os.close(fd)
         finally:
             os.close(folder)
+    # Every other OSError goes up: storage that does not answer says nothing about the run.
     except (FileNotFoundError, NotADirectoryError):
         raise _no_run(path) from None
     except TooMuch as error:
@@ -180,6 +190,7 @@ def flattened(section: dict[str, typing.Any], prefix: str = "") -> dict[str, typ
 def differences(old: RunConfig, new: RunConfig) -> list[tuple[str, object, object]]:
     """Lists the keys in which two configs differ, as (dotted key, old value, new value), in schema order."""
     before, after = _flat(msgspec.to_builtins(old)), _flat(msgspec.to_builtins(new))
+    # Maps may have keys that the other lacks; those of the schema come first, in its order.
     keys = list(before) + [key for key in after if key not in before]
     return [(k, before.get(k), after.get(k)) for k in keys if before.get(k) != after.get(k)]
 
@@ -225,6 +236,7 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
             "not an override", where=word, expected="KEY=VALUE, e.g. train.steps=50", remedy="mend that word"
         )
     dotted, text = match.groups()
+    # The place stands in errors, and for a key of `encryption` the value may be the secret itself.
     shown = f"override {dotted}" if _private(dotted) else f"override {word}"
     _require_known(dotted, shown)
     *sections, last = dotted.split(".")
@@ -232,6 +244,7 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
     for section in sections:
         inner = place.get(section)
         if inner is None:
+            # Also where the file says `section:` with nothing below it, which is null.
             inner = place[section] = {}
         if not isinstance(inner, dict):
             found = f"the value {inner!r} in the file"
@@ -252,6 +265,7 @@ def _verl_word(word: str) -> tuple[str, Value]:
     if (match := _VERL_WORD.fullmatch(word)) is None:
         raise refused
     try:
+        # Hydra's own reading where it is there: it decides in the job what the word means.
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
     except ModuleNotFoundError:
@@ -273,6 +287,7 @@ def _private(dotted: str) -> bool:
 def _override_value(dotted: str, text: str) -> Value:
     """Returns the text unchanged for a text key (`name=007`); parses YAML for all others."""
     annotation = known_keys().get(dotted)
+    # YAML would make 7 of `name=007`, and a name must be what was typed.
     if annotation is str:
         return text
     if annotation == str | None:
@@ -313,6 +328,7 @@ def _require_known(dotted: str, place: str) -> None:
     keys = known_keys()
     if dotted in keys or dotted in _sections():
         return
+    # Below a map any name may stand: its keys belong to sbatch or to verl.
     if any(dotted.startswith(f"{key}.") and "dict[" in str(kind) for key, kind in keys.items()):
         return
     raise ConfigError(
@@ -355,7 +371,9 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
         message, dotted = str(error), ""
         if match := _PATH_IN_MESSAGE.fullmatch(message):
             message, dotted = match.groups()
+        # msgspec writes `[...]` for a key of a map.
         dotted = dotted.replace("[...]", "")
+        # An index is for the message; lines and types are known by key.
         value = _value_at(data, dotted)
         key = dotted.partition("[")[0]
         choices = _choices(known_keys().get(key))
@@ -372,6 +390,7 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
         raise ConfigError(
             "wrong value",
             where=place if place.startswith("override ") else f"{place}: {dotted}",
+            # A secret that was pasted in the wrong place must not reach a log.
             found="a value that does not fit"
             if _private(dotted)
             else f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),

@@ -51,6 +51,7 @@ class RewardSpec(NamedTuple):
 def parse_reward(text: str) -> RewardSpec | None:
     """Splits `text` into its parts; None if it has none of the forms above."""
     match = _KINDS.fullmatch(text)
+    # The text stands in lines of the journal and of the log; a line break in it would begin a line of its own.
     if match is None or not text.isprintable():
         return None
     kind, rest = match[1], match[2]
@@ -58,6 +59,7 @@ def parse_reward(text: str) -> RewardSpec | None:
         return RewardSpec("rule", rest)
     if kind == "classifier":
         return RewardSpec("classifier", rest)
+    # From the right: a file's path may have a colon.
     name, _, function = rest.rpartition(":")
     good = name.endswith(".py") or _MODULE.fullmatch(name) is not None
     return RewardSpec("python", name, function) if good and function.isidentifier() else None
@@ -85,6 +87,7 @@ def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
         if found is None:
             raise _refusal(spec, f"no module {spec.name!r}", "a module that the job can import, or a FILE.py")
         origin, entries = found.origin, found.submodule_search_locations
+    # Only source can be hashed and run from the bytes that were hashed.
     if origin is None or not origin.endswith(".py"):
         raise _refusal(spec, f"a module without Python source: {origin}", "a Python module")
     return Path(origin)
@@ -100,6 +103,7 @@ def check_function(spec: RewardSpec, file: Path) -> None:
         ConfigError: there is no such function, or it cannot be called with three lists.
     """
     try:
+        # Parsed, not run: a submission on a login node must not run the code of a reward.
         tree = ast.parse(read_regular(file, SOURCE, follow=True), str(file))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         remedy = "mend it, or set model.reward"
@@ -111,7 +115,9 @@ def check_function(spec: RewardSpec, file: Path) -> None:
         raise _refusal(
             spec, f"nothing named {spec.function!r} in {file}", "a function at the module's top level"
         )
+    # A later binding of the same name wins when the module runs.
     last = found[-1]
+    # Its call would give a coroutine, and no scores.
     if isinstance(last, ast.AsyncFunctionDef):
         raise _refusal(spec, f"an async function at {file}:{last.lineno}", "a plain function")
     if isinstance(last, ast.FunctionDef) and (complaint := _complaint(last.args)):
@@ -126,6 +132,7 @@ def _bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
             if isinstance(node, ast.If | ast.Try | ast.With):
                 yield from _bindings(getattr(node, inner, []))
         if isinstance(node, ast.Try):
+            # `try: import x` with a fallback in the handler is common.
             for handler in node.handlers:
                 yield from _bindings(handler.body)
 
@@ -149,6 +156,7 @@ def _names(node: ast.stmt) -> set[str]:
 def _complaint(args: ast.arguments) -> str:
     """Returns why a function with these parameters cannot take three positional arguments; empty if it can."""
     positional = len(args.posonlyargs) + len(args.args)
+    # More parameters are fine as long as they have defaults.
     needed = positional - len(args.defaults)
     if needed > len(_ARGUMENTS) or (positional < len(_ARGUMENTS) and args.vararg is None):
         return f"a function of {positional} arguments"

@@ -26,6 +26,7 @@ def data_root(config: RunConfig) -> Path | None:
     """Returns the tree whose fingerprint tells whether the data is still that of the first start. None: a guest's
     program without a declared data set.
     """
+    # A guest's own program may read its data anywhere; a root that was named is fingerprinted all the same.
     if config.trainer.is_guest and config.data.root == DataConfig().root:
         return None
     return Path(config.data.root)

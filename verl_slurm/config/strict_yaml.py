@@ -66,6 +66,7 @@ def parse(raw: bytes, source: str) -> Document:
     """
     if len(raw) > MAX_BYTES:
         raise _too_large(source, f"{len(raw)} bytes", MAX_BYTES)
+    # Counted in the bytes, before anything is parsed: each of them may become a value, and parsing is what takes time.
     if (values := sum(map(raw.count, (b"\n", b"\r", b",", b"[", b"{")))) > _MAX_VALUES:
         raise _too_large(source, f"{values} lines, commas and brackets", _MAX_VALUES)
     try:
@@ -105,7 +106,9 @@ def dump(data: dict[str, Value]) -> bytes:
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Representer = _Quoting
     yaml.default_flow_style = False
+    # No folding: a long value stays on its line, where an error finds it.
     yaml.width = 1 << 16
+    # In the order of the schema.
     yaml.sort_base_mapping_type_on_output = False
     file = io.BytesIO()
     yaml.dump(data, file)
@@ -116,10 +119,12 @@ class _Quoting(SafeRepresenter):
     """Quotes text values, and writes each float with a point: readers of YAML 1.1, YAML 1.2 and this one differ about
     the rest."""
 
+    # Two keys with one Python object would become an anchor and an alias.
     def ignore_aliases(self, data: object) -> bool:
         return True
 
     def represent_key(self, data: str) -> ScalarNode:
+        # A key that begins with a digit is text here, and a number to another reader.
         plain = _PLAIN_KEY.fullmatch(data)
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain else '"')
 
@@ -127,6 +132,7 @@ class _Quoting(SafeRepresenter):
         return self.represent_scalar("tag:yaml.org,2002:str", data, style='"')
 
     def represent_number(self, data: float) -> ScalarNode:
+        # 1e-05 has no point: YAML 1.1 reads it as text, so it is written 1.0e-05. repr gives back the same float.
         text = repr(data)
         return self.represent_scalar(
             "tag:yaml.org,2002:float", text if "." in text else text.replace("e", ".0e")
@@ -156,6 +162,7 @@ class _Composer(Composer):
 
     def compose_node(self, parent: object, index: object) -> Node:
         event = self.parser.peek_event()
+        # Also `!!str` and the like: a tag decides what a value is, and here the schema does.
         if (tag := getattr(event, "ctag", None)) is not None:
             raise ConfigError(
                 "tags are not allowed",
@@ -163,6 +170,7 @@ class _Composer(Composer):
                 found=tag,
                 remedy="write the value without its tag",
             )
+        # YAML lets a later anchor replace an earlier one, so an alias would depend on its place in the file.
         if not isinstance(event, AliasEvent) and (first := self.anchors.get(event.anchor)):
             raise ConfigError(
                 "the same anchor twice",
@@ -170,6 +178,7 @@ class _Composer(Composer):
                 found=f"first in line {first.start_mark.line + 1}",
                 remedy="give one of them another name",
             )
+        # YAML's escapes can give half a character, which nothing after this can encode.
         if _SURROGATE.search(getattr(event, "value", "")):
             raise ConfigError(
                 "text that is no Unicode",
@@ -184,6 +193,7 @@ class _Composer(Composer):
 def _compose(text: str, source: str) -> Node | None:
     yaml: Any = YAML(typ="safe", pure=True)
     yaml.Composer = partial(_Composer, source=source)
+    # Counted while it composes: a deep file would otherwise end in Python's own recursion limit.
     yaml.max_depth = _MAX_DEPTH
     try:
         node: Node | None = yaml.compose(text)
@@ -231,6 +241,7 @@ class _Builder:
         self._values += 1
         if self._values > _MAX_VALUES:
             raise _too_large(self._source, "aliases that expand to more values", _MAX_VALUES)
+        # The path counts, too: an expanded alias has a dotted name of its own for each value.
         self._text += len(path) + len(node.value)
         if self._text > MAX_BYTES:
             raise _too_large(self._source, "aliases that expand to more text", MAX_BYTES)
@@ -250,6 +261,7 @@ class _Builder:
             if not isinstance(key_node, ScalarNode) or not key_node.value:
                 raise ConfigError("a key must be a word", where=where, remedy="fix this line")
             key = str(key_node.value)
+            # Readers differ: most take the last of two equal keys, and the user meant one of them.
             if key in pairs:
                 raise ConfigError(
                     "the same key twice",
@@ -259,8 +271,10 @@ class _Builder:
                 )
             pairs[key] = key_node, value_node
         result: dict[str, Value] = {}
+        # A quoted "<<" is a key like any other. Merged before the keys, which win over it.
         if "<<" in pairs and pairs["<<"][0].style is None:
             result = self._merged(pairs.pop("<<")[1], path, depth)
+        # After the merged ones: they replace values and lines of those.
         for key, (key_node, value_node) in pairs.items():
             self.lines[_dotted(path, key)] = key_node.start_mark.line + 1
             result[key] = self._build(value_node, _dotted(path, key), depth)
@@ -294,12 +308,14 @@ def _scalar(node: ScalarNode, path: str, source: str) -> Value:
     if _BOOL.fullmatch(text):
         return text == "true"
     where = f"{source}:{node.start_mark.line + 1}: {path}"
+    # At most 19 digits, so this conversion is cheap whatever the file holds.
     if _INT.fullmatch(text):
         if not -_TOO_LARGE <= int(text) < _TOO_LARGE:  # other programs would overflow
             raise ConfigError("a number too large", where=where, found=text, remedy="write one below 2^63")
         return int(text)
     if _FLOAT.fullmatch(text):
         number = float(text)
+        # 1e999 has the form of a float and becomes infinite.
         if not math.isfinite(number):
             raise ConfigError(
                 "a number too large for a float",

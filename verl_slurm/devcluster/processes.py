@@ -70,17 +70,22 @@ def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
 def _command(pid: int) -> tuple[str, list[str]]:
     """Returns name and command line; empty for a process that is gone."""
     try:
-        name = Path(f"/proc/{pid}/comm").read_text().strip()
+        name = _name(pid)
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
         return "", []
     return name, os.fsdecode(line).removesuffix("\0").split("\0")
 
 
+def _name(pid: int) -> str:
+    # Any bytes: every process of the machine is looked at, and each names itself (PR_SET_NAME).
+    return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+
+
 def _logs_to(pid: int, logs: Path, node: str | None) -> bool:
     """Returns whether it is a process of Slurm or munge that writes one of our logs (of that node)."""
     try:
-        if Path(f"/proc/{pid}/comm").read_text().strip() not in _LOGGERS:
+        if _name(pid) not in _LOGGERS:
             return False
         for fd in os.listdir(f"/proc/{pid}/fd"):
             target = Path(os.readlink(f"/proc/{pid}/fd/{fd}").removesuffix(" (deleted)"))

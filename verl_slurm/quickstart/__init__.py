@@ -27,19 +27,23 @@ def build_once(directory: Path, build: Callable[[Path], None], *, required: tupl
     """
     if not directory.exists():
         directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Beside its place, on the same file system: a rename there is one step.
         temp = private_dir(directory.parent / f".{directory.name}.{secrets.token_hex(4)}.tmp")
         try:
             build(temp)
             for path in sorted(temp.rglob("*")):
                 path.chmod(0o700 if path.is_dir() else 0o600)
+                # All content before the rename: a node that is lost must not leave the name with empty files.
                 fsync_path(path)
             fsync_path(temp)
             rename(temp, directory)
         except OSError:
+            # Another process may have been first. Its directory has the same content, so ours is dropped.
             if not directory.exists():
                 raise
         finally:
             shutil.rmtree(temp, ignore_errors=True)
+    # Also of a directory that was there before: it may be another one of that name.
     for name in required:
         if not (directory / name).is_file():
             raise DataError(

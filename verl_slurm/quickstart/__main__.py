@@ -35,6 +35,7 @@ def resolve_model(spec: str, cache: Path) -> Path:
             expected=" or ".join(BUILTIN + known for known in _HEAD_DIMS),
             remedy="set model.path",
         )
+    # Here, as it imports torch, and a path or a mistake needs none.
     from verl_slurm.quickstart.model import build_model
 
     return build_model(cache / name, head_dim=_HEAD_DIMS[name])

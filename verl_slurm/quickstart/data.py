@@ -22,6 +22,7 @@ _HELD_OUT_EVERY = 10
 
 
 def _is_held_out(a: int, b: int) -> bool:
+    # By a hash, not by a generator: the same split on every machine and in every version of Python.
     return hashlib.sha256(f"{a}+{b}".encode()).digest()[0] % _HELD_OUT_EVERY == 0
 
 
@@ -57,6 +58,7 @@ def build_data(directory: Path) -> Path:
 
     build_once(directory, build, required=tuple(files))
     for name, content in files.items():
+        # A run trains on the built-in sums or on a copy with a name of its own.
         if (directory / name).read_bytes() != content:
             raise DataError(
                 "a file of the built-in data set was changed",

@@ -67,9 +67,11 @@ def _reproducible() -> Iterator[None]:
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
+    # With more, sums would be in another order on a machine with other cores: other weights for the same seed.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     try:
+        # The caller's generators stay where they are.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_SEED)
             yield
@@ -103,6 +105,7 @@ def _examples(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     rows = sums(held_out=False)
     ids = torch.full((len(rows), _PROMPT_WIDTH + _RESPONSE_WIDTH), pad)
     for row, (prompt, answer) in enumerate(rows):
+        # Column sums first: the policy works them out before it answers.
         line = [*tokenizer(prompt + worked(prompt, answer))["input_ids"], eos]
         ids[row, : len(line)] = torch.tensor(line)
     return ids
@@ -119,8 +122,10 @@ def _warm_start(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     )
     model.train()
     for _ in range(_WARM_STEPS):
+        # A part of the digits is wrong, so that the policy has the form and PPO has something left to learn.
         ids = examples[torch.randint(len(examples), (_WARM_BATCH,))]
         wrong = (torch.rand(ids.shape) < _NOISE) & (ids >= zero) & (ids < zero + 10)
+        # The working stays right: it is what the reward does not judge, and so would not correct.
         wrong[:, :_ANSWER_STARTS] = False
         ids = torch.where(wrong, zero + torch.randint(10, ids.shape), ids)
         # The padding is on the right, so causal attention alone excludes it.

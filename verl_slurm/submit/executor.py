@@ -50,6 +50,7 @@ def render_script(plan: SubmissionPlan) -> str:
         SlurmMissing: submitit finds no srun.
     """
     executor = _slurm_executor(plan.config, RunPaths(plan.run_dir))
+    # Private to submitit, whose public `submit` writes the script and queues it at once.
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
@@ -70,6 +71,7 @@ def submit_job(plan: SubmissionPlan) -> str:
         SlurmRefused: sbatch refused; the error quotes it.
         SlurmMissing: no answer in time.
     """
+    # Without the variables of a job that this runs in: they would reach the new one.
     environment = submission_environment(os.environ, plan.config)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster]
     try:
@@ -80,6 +82,7 @@ def submit_job(plan: SubmissionPlan) -> str:
             capture_output=True,
             timeout=_TIMEOUT_S,
             check=False,
+            # The local controller is this child's child: it must not get the terminal's Ctrl-C or hang-up.
             start_new_session=True,
         )
     except subprocess.TimeoutExpired:
@@ -89,7 +92,9 @@ def submit_job(plan: SubmissionPlan) -> str:
             remedy="see `scontrol ping`, and with `squeue --me` whether the job was queued all the same",
         ) from None
     try:
+        # From the last line that begins an object: submitit may have printed before the answer.
         answer = msgspec.json.decode(done.stdout.rpartition(b"\n{")[2].join((b"{", b"")), type=_Answer)
+    # No answer of ours: the child died before it could give one, and its last words say more.
     except msgspec.MsgspecError:
         answer = _Answer(error=_last_line(done.stderr) or f"submitit ended with exit code {done.returncode}")
     if answer.error or not answer.job_id:
@@ -99,12 +104,14 @@ def submit_job(plan: SubmissionPlan) -> str:
 
 def main(run_dir: str, cluster: Cluster) -> int:
     """Runs as the child: submits and answers in one JSON line."""
+    # submitit's files are pickles, which whoever unpickles them runs.
     os.umask(0o077)
     # The local controller inherits 1 and 2; the answer goes out through a descriptor that it does not get.
     answer_fd = os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     paths = RunPaths(run_dir)
+    # Asks who owns it: the job runs the programs that it names.
     config = load_own(paths.run_yaml)
     try:
         executor = _slurm_executor(config, paths) if cluster == "slurm" else _local_executor(config, paths)
@@ -112,6 +119,7 @@ def main(run_dir: str, cluster: Cluster) -> int:
         answer = _Answer(job_id=str(job.job_id))
     except Exception as error:  # noqa: BLE001 - whatever submitit raises is the answer
         answer = _Answer(error=_sbatch_words(error))
+    # A line of its own, whatever was printed before it without an end.
     os.write(answer_fd, b"\n" + msgspec.json.encode(answer))
     return 0
 
@@ -120,14 +128,17 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import SlurmExecutor
 
     class OwnSlurmExecutor(SlurmExecutor):
+        # Our entry asks who owns the pickle before submitit opens it (`start_job`).
         _submitit_command_str = property(_entry_of)
 
     try:
+        # `exec` makes Python the batch process: Slurm sends `B:` signals to that one, and bash would hold a trap back.
         executor = OwnSlurmExecutor(folder=paths.logs, python=f"exec {shlex.quote(sys.executable)} -P")
     except RuntimeError as error:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
         ) from error
+    # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
     executor.update_parameters(**sbatch_parameters(config, expedite=expedite))
     return executor
@@ -140,7 +151,10 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
         _submitit_command_str = property(_entry_of)
 
     _stay_private_to_this_process()
+    # Without `exec`: submitit's local controller starts the command without a shell, and there is no such program.
     executor = OwnLocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
+    # The lead starts its next attempt itself, so the controller gets no time limit that could end it and no warning to
+    # send.
     executor.update_parameters(
         timeout_min=_NO_LIMIT_MIN,
         signal_delay_s=0,

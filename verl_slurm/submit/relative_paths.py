@@ -61,12 +61,17 @@ class Places:
 
     def _base(self, key: str, text: str) -> Path:
         path = Path(text).expanduser()
+        # Nothing to decide: what the path is joined with has no influence, or both directories are one.
         if path.is_absolute() or self._is_given(key) or self._beside == self._caller:
             return self._caller
         ours, theirs = self._beside / path, self._caller / path
+        # lexists: a link that leads nowhere is there, and its error names the place that was meant.
         if not os.path.lexists(theirs) or not os.path.lexists(ours):
+            # Also where neither exists: the error then names the place where the rule looks for it.
             if not os.path.lexists(theirs):
                 return self._beside
+            # Taken all the same: configurations written for the former rule, relative to the working directory, still
+            # run.
             self.notes.append(
                 f"{key}: {text} is not beside the YAML, and was found in the working directory; "
                 f"write {os.path.abspath(theirs)}, or move it to {self._beside}"
@@ -74,6 +79,7 @@ class Places:
             return self._caller
         if os.path.realpath(ours) == os.path.realpath(theirs):
             return self._beside
+        # A run must not start on other data than was meant, so neither is chosen.
         raise ConfigError(
             "a relative path that means two things",
             where=key,
@@ -83,4 +89,5 @@ class Places:
         )
 
     def _is_given(self, key: str) -> bool:
+        # A word may set a whole section, and with it each path in it.
         return any(key == given or key.startswith(f"{given}.") for given in self._given)

@@ -16,17 +16,21 @@ __all__ = ["main"]
 
 def main(folder: Path) -> int:
     """Becomes the submitted job; returns the exit code of a refusal."""
+    # Opened once: the path may lead elsewhere a moment later, and the descriptor cannot.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         require_own(os.fstat(fd), folder)
         for name in os.listdir(fd):
+            # Each of them, since submitit chooses its own by the job's id.
             if name.endswith("_submitted.pkl"):
                 require_own(os.stat(name, dir_fd=fd), folder / name)
     except VerlSlurmError as error:
         sys.stderr.write(f"verl-slurm: {error.one_line()}\n")
         return int(error.exit_code)
+    # After the checks, and here: nothing is unpickled, and no package of submitit's loaded, for a refusal.
     from submitit.core.submission import process_job
 
+    # As a path, which is what submitit takes; it leads to the folder that was checked.
     process_job(f"/proc/self/fd/{fd}")
     return 0
 

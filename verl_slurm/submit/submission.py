@@ -112,6 +112,7 @@ def plan_submission(
     if source.is_dir():
         source = _run_yaml_of(source)
     written = load(source, overrides, verl, complete=True)
+    # Before paths become absolute: `$DATA/x` then looks like a directory below the working directory.
     check_written(written)
     places = Places(base or Path.cwd(), source, given_keys(overrides, verl))
     config = absolute(written, places)
@@ -121,9 +122,11 @@ def plan_submission(
     if config.slurm.container is None:
         # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
         packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
+        # A guest brings packages of its own; torch is what saving its state needs.
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
+    # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
     if config.trainer.is_guest:
         checked += check_guest(config)
     else:
@@ -148,17 +151,21 @@ def plan_submission(
     notes = [*places.notes, *(text for text in (note, *asked, *notes) if text)]
     if config.checkpoint.encryption is not None:
         checked.append("key")
+    # An existing run: what it has trained with decides what may change, and no job of it may live.
     new_run, begun = not paths.run_yaml.exists(), False
     committed: list[CheckpointInfo] = []
     if not new_run:
         begun = has_begun(paths)
         former = _former(paths, config, begun=begun)
+        # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
         config = built_before(config, former)
         resharded = former.distributed.axes != config.distributed.axes
+        # A step has the same number of responses on any number of ranks, so sizes per device follow the devices.
         if begun and resharded and not config.trainer.is_guest:
             config = keep_step(former, config)
             notes.append(_reshaped(former, config))
         changed = _changes(paths, config, begun=begun)
+        # Allowed, and said: in a longer run the rate of each step to come is another one.
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
@@ -168,6 +175,7 @@ def plan_submission(
     if config.trainer.backend == "verl":
         good, doubtful = check_verl(config, paths, committed)
         checked, notes = [*checked, *good], [*notes, *doubtful]
+    # The newest committed checkpoint tells what one takes, so room and deadlines are asked after the run was looked at.
     if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
         notes.append(note)
     if slurm is not None:
@@ -186,6 +194,7 @@ def plan_submission(
     )
     if slurm is None:
         return plan
+    # The last question, since sbatch judges the very script that would be queued.
     said = judge_script(config, render_script(plan))
     return msgspec.structs.replace(plan, checked=(*plan.checked, f"sbatch --test-only: {said}"))
 
@@ -215,25 +224,33 @@ def carry_out(
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
+    # Before anything is made or locked: the data may take long to read, and the user may be asked.
     seen, drift = _confirmed_drift(plan, data_root(config), confirm_drift)
     notices = list(seen.notices) if seen is not None else []
     job_id: str | None = None
     with ExitStack() as held:
+        # Callbacks run in reverse order: directories are removed last, when what was made in them is gone.
         with ExitStack() as undo:
             _make_root(undo, paths.root)
             held.enter_context(_only_submitter(paths))
+            # The plan was made without the lock. Another submit may have made the run since, or taken it back.
             if paths.run_yaml.exists() is plan.new_run:
                 raise Fenced(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
                 )
+            # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
             undo.callback(_remove_new, paths.logs, _names(paths.logs))
             undo.callback(_remove_new, paths.root, _names(paths.root))
             private_dir(paths.logs)
             private_dir(paths.control)
+            # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
             _replace(undo, paths.run_yaml, dump(config))
+            # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
             if config.checkpoint.resume_from != "auto":
                 undo.callback(paths.resume_once.unlink, missing_ok=True)
                 write_file(paths.resume_once, b"")
+            # A run that has not begun may change any key. What was saved since the plan was made would not fit the new
+            # ones.
             if not plan.begun and has_begun(paths):
                 raise Fenced("the run has begun meanwhile", where=paths.root, remedy="submit again")
             if not plan.begun and paths.orchestration.exists():
@@ -241,17 +258,22 @@ def carry_out(
                 _keep(undo, paths.orchestration)
                 paths.orchestration.unlink()
             if seen is not None:
+                # Otherwise the record stays: it was read in full, and what is compared with it trusts sizes and dates.
                 if drift is not None or not plan.begun or not paths.fingerprint.exists():
                     _keep(undo, paths.fingerprint)
                     prints.write(paths, seen.found)
+                # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
                 if forgotten := prints.remember(paths.hash_cache, seen):
                     notices.append(forgotten)
+            # sbatch comes last, since all before it can be undone and a queued job cannot.
             if not prepare_only:
                 job_id = submit_job(msgspec.structs.replace(plan, config=config))
             undo.pop_all()  # a job exists: from here on nothing is undone
         if drift is not None:
+            # After the job: a confirmed change whose submission failed has changed nothing.
             _record_drift(paths, drift)
         if job_id is not None:
+            # Still under the lock: the next submit learns of this job from the journal.
             append_event(paths, ev.Submitted(plan.cluster, socket.gethostname(), job_id=job_id))
     return Submitted(
         run_dir=str(paths.root),
@@ -271,6 +293,7 @@ def _refuse_living(paths: RunPaths) -> None:
         return
     ended = has_ended(paths, job)
     if ended:
+        # submitit's local controller lives a moment longer than the end that its lead has recorded.
         settle(paths, job)
     state = job_state(paths, job)
     # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
@@ -301,7 +324,9 @@ def _confirmed_drift(
     if root is None:
         return None, None
     paths = RunPaths(plan.run_dir)
+    # A run that has not begun may start on other data: nothing in it depends on them yet.
     old = prints.read(paths) if plan.begun else None
+    # A change that may be accepted is read in full, since the record is what later looks are compared with.
     seen = prints.look(paths, root, old, may_record=confirm_drift is not None)
     drift = (prints.drift(old, seen.found) or None) if old is not None else None
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
@@ -321,11 +346,13 @@ def _changes(paths: RunPaths, config: RunConfig, *, begun: bool) -> list[str]:
 
 
 def _former(paths: RunPaths, config: RunConfig, *, begun: bool) -> RunConfig:
-    """Returns the configuration that the run has trained with. Its run.yaml says so unless it was edited since."""
+    """Returns the configuration that the run has trained with; before it has begun, that of its run.yaml."""
     written = load_resolved(paths.run_yaml)
     if not begun:
         return written
+    # Of the newest checkpoint, where the record of the newest ranks is missing or of another version.
     newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), None)
+    # run.yaml may have been edited while the job waited; compared with itself, no change would be found.
     return trained_with(paths, config, newest) or written
 
 
@@ -344,6 +371,7 @@ def _run_yaml_of(directory: Path) -> Path:
             expected="a YAML file, or a run directory with its run.yaml",
             remedy="see the runs with `verl-slurm list DIR`",
         )
+    # A copy has the original's run id, and its run.yaml names the original's directory.
     require_in_place(directory, load(source), "submit")
     return source
 
@@ -355,6 +383,7 @@ def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
 def _make_root(undo: ExitStack, root: Path) -> None:
     """Makes the run directory. On failure, removes the directories that it made, if empty."""
     missing = [root, *root.parents]
+    # Noted before mkdir: afterwards nothing tells which names are new.
     missing = missing[: next(i for i, place in enumerate(missing) if place.exists())]
     for place in reversed(missing):
         undo.callback(_rmdir, place)
@@ -362,6 +391,7 @@ def _make_root(undo: ExitStack, root: Path) -> None:
 
 
 def _rmdir(place: Path) -> None:
+    # rmdir refuses a directory that is not empty: what somebody else has put there since stays.
     with suppress(OSError):
         place.rmdir()
 
@@ -393,6 +423,7 @@ def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
 @contextmanager
 def _only_submitter(paths: RunPaths) -> Iterator[None]:
     """Holds a lock: two `submit`s of one run at once would queue two jobs."""
+    # The directory itself is locked: no lock file remains, and the kernel lets go when the process dies.
     fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -444,8 +475,10 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
     """
     paths = RunPaths(plan.run_dir)
     if plan.new_run:
+        # Outside the lock below, which it takes for itself: by another descriptor flock refuses its own process, too.
         carry_out(plan, prepare_only=True)
     require_run(paths)
     with _only_submitter(paths):
+        # Asked under the lock, so that no submit queues a job between the answer and the work.
         _refuse_living(paths)
         yield paths, load_resolved(paths.run_yaml)

@@ -31,17 +31,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--epoch", type=int, required=True, help="the attempt that may write")
     parser.add_argument("--resume", default="", metavar="NAME", help="a verified checkpoint; empty: none")
     options = parser.parse_args(argv)
+    # First: every file and directory of this process is its owner's alone.
     os.umask(0o077)
+    # The daemon sends it to a rank that hangs; the stacks go to the rank's log without the help of its threads.
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     control = os.environ.get(CONTROL_VARIABLE)
     rank = int(os.environ.get("RANK", "0"))
     line: RankLine = RankClient.connect(Path(control)) if control else NoDaemon()
+    # Before torch is imported, which takes seconds: the daemon knows that the process lives.
     line.send(RankStarted(rank=rank, pid=os.getpid()))
     try:
         _train(RunPaths(options.run), options.epoch, options.resume, line)
     except VerlSlurmError as raised:
+        # RanksFailed stands on all ranks alike; what it was caused by decides about the next start.
         error = underlying(raised)
         console.complain(f"rank {rank}: {error.one_line()}")
+        # A crash: the daemon tries again. A refusal is told to it, and is final.
         if restart_may_help(error):
             return int(ExitCode.INTERNAL)
         _refuse(line, rank, error)
@@ -88,6 +93,7 @@ def run_and_leave() -> NoReturn:
     crash. By then everything that must be written is flushed and closed. Leaving at once also saves a few tenths of a
     second.
     """
+    # Before anything else: a rank whose launcher is gone would train on, unseen by the daemon.
     die_with_launcher()
     code = int(ExitCode.INTERNAL)
     try:

@@ -63,6 +63,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callabl
     """
 
     def render(where: str, prompt: Prompt) -> str:
+        # Text is used as it is: its author has written the model's markup into it.
         if isinstance(prompt, str):
             return prompt
         if template is None and not tokenizer.chat_template:
@@ -93,6 +94,7 @@ Sides = tuple[list[Row], list[Row]]
 
 def split_by_digest(rows: Sequence[Row], fraction: float) -> Sides:
     """Holds out about `fraction` (0 to 1) of the different prompts."""
+    # By the text of the prompt: an added line moves no other one, and a doubled prompt is on one side both times.
     limit = fraction * 2.0**64
     chosen = {prompt for prompt, _ in rows if _number(prompt) < limit}
     return [row for row in rows if row[0] not in chosen], [row for row in rows if row[0] in chosen]
@@ -106,6 +108,7 @@ def drop_shared(rows: Sequence[Row], held_out: Sequence[Row]) -> list[Row]:
 
 def first_by_digest(rows: Sequence[Row], most: int) -> list[Row]:
     """Returns at most `most` different prompts, in the order of their digests: a fair share of a sorted file."""
+    # By the digest, not by the file's order: a sorted file would be evaluated on its beginning.
     different = {prompt: (prompt, answer) for prompt, answer in reversed(rows)}  # the first of each stays
     return sorted(different.values(), key=lambda row: (_number(row[0]), row[0]))[:most]
 
@@ -130,6 +133,7 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
         DataError: there is none, or it has no end-of-sequence token.
     """
     try:
+        # No code of the directory runs, and nothing is asked of the hub.
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(model_path), local_files_only=True, trust_remote_code=False
         )
@@ -141,6 +145,7 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
             expected="a Hugging Face model directory with its tokenizer",
             remedy="set model.path",
         ) from error
+    # Every response would run to its greatest length, and its mask is made from this token.
     if tokenizer.eos_token_id is None:
         raise DataError(
             "the tokenizer has no end-of-sequence token",
@@ -149,6 +154,7 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
             remedy="set eos_token in the model directory",
         )
     if tokenizer.pad_token_id is None:
+        # Masks tell padding from the end token, so the two may share a number.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
@@ -185,10 +191,12 @@ def read_sides(
     rows = _read_rows(root, config, recorded, render)
     if config.eval_root is not None:
         held_out = _read_rows(Path(config.eval_root), config, recorded, render, "data.eval_root")
+        # Another root may hold some of the same prompts, and a held-out one never trains.
         train = drop_shared(rows, held_out)
     elif config.eval_fraction:
         train, held_out = split_by_digest(rows, config.eval_fraction)
     else:
+        # Without a split nothing is held out, and no prompt is missing from the training.
         return rows, []
     if not train or not held_out:
         raise DataError(
@@ -232,6 +240,7 @@ class PromptData:
         recorded: Recorded | None = None,
         template: str | None = None,
     ) -> None:
+        # Before the split: it goes by the text that the policy sees.
         render = plain_text if config.chat_template == "none" else as_text(tokenizer, template)
         train, rest = read_sides(root, config, recorded=recorded, render=render)
         rows = train if held_out is None else first_by_digest(rest, held_out)
@@ -245,10 +254,12 @@ class PromptData:
         parts, lengths = [], []
         for start in range(0, len(rows), _ENCODED_AT_ONCE):
             texts = self._prompts[start : start + _ENCODED_AT_ONCE]
+            # A chat template has written its special tokens itself.
             encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
             lengths += [len(ids) for ids in encoded]
             parts.append(torch.tensor([token for ids in encoded for token in ids], dtype=torch.int32))
         longest = max(range(len(lengths)), key=lengths.__getitem__)
+        # Refused rather than cut: that would silently change the question.
         if lengths[longest] > self._length:
             raise DataError(
                 "a prompt is too long",
@@ -266,9 +277,11 @@ class PromptData:
 
     def row(self, sample_id: int) -> int:
         """Returns the line (counted over all files) that the `sample_id`-th response of the run answers."""
+        # A function of the sample id alone: the offset is all that a resume needs, on any number of ranks.
         epoch, position = divmod(sample_id // self._per_prompt, len(self))
         if not self._shuffle:
             return position
+        # One epoch's order is kept: consecutive samples ask for the same one.
         if self._order[0] != epoch:
             order = permutation(self._seed, Purpose.DATA_ORDER, (epoch,), len(self))
             self._order = epoch, order.tolist()
@@ -282,10 +295,12 @@ class PromptData:
             P is always `max_prompt_tokens`, so a batch's shape never depends on its prompts.
         """
         rows = [self.row(sample_id) for sample_id in range(offset, offset + num)]
+        # Always as wide as the longest allowed: kernels may round by shape, so a batch's shape must not vary.
         ids = torch.full((num, self._length), self._pad, dtype=torch.int64)
         mask = torch.zeros((num, self._length), dtype=torch.bool)
         for place, row in enumerate(rows):
             start, end = int(self._ends[row - 1]) if row else 0, int(self._ends[row])
+            # Left-padded, so that all rows of a batch end, and sampling begins, at the same column.
             if end > start:
                 ids[place, start - end :] = self._ids[start:end]
                 mask[place, start - end :] = True

@@ -42,6 +42,7 @@ def settle(device: torch.device, *, deterministic: bool) -> None:
                 remedy="unset the variable, or set deterministic=false",
             )
     torch.use_deterministic_algorithms(True)
+    # It would choose a convolution's kernel by timing, each time anew.
     torch.backends.cudnn.benchmark = False
     # By default torch fills all new memory with NaN, to expose operators that read it before they write it. Turning
     # that off changes no number. A step of a small model has thousands of such fills, a twentieth of its CPU time.
@@ -58,6 +59,7 @@ def explaining() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        # torch raises a plain RuntimeError; its text is what tells.
         if _NO_KERNEL not in str(error):
             raise
         raise ConfigError(

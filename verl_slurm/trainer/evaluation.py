@@ -77,6 +77,7 @@ class Evaluator:
     def piece(self) -> None:
         """Evaluates the next micro-batch of this rank. Collective only if the sampler is."""
         assert self._step is not None, "begin first"
+        # Dealt by global micro-batch: the number of ranks decides who samples, never what.
         start = (self._done * self._ranks.world_size + self._ranks.rank) * self._size
         count = max(min(self._size, len(self._data) - start), 0)
         # A sampler that works in groups must take part even when this rank has no prompt left.
@@ -87,6 +88,7 @@ class Evaluator:
             finally:
                 rng.restore(kept)  # a reward or an engine may draw from them
             self._sums = [a + b for a, b in zip(self._sums, found, strict=True)]
+        # On every rank alike, with or without prompts: between two pieces all agree on whether to go on.
         self._done += 1
 
     def take(self) -> dict[str, float]:
@@ -99,10 +101,12 @@ class Evaluator:
         if self._step is None or not self.finished:
             return {}
         self._step = None
+        # Sums over ranks, not means of means: the last piece of a rank may be empty.
         count, total, squares, tokens, ended = self._ranks.sum(self._sums)
         mean = total / count
         numbers = {
             "reward": mean,
+            # Clamped: where all scores are equal, rounding leaves a difference slightly below 0.
             "reward_std": max(squares / count - mean * mean, 0.0) ** 0.5,
             "response_tokens": tokens / count,
             "finished": ended / count,
@@ -112,15 +116,18 @@ class Evaluator:
 
     @torch.no_grad()
     def _measure(self, prompts: Batch, step: int) -> list[float]:
+        # A stream of its own: sample ids count other prompts here, and would draw the noise of the training's.
         batch = self._sampler.generate(
             prompts, step, temperature=self._temperature, purpose=Purpose.EVALUATION
         )
         ids, mask = batch["sample_id"], batch["response_mask"]
+        # Here for the collective sampler alone; the reward is not asked about nothing.
         if not len(ids):
             return [0.0] * len(self._sums)
         scores: Tensor = self._reward(
             self._data.prompts(ids), decode_responses(self._tokenizer, batch), self._data.answers(ids)
         )
+        # float64: the sums run over all prompts.
         scores = scores.double().cpu()
         ended = ((batch["response_ids"] == self._eos_id) & mask).any(dim=1)
         return [

@@ -72,6 +72,8 @@ def _quiet() -> Iterator[None]:
     hf_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
+        # A fresh head is drawn from the global generator, which is part of the saved state: loading must not move it.
+        # `devices=[]`: models load on the CPU, and the default would touch the generators of all GPUs.
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
@@ -86,7 +88,7 @@ def load_pretrained(
     """Loads a whole model in eval mode on the CPU from a local directory of safetensors, or refuses with a clear error.
 
     Nothing is downloaded, no code of the directory is run, and no pickle is read. This function decides which kernels
-    compute attention and experts: transformers would take names of kernels from the directory's config.json.
+    compute attention and experts.
 
     Args:
         auto_class: `AutoModelForCausalLM` or a sibling.
@@ -96,16 +98,17 @@ def load_pretrained(
         options: for `from_pretrained`.
 
     Raises:
-        DataError: no model there, not one that Hugging Face knows, or parameters are missing. Hugging Face would fill
-            a missing one with random numbers and only log it.
+        DataError: no model there, not one that Hugging Face knows, or parameters are missing.
         ConfigError: this environment or this model does not have that attention.
     """
     expected = "a Hugging Face model directory with safetensors"
     if not (path / "config.json").is_file():
         raise DataError("there is no model", where=path, expected=expected, remedy=f"set {key}")
     try:
+        # The configuration first: what cannot be trained is refused before a weight is read.
         config = AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         model_class = _class_of(auto_class, config, path, key)
+        # Both kernels are named here: transformers would take a name in config.json and ask the hub for it.
         config._experts_implementation = None  # transformers' own choice
         with _quiet():
             model, report = auto_class.from_pretrained(
@@ -114,14 +117,17 @@ def load_pretrained(
                 attn_implementation=_attention(attention, model_class, path),
                 local_files_only=True,
                 trust_remote_code=False,
+                # The other format is a pickle.
                 use_safetensors=True,
                 output_loading_info=True,
                 **options,
             )
+    # What libraries raise for a broken directory has no common class.
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise DataError(
             "the model cannot be loaded", where=path, found=error, expected=expected, remedy=f"set {key}"
         ) from error
+    # Hugging Face fills a missing parameter with random numbers and only logs it.
     missing = sorted(report["missing_keys"])
     if missing:
         raise DataError(
@@ -136,9 +142,8 @@ def load_pretrained(
 
 
 def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
-    """Returns the class that `auto_class` would build. Asked first: transformers' own refusal lists every class it
-    knows.
-    """
+    """Returns the class that `auto_class` would build."""
+    # Asked before the load: transformers' own refusal lists every class that it knows.
     if type(config) not in auto_class._model_mapping:
         causal = auto_class is AutoModelForCausalLM
         raise DataError(
@@ -163,6 +168,7 @@ def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
 def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
     """Returns the attention to pass to `from_pretrained`."""
     if wanted == "auto":
+        # Always a name: without one transformers takes that of the directory.
         return "sdpa" if model_class._supports_sdpa else "eager"
     lacks = {
         "sdpa": not model_class._supports_sdpa,
@@ -215,10 +221,12 @@ def _shard(
     """Cuts a model into a stage of `pp`, tensor parallel over `tp`, FSDP2 over `dp`. A mesh of None leaves it whole."""
     if mesh is None:
         return model
+    # Stages, then tensors, then FSDP2: each later cut works on the parameters that the former left on this rank.
     model, policy = cut_stage(model, mesh["pp"]), policy_of(shape.mixed_precision)
     if isinstance(model, Stage):
         model.compute_dtype = policy.param_dtype
     cut_tensors(model, mesh["tp"])
+    # Inside FSDP2's hooks: a layer's parameters are gathered when it runs again. The reference has no backward pass.
     if trains and shape.recompute:
         recompute_layers(model)
     shard_over_data(model, mesh["dp"], policy)
@@ -254,6 +262,7 @@ def build_models(
         ConfigError: it cannot be cut like that.
     """
     shape = shape or DistributedConfig()
+    # Whole on each rank first: the cuts work on Hugging Face's own modules.
     actor = load_causal_lm(path, dtype=dtype, attention=attention).to(device)
     critic = load_critic(path, dtype=dtype, attention=attention).to(device) if "critic" in roles else None
     reference = load_causal_lm(path, dtype=dtype, attention=attention).to(device).requires_grad_(False)
@@ -270,6 +279,7 @@ def copy_weights(source: nn.Module, target: nn.Module) -> None:
     with torch.no_grad():
         for name, whole in whole_parameters(source):
             parameters.pop(name).copy_(whole)
+    # A parameter that was left out would sample with the numbers of the directory, or of an earlier step.
     if parameters:
         raise ValueError(f"parameters without a source: {sorted(parameters)}")
 
@@ -281,21 +291,21 @@ def clip_gradients(model: nn.Module, max_norm: float, grid: Grid | None = None) 
         grid: None: a single process, or data parallel alone.
     """
     if grid is not None:
+        # Once, before the norm: a hook at each backward pass counts a micro-batch again for each one after it.
         sum_head_gradients(model, grid.mesh["tp"])
         return clip_over_grid(model, max_norm, grid)
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm, foreach=False)
+    # Of shards the norm is a DTensor, a partial sum on each rank.
     return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
 
 def passage(batch: Batch, device: torch.device) -> Passage:
-    """Joins prompt and response; positions count from the first real token.
-
-    The passage asks for the logits before each response token, which choose it: T + 1 positions from the end, of which
-    the last chooses nothing.
-    """
+    """Joins prompt and response; positions count from the first real token."""
     ids = torch.cat([batch["prompt_ids"], batch["response_ids"]], dim=1).to(device)
     mask = torch.cat([batch["prompt_mask"], batch["response_mask"]], dim=1).to(device)
+    # Prompts are padded on the left, so the count starts at the first real token; padding would be at -1.
     positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
+    # The logits before a token choose it, so T + 1 positions are asked for; the last of them chooses nothing.
     return Passage(ids=ids, mask=mask.long(), positions=positions, keep=batch["response_ids"].shape[1] + 1)
 
 
@@ -306,6 +316,7 @@ def _call(model: nn.Module, given: Passage) -> Tensor:
         input_ids=given.ids,
         attention_mask=given.mask,
         position_ids=given.positions,
+        # The tokens are known, so no later pass reads these keys and values.
         use_cache=False,
         logits_to_keep=given.keep,
     )
@@ -316,6 +327,7 @@ def _call(model: nn.Module, given: Passage) -> Tensor:
 
 def _distribution(logits: Tensor, temperature: float) -> Tensor:
     """Returns log probabilities [N, T, V] before each response token, from the logits [N, T + 1, V] of a passage."""
+    # float32 before the division, as `sampling.pick_tokens`: the two log probabilities are held against each other.
     return torch.log_softmax(logits[:, :-1].float() / temperature, dim=-1)
 
 
@@ -333,6 +345,7 @@ def read_logprobs(
         learns_entropy: False: the entropies are for display, and carry no gradient.
     """
     distribution = _distribution(logits, temperature)
+    # Detached, no [N, T, V] product is kept for the backward pass.
     spread = distribution if learns_entropy else distribution.detach()
     return _chosen(distribution, batch), -(spread.exp() * spread).sum(dim=-1)
 
@@ -356,6 +369,7 @@ def logprobs_and_entropy(model: nn.Module, batch: Batch, *, temperature: float) 
         outside the response mask, and on all stages of a pipeline except the last.
     """
     logits = _response_logits(model, batch)
+    # A stage that is not the last: the speaker of the replica tells its ranks the numbers.
     if logits is None:
         return _nothing(batch), _nothing(batch)
     return read_logprobs(logits, batch, temperature=temperature)
@@ -397,8 +411,10 @@ def run_passes(model: nn.Module, given: Passage, micro_batch: int, loss_of: Loss
             summed. A pipeline calls it on the last stage only.
     """
     if isinstance(model, Stage):
+        # 1F1B needs the whole mini-batch: it cuts it, and runs micro-batches of several stages at once.
         model.train_pass(given, micro_batch, loss_of)
         return
+    # Backward after each micro-batch: activations of one exist at a time, and the gradients add up.
     for rows in torch.split(torch.arange(len(given.ids)), micro_batch):
         loss = loss_of(_call(model, given.rows(rows)), rows)
         loss.backward()  # type: ignore[no-untyped-call]  # torch has no annotation here

@@ -74,14 +74,18 @@ class CostMeter:
         allocations).
         """
         now = self._clock()
+        # Without a mark it is the first step of this process, with its compiling and first allocations.
         if self._mark is not None and step > self._mark[0]:
             count = step - self._mark[0]
             spent = max(now - self._mark[1] - self._left_out_s, 0.0) / count
             (self._beside if self._touched else self._plain).extend([spent] * count)
+            # A save that still runs touches the next step, too.
             self._touched = self._under_way
         self._mark, self._left_out_s = (step, now), 0.0
+        # Only once the save is over and a step stands clear of it: a save may cost several steps a little.
         if self._beside and not self._touched:
             if self._plain and self._counts:
+                # At least 0: where steps differ in length, a save can look like a gain.
                 self._costs.append(max(sum(self._beside) - len(self._beside) * median(self._plain), 0.0))
             self._beside = []
 
@@ -95,6 +99,7 @@ class CostMeter:
         Args:
             counts: it is one of those whose cost is asked for.
         """
+        # Steps that a partial save has touched already are too long for this one's cost.
         self._counts = counts and (self._counts or not self._touched)
         self._under_way = self._touched = True
 
@@ -133,6 +138,7 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._config, self._ranks, self._reporter, self._clock = config, ranks, reporter, clock
+        # A checkpoint that was resumed from counts as a save, or each start would begin with one.
         self._last_save = step
         self._saving = False
         self._said: Interval | None = None
@@ -142,6 +148,7 @@ class Pace:
         self._num_files = _FILES_PER_RANK * ranks.world_size
         events = _read(paths) if ranks.rank == 0 else []
         self._past = count_interruptions(events)
+        # Earlier attempts wrote to the same storage, so their saves tell what the first one here needs.
         earlier = measured_saves(events, _MEASURED)
         basis = "the last save" if earlier else "models and optimizers"
         self._storage = StorageWatch(
@@ -158,9 +165,11 @@ class Pace:
         Collective.
         """
         position = state.position
+        # Step 0 has nothing to lose: a fresh start gives the same numbers.
         if position.phase != "step_end" or position.step == 0:
             return Due(save=False, reason="in the midst of a step")
         self._meter.step_end(position.step)
+        # Asked on every rank at every step, as `_plan` may be collective.
         due = decide(
             self._config.checkpoint,
             step=position.step,
@@ -169,6 +178,7 @@ class Pace:
             interval=self._plan(state),
             under_way=self._saving,
         )
+        # A best step that is not saved at once is lost: the next one has other weights.
         best = Best.of(self._config.checkpoint)
         if not due.save and is_new_best(state.history, best):
             return Due(save=True, reason=f"the best {best.metric} so far: {state.history[-1][best.metric]:g}")
@@ -205,6 +215,7 @@ class Pace:
         # Recorded at the attempt, not at success: if every save fails, not every step should try.
         self._last_save, self._saving = step, True
         self._meter.save_began()
+        # One look at a time: where storage does not answer, threads would pile up.
         if self._ranks.rank == 0 and (self._looking is None or not self._looking.is_alive()):
             self._looking = threading.Thread(target=self._look, name="storage", daemon=True)
             self._looking.start()
@@ -236,6 +247,7 @@ class Pace:
         self._meter.save_ended()
         # The save itself went to the same file system and returned, so the answer follows within a moment.
         if self._looking is not None:
+            # Bounded all the same: a rank that waits here passes no safe point.
             self._looking.join(timeout=1.0)
             self._tell(self._seen)
             self._seen = ()
@@ -243,11 +255,14 @@ class Pace:
     def _plan(self, state: TrainState) -> Interval:
         config, step = self._config.checkpoint, state.position.step
         if config.cadence == "young_daly":
+            # The other ranks give 0, so that the maximum is rank 0's number.
             planned = Interval(steps=0, reason="as rank 0 measured")
             if self._ranks.rank == 0:
                 planned = plan_interval(config, step=step, history=state.history, costs=self._costs())
+            # By rank 0's clock for all: a save that not all ranks begin never ends.
             agreed = Interval(steps=self._ranks.max([planned.steps])[0], reason=planned.reason)
         else:
+            # From step and history, which are the same on every rank: nothing has to be agreed on.
             agreed = plan_interval(config, step=step, history=state.history)
         self._say_if_changed(agreed)
         return agreed
@@ -256,6 +271,7 @@ class Pace:
         lived = Interruptions(
             lossy=self._past.lossy,
             graceful=self._past.graceful,
+            # This attempt counts as well: one without an interruption is what makes the mean time between them longer.
             run_s=self._past.run_s + max(self._clock() - self._began, 0.0),
         )
         return Costs(
@@ -274,6 +290,7 @@ class Pace:
             return
         if before is not None:
             ratio = interval.steps / before.steps
+            # A measured interval drifts with each save; one that a table gives changes when a row begins.
             small = cadence == "young_daly" and 1 / _WORTH_SAYING < ratio < _WORTH_SAYING
             if small or interval.steps == before.steps:
                 return

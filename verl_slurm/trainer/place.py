@@ -61,6 +61,7 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
         ConfigError, DeviceLost: `choose_device`.
     """
     expected = config.distributed.world_size
+    # Before any process group: ranks that wait for one that nobody started would wait until a timeout.
     if place.world_size != expected:
         raise ConfigError(
             "another number of ranks was started than the run is configured for",
@@ -73,11 +74,14 @@ def process_group(config: RunConfig, place: Place) -> Iterator[tuple[torch.devic
     # The critic's logits are a view of its head's output, and no code changes them in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     if config.distributed.threads_per_rank:
+        # Sums of a CPU kernel are split by threads, so their number is a part of what makes two runs the same bits.
         torch.set_num_threads(config.distributed.threads_per_rank)
     determinism.settle(device, deterministic=config.deterministic)
     if device.type == "cuda":
+        # Before NCCL and the first allocation: both would take GPU 0 on every rank.
         torch.cuda.set_device(device)
         torch.cuda.init()  # type: ignore[no-untyped-call]  # from here on its generator is part of the state (save.ranks.rng)
+        # gloo beside NCCL: agreements, records and saves go over the CPU (`Collective`).
         dist.init_process_group("cpu:gloo,cuda:nccl")
         group = dist.new_group(backend="gloo")
     else:
@@ -111,6 +115,7 @@ def choose_device(config: RunConfig, local_rank: int) -> torch.device:
     if wanted == "cpu":
         return torch.device("cpu")
     available = torch.cuda.is_available()
+    # A run that had GPUs never falls back: on a CPU it would be a thousand times slower, in silence.
     if wanted == "auto" and not available and not _had_gpus(config):
         return torch.device("cpu")
     if available and local_rank < torch.cuda.device_count():

@@ -24,6 +24,7 @@ __all__ = ["Reporter", "progress_line"]
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
     """Formats one finished step for people: `step 12/30 reward 0.412 kl 0.031 ...`."""
+    # GRPO has no critic.
     value = f"  value loss {row['value_loss']:.4f}" if "value_loss" in row else ""
     return (
         f"step {row['step']:.0f}/{total_steps}"
@@ -62,11 +63,14 @@ class Reporter:
         self._num_failed = 0
         self._writer: tb.SummaryWriter | None = None
         if self._rank == 0:
+            # A directory for curves that cannot be made stops nothing.
             self._curves(lambda: self._open_curves(tensorboard, first_step))
 
     def at(self, position: Position, new_rollouts: int, metrics: dict[str, float] | None = None) -> None:
         """Reports that a safe point was reached; `position` comes next."""
+        # The daemon tells a hang by a count that stands still: the others wait for the rank with the fewest.
         self._safe_points += 1
+        # From every rank: a hang is found, and blamed, rank by rank.
         self.session.line.send(
             Progress(
                 rank=self._rank,
@@ -83,12 +87,14 @@ class Reporter:
     def step_done(self, row: dict[str, float], timings: dict[str, float]) -> None:
         """Writes the line and the curves of a finished step, from rank 0."""
         self.say(progress_line(row, timings, self._total_steps))
+        # A full disk loses a line of steps.jsonl, never a step.
         if problem := self.session.log_step(row | timings):
             self.complain(problem)
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }
         curves |= {f"time/{name}": value for name, value in timings.items()}
+        # A stall belongs to the step in which the training waited, whatever save it waited for.
         curves["save/stall_s"], self._stall_s = self._stall_s, 0.0
         self._step = int(row["step"])
         self._curves(lambda: self._draw(curves, self._step))
@@ -109,6 +115,7 @@ class Reporter:
 
     def saved(self, request_id: int, done: SavedCheckpoint, why: str) -> None:
         """Reports a checkpoint in place: rank 0 says so, why it was made, and which medium does not have it."""
+        # The daemon first: it acts on the message, and the disk may be too full for a line.
         self.session.saved(
             request_id,
             done.name,
@@ -130,6 +137,7 @@ class Reporter:
         """Reports that the nodes' disks have the checkpoint, independent of its outcome on shared storage. From any
         thread.
         """
+        # The daemon keeps it as the answer, in case shared storage never gets the save.
         if self._rank == 0:
             self.session.line.send(
                 SavedOnNodes(
@@ -151,6 +159,7 @@ class Reporter:
     def notice(self, notice: Notice) -> None:
         """Sends a notice to the daemon, which journals it, and to the log; from rank 0."""
         self.session.notice(notice.text, topic=notice.topic, loud=notice.loud)
+        # Cut as the session cuts it, so that log and journal say the same.
         (self.complain if notice.loud else self.say)(notice.text[:MAX_NOTICE])
 
     def complain(self, text: str) -> None:
@@ -172,6 +181,7 @@ class Reporter:
         from torch.utils.tensorboard import SummaryWriter
 
         directory.mkdir(mode=0o700, exist_ok=True)
+        # An earlier attempt may have drawn steps that are done again from here; purged, the curve has each step once.
         self._writer = SummaryWriter(str(directory), purge_step=first_step + 1)
 
     def _draw(self, curves: dict[str, float], step: int) -> None:
@@ -179,6 +189,7 @@ class Reporter:
             return
         for name, value in curves.items():
             self._writer.add_scalar(name, value, step)
+        # At each step: a rank may be killed, and the writer's own thread flushes every two minutes.
         self._writer.flush()
 
     def _curves(self, work: Callable[[], None]) -> None:

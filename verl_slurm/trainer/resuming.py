@@ -1,7 +1,7 @@
 """From a verified checkpoint, or from nothing, to the state a rank trains on from.
 
 Order: the manifest is held against this run, then the checkpoint state is loaded into the live tensors, then
-the runtime state, then the ledger's later rollouts. The generators are put back last of all.
+the runtime state, which puts the generators back, then the ledger's later rollouts, which draw nothing.
 """
 
 from pathlib import Path
@@ -59,6 +59,7 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
     """
     if not resume:
         return None
+    # The pattern has no slash: a name cannot lead out of the run.
     if CHECKPOINT_NAME.fullmatch(resume):
         return paths.checkpoints / resume
     if by_hand and "/" in resume:
@@ -93,6 +94,7 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> bytes:
             expected="every file as its manifest says",
             remedy="resume from another one (verl-slurm checkpoints)",
         )
+    # After the verification: a damaged file must be called damaged, and not of another version.
     saved = read_schema(directory)
     check_schema(saved, current_schema(), where=directory)
     return b""
@@ -113,8 +115,10 @@ def check_manifest(
     """
     reader = CheckpointReader(directory, keys)
     manifest = reader.manifest
+    # Each of these reads the manifest or one small file, and no tensor.
     require_full(manifest, directory)
     require_same_models(manifest, config, directory)
+    # Another number of ranks may take over in the midst of a step, as long as a step is the same prompts and updates.
     if manifest.topology != topology_of(config):
         require_same_step(_saved_config(reader), config, where=directory)
     # The reward may be replaced while a run goes on: `trainer.reward.files` knows which one it must be.
@@ -158,10 +162,12 @@ def load_state(
             found=error,
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         ) from error
+    # The checkpoint's own configuration: run.yaml may have been replaced since.
     former = _saved_config(reader)
     # A run may be made longer; what falls until its end was then another rate here, and only from here on is ours.
     as_long = msgspec.structs.replace(config.train, steps=former.train.steps)
     expected = schedule_record(as_long, saved.step)
+    # Another schedule would train on silently with other rates.
     if recorded != expected:
         raise ConfigError(
             "the learning rates are not those the checkpoint was trained with",
@@ -178,6 +184,7 @@ def load_state(
             expected=former.rollout.samples_per_prompt,
             remedy="resume with the configuration the run was started with (run.yaml)",
         )
+    # Last: it puts the generators back, and nothing above may draw behind it.
     return restore_state(saved, config, shape, where=directory)
 
 
@@ -187,10 +194,13 @@ def _my_runtime_state(
     """What this rank saved, or in another shape its share of what all former ranks did."""
     former, world_size = reader.manifest.topology, reader.manifest.world_size
     if former == grid.shape:
+        # The same shape: every rank reads its own file, and the run goes on bit for bit.
         return read_runtime_state(reader, ranks.rank, world_size)
     # All ranks of a former replica held the same; its leader speaks for it.
     states = [read_runtime_state(reader, rank, world_size) for rank in leaders(former)]
+    # With the former's shape of a step: its micro-batches are dealt out anew by their global numbers.
     mine = reshard(states, StepShape.of(_saved_config(reader)), shape, grid.place.dp)
+    # A rank that did not exist before has no generators to take over, and keeps those it was seeded with.
     return msgspec.structs.replace(
         mine, rank=ranks.rank, world_size=ranks.world_size, rng=mine.rng or rng.capture()
     )
@@ -225,25 +235,31 @@ def load_replay(
     def report(text: str) -> None:
         console.complain(f"dp rank {dp_rank}: {text}")
 
+    # From the beginning of the step where it may have to begin anew, else from the first piece that is missing.
     early = position.phase in _NOTHING_LEARNED
     ahead = (position.step, 0 if early else first_generation(position, shape) * shape.dp_size)
 
     def mine(step: int, micro_batch: int) -> bool:
+        # By global number: the ranks that wrote the records may have been more or fewer.
         return (step, micro_batch) >= ahead and micro_batch % shape.dp_size == dp_rank
 
     found: dict[tuple[int, int], Arrays] = {}
     if dp_rank is not None:
+        # Records of other ranks are not decoded: a rank holds its own rollouts in memory.
         found = ledger.load(
             paths,
             from_step=position.step,
             wanted=mine,
             taken_back=lambda step, _: refused.append(step),
+            # With a report damage is said and passed over: what it held is sampled again, the same.
             report=report,
             keys=keys,
         )
+    # All ranks together: those of a replica that are not its leader have not looked.
     if ranks.max([int(early and position.step in refused)])[0]:
         state.position, state.buffers = Position(position.step), Buffers()
     ahead = (position.step, first_generation(state.position, shape) * shape.dp_size)
+    # A rollout that `state` holds already needs no replay.
     return {name: arrays for name, arrays in found.items() if name >= ahead}
 
 

@@ -123,6 +123,7 @@ def build_loop(
             line=line,
             local_rank=local_rank,
         )
+        # A part that is refused leaves no saver process behind; a loop that was built closes it itself.
         owned.pop_all()  # from here on the loop owns and ends them
         return loop
 
@@ -142,10 +143,13 @@ def _build_loop(
     """Does the work of `build_loop`; `owned` closes finished parts when a later one does not fit."""
     shape = StepShape.of(config)
     session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
+    # Before anything is loaded: a missing key is told at once.
     keys = load_keys(config.checkpoint.encryption)
+    # For a run that begins, and for a rank that its checkpoint does not have. Others get their generators back.
     rng.seed_all(config.seed, ranks.rank)
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
     model_path, data_root = Path(config.model.path), Path(config.data.root)
+    # On rank 0 alone, and before any model is read: all ranks refuse together or none does.
     digests = msgspec.msgpack.decode(
         ranks.on_first(
             "checking data and models",
@@ -153,15 +157,19 @@ def _build_loop(
         ),
         type=_Digests,
     )
+    # A daemon starts ranks from a checkpoint that it has just read back; without one nobody has.
     by_hand = not session.has_daemon
     directory = checkpoint_directory(paths, resume, by_hand=by_hand)
     if directory and by_hand:
         ranks.on_first("verifying the checkpoint", lambda: require_verified(directory, keys))
+    # Before the models: what cannot be resumed here is refused without reading a tensor.
     manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
     grid = make_grid(topology_of(config), device, ranks)
     roles = trained_roles(config.train)
+    # Whatever reads the model's files stands in this block: models, tokenizer and engine get the fingerprinted bytes.
     with pinned_model(model_path, digests.model) as pinned:
+        # A file may be unreadable on one node alone; the other ranks hear of it here and not in a collective.
         ranks.together("opening the model", pinned.fill)
         models = build_models(
             pinned.path,
@@ -172,6 +180,7 @@ def _build_loop(
             shape=config.distributed,
             roles=roles,
         )
+        # A resume writes no zeros into moments that its load will overwrite.
         optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
         # Started as soon as the sizes are known: its arena is allocated, and pinned, while the rest below is loaded.
         schema = current_schema()
@@ -191,9 +200,11 @@ def _build_loop(
             ranks,
             epoch_check=lambda: require_epoch(paths, epoch),
             local=_local_place(config, paths, local_rank),
+            # Rank 0 alone judges, for all ranks, whether shared storage makes a save in time.
             usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
             encryption=config.checkpoint.encryption,
         )
+        # At once: each part below may still be refused.
         owned.callback(saver.close)
         tokenizer = load_tokenizer(pinned.path)
         sampler = build_engine(
@@ -204,7 +215,9 @@ def _build_loop(
             device=device,
             ranks=ranks,
         )
+        # Last in the block: the files are hashed in threads beside the loading.
         ranks.together("holding the model to its fingerprint", pinned.verify)
+    # Digests and template as rank 0 read them, never the files as they are now: swapped ones must not train.
     prompts = partial(
         PromptData,
         data_root,
@@ -216,8 +229,10 @@ def _build_loop(
     )
     per_prompt = config.rollout.samples_per_prompt
     data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))
+    # A segment for each rank and attempt: a restart within the attempt appends behind its last whole record.
     ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
 
+    # With a checkpoint, models and engine come first: its state also puts the generators back.
     state = fresh_state(config)
     if directory:
         state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
@@ -227,6 +242,7 @@ def _build_loop(
         def keep(model: Path, seen: Fingerprint) -> None:
             _store(paths, {model: seen}, session)
 
+    # After the state: the number of replacements in the checkpoint says which reward is in force.
     plan, state.reward = start_reward(
         paths,
         ranks,
@@ -236,9 +252,11 @@ def _build_loop(
         recorded=manifest.frozen if manifest else None,
         keep=keep,
     )
+    # Only now is it known which rewards this start uses. The other copies may be all that is left of a model.
     if config.checkpoint.store_frozen and ranks.rank == 0:
         used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
         _read_back(paths, used | set(digests.frozen.values()), session)
+    # One handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
     live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     evaluator = None
     if config.train.eval_every_steps:
@@ -254,7 +272,9 @@ def _build_loop(
             ranks=ranks,
             eos_id=int(tokenizer.eos_token_id),
         )
+    # `load_replay` may put the position back to the beginning of the step, where its rollouts were refused.
     loaded = state.position
+    # A replica's leader reads for its ranks: two nodes may see different ends of one file for a moment (decision 0006).
     replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, ranks, keys)
     # A request is answered with a checkpoint of this run only; one outside the run must not be named.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
@@ -269,6 +289,7 @@ def _build_loop(
     if state.position != loaded:
         reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")
     foreign = None if ours else directory
+    # One line that says what was restored, before the first step can fail.
     reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
     reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
     # The tensors that a save copies must not change before it has.
@@ -312,10 +333,12 @@ def _build_loop(
             ranks,
             reporter,
             step=state.position.step,
+            # Each stage counts its own layers; stages have about as many each.
             state_bytes=_state_bytes(models) * grid.shape.pp,
         ),
         stopper=Stopper(line, ranks.max),
         reporter=reporter,
+        # A position that was put back is not the one that this checkpoint holds, so it must not answer a request.
         saved_as=saved_as if state.position == loaded else "",
         rewards=RewardSwap(
             paths=paths,
@@ -345,14 +368,17 @@ def _first_look(
     Raises:
         Fenced, DatasetDrift, DataError, ConfigError: they are not.
     """
+    # First: what follows writes into RUN, and an attempt that has lost the run must touch nothing of it.
     require_epoch(paths, session.epoch)
     # A daemon has just compared the data set with its fingerprint, and may have accepted a change.
     recorded = read_fingerprint(paths) if session.has_daemon else None
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
+    # Read in full at each start: `pinned_model` holds the files that are loaded against these digests.
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
         _store(paths, {path: seen[role] for role, path in models.items()}, session)
+    # What does not train decides the numbers as much as the weights do: the manifest has its digests, a resume asks.
     frozen = {role: found.digest for role, found in seen.items()}
     files = {"data.root": _may_hold_prompts(data)}
     if config.data.eval_root is not None:  # it decides which prompts do not train
@@ -396,6 +422,7 @@ def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -
         for model, seen in models.items():
             try:
                 store_frozen(paths, model, seen, notice=partial(_notice, session))
+            # A copy is a precaution. Storage that refuses it must not keep the run from training.
             except (OSError, VerlSlurmError) as error:
                 _notice(session, f"no copy of {model} in {paths.frozen}: {error}")
 
@@ -430,15 +457,17 @@ def _beside(num_bytes: int, work: Callable[[], None]) -> None:
     if num_bytes <= _STORED_AT_ONCE:
         alone()
     else:
+        # A daemon thread: the end of a run does not wait for a copy, and the next start makes it.
         threading.Thread(target=alone, name="frozen", daemon=True).start()
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
-    """Returns the seconds of the last save to shared storage. A manifest may have been made before it was over."""
+    """Returns the seconds of the last save to shared storage; None: not known."""
     try:
         told = measured_saves(read_events(paths), 1)
     except OSError:
         told = []
+    # The journal first: a manifest may have been written before its save was over.
     if told:
         return told[-1][1]
     return manifest.save_seconds if manifest else None

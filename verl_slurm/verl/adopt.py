@@ -106,8 +106,10 @@ def plan_adoption(
         take_all: copy them all the same.
         another: steps of which the run has a checkpoint with other files (`is_adopted`).
     """
+    # verl saves at the end of a step, so a checkpoint of the run from inside one is another state.
     taken = {info.step: info for info in committed if not info.safe_point}
     fit = [one for one in judged if one.ok and not _misfit(one, entry, world_size)]
+    # As if all were adopted, and the run's retention had its first say: what it would drop at once is not copied.
     infos = [_as_info(one) for one in fit if one.step not in taken] + list(committed)
     kept = max(keep_last, _LEAST_KEPT)
     plan = plan_prune(infos, kept, keep_every=keep_every, verified={info.name for info in infos})
@@ -138,6 +140,7 @@ def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
         ConfigError: with the way out.
     """
     whole = [row for row in rows if row.choice != "broken"]
+    # One that fits is enough: steps of former numbers of ranks may lie beside it.
     if not whole or any(row.choice != "refused" for row in whole):
         return
     newest = whole[0]
@@ -175,17 +178,23 @@ def adopt_steps(
     chosen = [row.judged for row in rows if row.choice == "adopt"]
     if not chosen:
         return []
+    # Noted before the first byte: a start in between makes it another one, and each commit asks.
     owner = read_epoch(paths)
     private_dir(paths.checkpoints)
     private_dir(paths.root / "work")
+    # Of adoptions that were killed. The caller holds the run, so none of them is alive.
     for left in (paths.root / "work").glob(f"{_WORK}*"):
         shutil.rmtree(left, ignore_errors=True)
+    # What dead saves left goes first, and a checkpoint that one of them had set aside comes back.
     sweep(paths)
     work = private_dir(paths.root / "work" / f"{_WORK}{secrets.token_hex(8)}")
     try:
+        # One step answers for all of them: they lie in one directory.
         how: How = "link" if link else how_to_copy(chosen[0].path, work)
+        # Clones and links take no room of their own.
         if how == "copy":
             _require_room(paths, chosen, ask)
+        # Newest first: if it is interrupted, the run has the one that it would resume from.
         done = [_adopt(paths, one, work, how, owner, on_bytes, on_step) for one in chosen]
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -207,10 +216,14 @@ def _adopt(
 ) -> Adoption:
     """Adopts one step; its own problem does not keep the others from being adopted."""
     on_step(one, how)
+    # Below RUN, so that the commit can rename it into the checkpoint.
     copy = work / guest_directory("verl", one.step)
     try:
+        # The very files that were judged, by their identities; names may lead to others since.
         copy_files(one.path, copy, one.identities, how, on_bytes=on_bytes)
+        # The copy is judged as well: the digests of the manifest vouch for whatever bytes are in it from here on.
         again = judge_step(copy, on_bytes=on_bytes)
+        # Names and sizes as well: a step may be whole and still be another save of the same number.
         if not again.ok or again.files != one.files:
             found = "its files changed while they were copied" if again.ok else again.one_line()
             return Adoption(judged=one, how=how, error=f"not as it was judged: {found}")
@@ -218,16 +231,21 @@ def _adopt(
             paths,
             _save(one, how, owner),
             {copy.name: copy},
+            # With a tracker of its own the checkpoint is a directory that verl's tools take.
             texts=tracker_file(one.step),
+            # Not `require_epoch`: no attempt of ours owns the run; what counts is that none has begun since.
             epoch_check=lambda: _require_same(paths, owner),
         )
     except (CheckpointCorrupt, OSError) as error:
+        # A full disk is no fault of one step: the others would not fit either.
         if isinstance(error, OSError) and error.errno in _FULL:
             raise NoRoom("the copy did not fit", where=paths.checkpoints, found=error.strerror) from error
+        # One step's problem is its row's: the others are adopted all the same.
         words = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
         if isinstance(error, OSError) and error.errno == errno.EXDEV:
             words = "the run is on another file system, which no hard link reaches: adopt without --link"
         return Adoption(judged=one, how=how, error=words)
+    # What the commit did not move goes now, so that it takes no room from the next step.
     finally:
         shutil.rmtree(copy, ignore_errors=True)
     return Adoption(judged=one, how=how, saved=saved)
@@ -243,6 +261,7 @@ def _save(one: Judged, how: How, owner: Epoch | None) -> LoopSave:
     return LoopSave(
         guest="verl",
         step=one.step,
+        # Attempt 0 comes before any: the run was never started.
         epoch=0 if owner is None else owner.epoch,
         world_size=one.world_size or 1,
         metadata=metadata,
@@ -262,6 +281,7 @@ def _require_same(paths: RunPaths, owner: Epoch | None) -> None:
 def _require_room(paths: RunPaths, chosen: Sequence[Judged], ask: Callable[[Path, Need], Room]) -> None:
     num_bytes, num_files = sum(one.num_bytes for one in chosen), sum(len(one.files) for one in chosen)
     basis = f"a copy of {len(chosen)} checkpoints" if len(chosen) > 1 else f"a copy of {chosen[0].name}"
+    # Without the margin that a run's own saves have: the sizes are known exactly.
     room = ask(paths.checkpoints, need_of_next(num_bytes, num_files, basis=basis, margin=0.0))
     if room.enough is False:
         raise NoRoom(
@@ -294,5 +314,6 @@ def is_adopted(paths: RunPaths, one: Judged) -> bool:
     except (OSError, VerlSlurmError):
         return False
     prefix = f"{guest_directory('verl', one.step)}/"
+    # By size, as reading both sides would take as long as adopting it again.
     sizes = {e.path.removeprefix(prefix): e.size for e in manifest.files if e.path.startswith(prefix)}
     return sizes == dict(one.files)

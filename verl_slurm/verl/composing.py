@@ -62,7 +62,9 @@ def checked_settings(entry: Entry, section: Mapping[str, Any], own: OwnSettings)
         ConfigError: verl does not take a setting, or a run cannot.
     """
     said = user_settings(section)
+    # The start's own settings come last: of two words for one key Hydra takes the later one.
     answer = composed(entry, [*said.values(), *own_settings(entry, own, said)])
+    # On what comes out, not on the words: a reference or a group may set a key without naming it.
     require_possible(answer.settings, said)
     if entry == "ppo":  # our trainers are registered under verl's names
         answer.words.append(f"trainer.v1.trainer_mode=verl_slurm_{trainer_mode(answer.settings)}")
@@ -95,10 +97,13 @@ def words_of(settings: Iterable[Setting]) -> list[str]:
     for setting in settings:
         word = setting.name
         if setting.prefix != "~":
+            # Each text is quoted: what looks like a list, a number or another override stays text.
             value = _quoted(setting.value)
+            # Hydra's own writer, so that quoting and escapes are those of its own parser.
             override = Override(OverrideType.CHANGE, setting.key, ValueType.ELEMENT, _value=value)
             word += f"={override.get_value_element_as_str()}"
         try:
+            # Read back, because what is written must not mean another key or value to verl.
             read = parser.parse_override(word)
         except HydraException as error:
             raise _refused(error, f"verl.{setting.key}") from None
@@ -129,6 +134,7 @@ def compose(entry: Entry, words: Iterable[str]) -> "DictConfig":
     # Hydra's own settings are for `hydra.main`, not for the configuration.
     chosen = [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     try:
+        # verl's files as they are installed, so that that release's own defaults count.
         with hydra.initialize_config_dir(str(Path(place) / "trainer" / "config"), version_base=None):
             return hydra.compose(_CONFIG[entry], overrides=chosen)
     except (HydraException, OmegaConfBaseException) as error:
@@ -139,9 +145,11 @@ def _plain(config: "DictConfig") -> dict[str, Any]:
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    # References may multiply: a section that names another one twice doubles it.
     budget = iter(range(_MOST_VALUES))
 
     def plain(node: Any) -> Any:
+        # The same error as Python's own for a circle: both mean that the references do not end.
         if next(budget, None) is None:
             raise RecursionError
         if not isinstance(node, DictConfig | ListConfig):
@@ -149,8 +157,10 @@ def _plain(config: "DictConfig") -> dict[str, Any]:
         values = {}
         for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
             try:
+                # verl writes `???` where a user has to say something; until then there is no value.
                 values[key] = None if OmegaConf.is_missing(node, key) else plain(node[key])
             except OmegaConfBaseException:
+                # One that cannot be resolved here, such as a variable of the job's environment, stays as it is written.
                 raw: Any = OmegaConf.to_container(node, resolve=False)
                 values[key] = raw[key]
         return values if isinstance(node, DictConfig) else list(values.values())
@@ -175,6 +185,7 @@ def _no_environment() -> Iterator[None]:
     def refuse(*_: object) -> NoReturn:
         raise InterpolationResolutionError("the environment is not asked")
 
+    # The job's environment is another one, and a value of ours would stand in messages.
     OmegaConf.register_new_resolver("oc.env", refuse, replace=True)
     try:
         yield

@@ -47,6 +47,7 @@ def how_to_copy(source: Path, target: Path) -> How:
         source: a directory with at least one file below it.
         target: a directory of ours that exists.
     """
+    # Random, and removed below: it must not be a file of the copy.
     probe = target / f".clone.{secrets.token_hex(8)}"
     try:
         first = next(Path(folder) / names[0] for folder, _, names in os.walk(source) if names)
@@ -86,6 +87,7 @@ def copy_files(
         OSError: a file cannot be read, written, or, with `link`, linked (EXDEV: another file system).
     """
     target.mkdir(mode=0o700)
+    # Sorted, so that each directory comes before what is in it.
     for folder in sorted({name[:at] for name in files for at, char in enumerate(name) if char == "/"}):
         (target / folder).mkdir(mode=0o700)
     with open_directory(source) as root:
@@ -141,6 +143,7 @@ def _copy(fd: int, target: Path, how: How, on_bytes: Callable[[int], None]) -> N
                 # Also on 0 bytes: some file systems report the end in the middle of a file.
                 in_kernel = False
                 data = os.pread(fd, _BLOCK, done)
+                # A write may be short; the loop goes on from what was written.
                 count = os.pwrite(made, data, done) if data else 0
             if not count:
                 return

@@ -85,6 +85,7 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
         for key, kind in input_keys(entry).items()
         if key != "critic.model.path" or with_critic(entry, settings)
         for place in _places(value_at(settings, key))
+        # The environment of the job decides, and that is not the one of submit.
         if "${" not in place
     ]
 
@@ -96,6 +97,7 @@ def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:
     enabled = value_at(settings, "critic.enable")
     if enabled is not None:
         return bool(enabled)
+    # As verl: without a word of the user's about the critic, GAE alone needs one.
     return value_at(settings, "algorithm.adv_estimator") in (None, "gae")
 
 

@@ -83,19 +83,24 @@ def read_layout(names: Collection[str]) -> Layout:
     shards: dict[str, dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
     for name in names:
         if match := _SHARD.fullmatch(name):
+            # By number of ranks: a directory may hold the shards of two saves.
             shards[match[1] or ""][int(match[3])].add((match[2], int(match[4])))
     data = {int(match[1]) for name in names if (match := _DATA.fullmatch(name))}
+    # SFT writes its shards without a folder for the model; a PPO step may have lost its shards and kept its data.pt.
     entry: Entry = "sft" if "" in shards else "ppo" if shards or "data.pt" in names else "other"
     problems: list[Problem] = []
     if entry == "other":
         return Layout(entry=entry, world_size=None, roles=(), num_data=0, problems=(_nothing_known(names),))
+    # verl removes the actor's directory and leaves the rest of a step where it lets older checkpoints go.
     if entry == "ppo" and "actor" not in shards:
         what = "no shard in it: verl removed it (trainer.max_actor_ckpt_to_keep), or never finished it"
         problems.append(Problem(path="actor", what=what))
     sizes: set[int] = set()
+    # Each model by itself first, then across: verl reads actor and critic with the same ranks.
     for role in sorted(shards):
         sizes |= set(shards[role])
         problems += _missing_shards(role, shards[role])
+    # Where one model alone has two numbers, `_missing_shards` has said so already.
     if len(sizes) > 1 and all(len(of_role) == 1 for of_role in shards.values()):
         problems.append(Problem(path=".", what=f"its models were saved by {_listed(sizes)} ranks"))
     world_size = next(iter(sizes)) if len(sizes) == 1 else None
@@ -124,10 +129,12 @@ def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list
     """
     alike = [(name, o) for name, o in others if (o.entry, o.world_size) == (layout.entry, layout.world_size)]
     problems = []
+    # Without the actor, whose absence `read_layout` reports by itself.
     for role in sorted({role for _, other in alike for role in other.roles} - set(layout.roles) - {"actor"}):
         name = next(name for name, other in alike if role in other.roles)
         problems.append(Problem(path=role or ".", what=f"no shard of this model, {name} has it"))
     more = max(alike, key=lambda one: one[1].num_data, default=None)
+    # Fewer than one for each rank is right with ulysses, so the neighbours have to tell.
     if more is not None and layout.entry == "sft" and 0 < layout.num_data < more[1].num_data:
         what = f"{layout.num_data} data loader states, {more[0]} has {more[1].num_data}"
         problems.append(Problem(path=f"data_{layout.num_data}.pt", what=what))
@@ -137,6 +144,7 @@ def missing_beside(layout: Layout, others: Iterable[tuple[str, Layout]]) -> list
 def _nothing_known(names: Collection[str]) -> Problem:
     if not names:
         return Problem(path=".", what="empty: a save that had only begun")
+    # Beyond us is not damaged: such a step is not called broken by a reader that cannot judge it.
     if any(word in name for name in names for word in _FOREIGN):
         what = (
             "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
@@ -147,6 +155,7 @@ def _nothing_known(names: Collection[str]) -> Problem:
 
 def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list[Problem]:
     prefix = f"{role}/" if role else ""
+    # verl loads those that fit its own number of ranks, and says nothing of the others.
     if len(by_size) > 1:
         what = f"shards of {_listed(by_size)} ranks: saved twice into one directory, and nothing says which counts"
         return [Problem(path=role or ".", what=what)]
@@ -158,6 +167,7 @@ def _missing_shards(role: str, by_size: dict[int, set[tuple[str, int]]]) -> list
             Problem(path=f"{prefix}{kind}_world_size_{size}_rank_{rank}.pt", what="missing")
             for rank in missing[:_SHOWN]
         ]
+        # A kind without any shard was never saved: a setting of the user's, and no damage.
         if len(missing) == size:
             what = f"no {kind} shard at all: saved with a checkpoint.save_contents that no resume can use"
             problems.append(Problem(path=role or ".", what=what))
@@ -175,6 +185,7 @@ def _missing_data(data: set[int], world_size: int | None) -> list[Problem]:
     """Requires one state per data-parallel rank: W of them, or fewer where sequences are divided (ulysses), never with
     a gap.
     """
+    # By the largest number: a rank that is missing in the middle shows as a gap, one at the end by the division.
     count = max(data, default=-1) + 1
     missing = sorted(set(range(count)) - data) or ([0] if not data else [])
     if not missing and world_size is not None and world_size % count:

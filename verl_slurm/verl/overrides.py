@@ -112,8 +112,10 @@ def user_settings(section: Mapping[str, Any]) -> dict[str, Setting]:
         if prefix not in ("", "+", "++", "~") or not _KEY.fullmatch(key):
             raise _wrong(name, name, "a key of verl's, e.g. trainer.total_epochs or +new.key")
         _require_plain(key, value)
+        # Taken out before it is put in, so that a key that is said twice has the position of the last.
         found.pop(key, None)
         found[key] = Setting(prefix, key, value)
+    # After all are read: a key that a later word replaces is not judged.
     for setting in found.values():
         _refuse_whole(setting)
         _refuse_ours(setting)
@@ -127,7 +129,9 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
         said: `user_settings`, which win where a run has no need of its own.
     """
     ours: dict[str, Any] = {
+        # An attempt's own directory: what a fenced one still writes harms no later one.
         "trainer.default_local_dir": str(own.save_dir),
+        # Never `auto`: verl would take whatever its tracker names, whole or not.
         "trainer.resume_mode": "disable" if own.resume is None else "resume_path",
         "trainer.resume_from_path": None if own.resume is None else str(own.resume),
         "trainer.nnodes": own.nodes,
@@ -144,6 +148,7 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
         }
     else:
         ours |= {"trainer.default_hdfs_dir": None, "trainer.max_ckpt_to_keep": None}
+    # A cadence of the user's own is theirs: each save of verl's becomes a checkpoint, whatever its step.
     unless_said = {"trainer.save_freq": own.every_steps, "trainer.experiment_name": own.name}
     ours |= {key: value for key, value in unless_said.items() if key not in said}
     return [
@@ -176,6 +181,7 @@ def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -
     Raises:
         ConfigError: the key, and why.
     """
+    # separate_async runs rollouts ahead of the weights, and those that have begun are in no checkpoint.
     if (mode := trainer_mode(settings)) not in _MODES:
         raise _cannot(
             "trainer.v1.trainer_mode",
@@ -196,13 +202,16 @@ def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -
     }
     for key, (wanted, why) in must.items():
         value = value_at(settings, key)
+        # By truth, as verl asks it: any text is true there.
         if value is not None and bool(value) is not wanted:
             raise _cannot(key, value, str(wanted).lower(), why)
     save_freq = value_at(settings, "trainer.save_freq")
+    # verl's default is replaced by the run's own number, so what the user says is judged alone.
     if "trainer.save_freq" in said and not (type(save_freq) is int and save_freq > 0):
         raise _cannot(
             "trainer.save_freq", save_freq, "at least 1", "verl saves its last step only when it saves at all"
         )
+    # Wherever in the tree they lie: actor, critic and SFT have such a section each, and a group may bring more.
     for path, checkpoint in _checkpoints(settings, ""):
         if checkpoint.get("async_save"):
             raise _cannot(
@@ -256,6 +265,7 @@ def refuse_switches_as_text(said: Mapping[str, Setting]) -> None:
     for key, setting in said.items():
         value = setting.value
         for item in value if isinstance(value, list | tuple) else [value]:
+            # Whole texts alone: `none` within a longer one is a word.
             if isinstance(item, str) and _SWITCH.fullmatch(item):
                 expected = "true, false or null, in small letters and without quotes"
                 raise _wrong(key, f"{item!r}, text", expected)
@@ -271,7 +281,9 @@ def _refuse_whole(setting: Setting) -> None:
     for place in _places(setting):
         if setting.value == {} and setting.prefix != "~":
             continue  # adds nothing
+        # Keys inside a map are no words of their own, so neither the list nor the looks would see them.
         above = any(known.startswith(f"{place}.") for known in (*_OURS, *_LOOKED_AT))
+        # To remove a section `checkpoint` would hide it from the look for async_save and save_contents.
         if above or (setting.prefix == "~" and f".{place}".endswith(".checkpoint")):
             raise _cannot(
                 setting.name,
@@ -283,6 +295,7 @@ def _refuse_whole(setting: Setting) -> None:
 
 def _refuse_ours(setting: Setting) -> None:
     for place in _places(setting):
+        # With the dot, so that a key that merely begins alike does not count.
         if any(f"{place}.".startswith(f"{allowed}.") for allowed in _ALLOWED):
             continue
         for ours, instead in _OURS.items():

@@ -66,10 +66,12 @@ _VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 def judge(version: str, entry: Entry) -> Release:
     """Returns verl-slurm's verdict on `version`."""
+    # Before the oldest: what was run is served, whatever the comparison of numbers says.
     how = RELEASES.get(version, {}).get(entry)
     if how is not None:
         return Release(version, entry, "run", f"verl {version} ({entry}) was run under verl-slurm: {how}")
     match, (oldest, why) = _VERSION.match(version), OLDEST[entry]
+    # A version that is no number, such as a checkout's, is not called too old: it is unknown.
     if match and tuple(int(part or 0) for part in match.groups()) < oldest:
         return Release(version, entry, "too_old", why)
     ran = ", ".join(known for known, entries in RELEASES.items() if entry in entries)
@@ -102,6 +104,7 @@ def installed_verl() -> str | None:
         return importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:
         pass
+    # A checkout has no distribution's metadata. submit and every start ask here, so that they give the same answer.
     spec = importlib.util.find_spec("verl")  # a checkout on PYTHONPATH
     for place in (spec.submodule_search_locations or []) if spec is not None else []:
         try:

@@ -108,6 +108,7 @@ def list_steps(directory: Path) -> list[Path]:
     Raises:
         OSError: the directory cannot be read.
     """
+    # By number, not by name: verl writes no leading zeros.
     found = [(step, name) for name in os.listdir(directory) if (step := step_of(name)) is not None]
     return [directory / name for _, name in sorted(found, reverse=True)]
 
@@ -137,6 +138,7 @@ def judge_all(
     Raises:
         OSError: `directory` cannot be read.
     """
+    # All of them first: what a step lacks altogether shows beside its neighbours alone.
     found = [judge_step(path, on_bytes=on_bytes, read_all=read_all) for path in list_steps(directory)]
     judged = []
     for one in found:
@@ -156,6 +158,7 @@ def judge_step(
     step = step_of(path.name)
     if step is None:
         raise ValueError(f"{path.name!r} is no global_step_N")
+    # `lock` keeps the calls of `on_bytes` apart; `turn` lets one large directory or text be in memory at a time.
     lock, turn, unchecked = threading.Lock(), threading.Lock(), list[str]()
 
     def count(num_bytes: int) -> None:
@@ -164,11 +167,13 @@ def judge_step(
 
     try:
         with open_directory(path) as root:
+            # The step's own directory is judged like what is in it: who may write there can exchange the files.
             here = Entry(path=".", info=os.fstat(root))
             entries = list_tree(root, MAX_FILES)
             files = [entry for entry in entries if entry.kind == "file"]
             untrusted = _untrusted([here, *entries])
             layout = read_layout([entry.path for entry in files])
+            # By owner, kind and name before any content: all of it is known without opening a file.
             problems = untrusted + _odd(entries) + list(layout.problems)
             if untrusted:
                 # None of it is adopted, so none of it is read: its content is another user's choice.
@@ -185,6 +190,7 @@ def judge_step(
                 read_all=read_all,
                 turn=turn,
             )
+            # Threads are enough: reading and CRC release the interpreter lock.
             with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="judge") as pool:
                 for found in pool.map(look, files_to_read):
                     problems += found
@@ -192,6 +198,7 @@ def judge_step(
         layout, files = read_layout([]), []
         what = "is a link, and those are not followed"
         problems = [Problem(path=".", what=what) if path.is_symlink() else _os_problem(".", error)]
+    # Refused unread: a directory of millions of names would take memory and hours before it is found wanting.
     except TooMuch as error:
         layout, files = read_layout([]), []
         problems = [Problem(path=".", what=f"{error}, which no checkpoint of ours can hold")]
@@ -221,11 +228,13 @@ def trust_problem(info: os.stat_result) -> str:
 
 
 def _sorted(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    # Names come from the disk and go to terminals. A set, because one file may be found wrong twice over.
     shown = {Problem(path=printable(p.path), what=printable(p.what), kind=p.kind) for p in problems}
     return tuple(sorted(shown, key=lambda problem: (problem.path, problem.what)))
 
 
 def _untrusted(entries: Sequence[Entry]) -> list[Problem]:
+    # A link's own mode says nothing; links are refused by `_odd`.
     found = [(entry.path, trust_problem(entry.info)) for entry in entries if entry.kind != "link"]
     return [Problem(path=path, what=what, kind="untrusted") for path, what in found if what]
 
@@ -253,6 +262,7 @@ def _check_file(
 ) -> list[Problem]:
     path = entry.path
     try:
+        # Below the open directory and without links: a directory that is exchanged meanwhile leads to no other files.
         with open_below(root, path) as fd:
             if identity_of(os.fstat(fd)) != identity_of(entry.info):
                 # The owner was that of the listed file, and the bytes would be another's.
@@ -269,6 +279,7 @@ def _check_file(
                     what = safetensors_problem(fd)
                 unchecked.append(path)
             else:
+                # No pickle has no bytes at all; other files, such as markers, may be empty.
                 what = "empty: 0 bytes" if path.endswith(".pkl") and not entry.info.st_size else ""
                 unchecked.append(path)
     except OSError as error:
@@ -282,10 +293,12 @@ def _json_problem(fd: int, path: str, layout: Layout) -> str:
         data = read_fd(fd, _MAX_CONFIG if shape else _MAX_JSON)
         # Raw: checks that it parses, without making an object of it.
         msgspec.json.decode(data, type=msgspec.Raw)
+        # msgspec leaves the bytes of texts that it does not decode unchecked, and JSON has to be UTF-8.
         _require_utf8(data)
         said = msgspec.json.decode(data, type=_Shape).world_size if shape else None
     except UNREADABLE as error:
         return f"not JSON: {error}"
+    # verl's merger believes this file, and reads that many shards.
     if shape and layout.world_size is not None and said != layout.world_size:
         return f"says world_size {said}, the shards are of {layout.world_size}"
     return ""
@@ -306,6 +319,7 @@ def _require_utf8(data: bytes) -> None:
 
 def _os_problem(path: str, error: OSError) -> Problem:
     kind: ProblemKind = "unreadable"
+    # Any other error may pass with the storage, and does not say that the bytes are bad.
     if isinstance(error, FileNotFoundError | NotADirectoryError):
         kind = "damaged"
     return Problem(path=path, what=f"cannot be read: {error.strerror or error}", kind=kind)

@@ -75,14 +75,18 @@ def zip_problem(
         return "no zip directory at its end: cut off, or something else than torch.save wrote it"
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     with ExitStack() as parsing:
+        # The number of records is known once the directory is parsed, so each one is parsed alone.
         parsing.enter_context(turn)
         try:
             with _BoundedReader(io.FileIO(fd, closefd=False)) as file, zipfile.ZipFile(file) as archive:
+                # Small ones let go of the turn here, and their records are read beside each other.
                 if len(archive.filelist) <= _MAX_SMALL:
                     parsing.close()
+                # Before any record is opened: a compressed one could unpack to any size.
                 if problem := _directory_problem(archive):
                     return problem
                 if read_all:
+                    # Headers and padding are told at the end, so that a bar arrives at the file's size.
                     on_bytes(size - _check_records(fd, archive, on_bytes))
         # RuntimeError: encrypted, or (NotImplementedError) a later version of zip. ValueError: a name is not UTF-8.
         except (zipfile.BadZipFile, EOFError, OverflowError, RuntimeError, ValueError, struct.error) as error:
@@ -94,6 +98,7 @@ def _directory_problem(archive: zipfile.ZipFile) -> str:
     """Returns what torch.save never writes in the directory's entries of the records, if anything."""
     names = set(archive.namelist())
     tops = {name.split("/", 1)[0] for name in names}
+    # Of two records of one name zipfile checks both and torch takes one.
     if len(names) != len(archive.filelist) or len(tops) != 1 or f"{min(tops)}/data.pkl" not in names:
         return "a zip, but not one of torch.save"
     for info in archive.filelist:
@@ -106,6 +111,7 @@ def _directory_problem(archive: zipfile.ZipFile) -> str:
             or info.comment
         ):
             return f"damaged: the zip's directory describes {info.filename[:_MAX_MESSAGE]} as torch.save does not"
+    # All of them zero: torch was told to write none. One alone is an empty record's right checksum.
     if not any(info.CRC for info in archive.filelist):
         return (
             "written without checksums (torch.serialization.set_crc32_options(False)): it cannot be checked"
@@ -120,15 +126,18 @@ def _check_records(fd: int, archive: zipfile.ZipFile, on_bytes: Callable[[int], 
         BadZipFile, EOFError: a record is damaged, overlaps another, or there are bytes that belong to none.
     """
     position = told = 0
+    # In the file's order, not the directory's: gaps and overlaps show that way, and the disk is read forwards.
     for info in sorted(archive.filelist, key=lambda info: info.header_offset):
         _check_gap(position, info.header_offset, most=_MAX_GAP if position else 0)
         with archive.open(info) as record:
             while block := record.read(_BLOCK):
                 told += len(block)
                 on_bytes(len(block))
+        # The record's own header, since name and extra field may be longer there than in the directory.
         lengths = os.pread(fd, 4, info.header_offset + _HEADER_BYTES - 4)
         begin = info.header_offset + _HEADER_BYTES + sum(struct.unpack("<2H", lengths))
         position = begin + info.file_size
+    # Up to the directory, too: bytes between the last record and it would belong to nothing.
     _check_gap(position, archive.start_dir, most=_MAX_GAP)
     return told
 

@@ -73,6 +73,7 @@ def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
         wanted = max((one.step for one in steps if one.ok), default=None)
         where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
         line = f"a tracker that is no file or cannot be read ({error.strerror}); {where}"
+        # Judged without its content: a repair replaces the name, whatever lies there.
         return Tracker(state="unreadable", step=None, wanted=wanted, line=line)
 
 
@@ -83,6 +84,7 @@ def read_tracker(directory: Path) -> bytes | None:
         OSError: it is a link, no regular file, or cannot be read.
     """
     try:
+        # Without links, and O_NONBLOCK for a FIFO in its place: the directory may be another user's.
         fd = os.open(directory / TRACKER, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
@@ -102,15 +104,18 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
     if content is None:
         if not steps:
             return Tracker(state="absent", step=None, wanted=None, line="no tracker and no checkpoint")
+        # To make verl begin anew is right where there is nothing to resume from.
         if wanted is None:
             return Tracker(state="absent", step=None, wanted=None, line=f"no tracker, and {where}")
         line = f"no tracker: verl would train from step 0 and write over what is there; {where}"
         return Tracker(state="missing", step=None, wanted=wanted, line=line)
+    # verl's PPO trainers write it in place, so a kill can leave it empty.
     if not content.strip():
         line = f"an empty tracker: verl would crash at every start; {where}"
         return Tracker(state="empty", step=None, wanted=wanted, line=line)
     step = _number(content)
     if step is None:
+        # Others may have written it: what goes to the terminal is escaped.
         shown = printable(content[:_SHOWN].decode("utf-8", "replace"))
         line = f"a tracker that is no number ({shown}): verl would crash at every start; {where}"
         return Tracker(state="garbage", step=None, wanted=wanted, line=line)
@@ -121,6 +126,7 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
     if not named.ok:
         line = f"the tracker points to global_step_{step}, which is not whole; {where}"
         return Tracker(state="broken", step=step, wanted=wanted, line=line)
+    # Behind is worth a repair, too: verl writes the tracker after the step, so a kill in between loses a whole one.
     if step != wanted:
         line = f"the tracker points to global_step_{step}; {where}"
         return Tracker(state="behind", step=step, wanted=wanted, line=line)
@@ -143,7 +149,9 @@ def write_tracker(directory: Path, step: int) -> None:
         mode = stat.S_IMODE(old) if stat.S_ISREG(old) else 0o600  # a link has all bits
     except FileNotFoundError:
         mode = 0o600
+    # By a rename: a link in its place is replaced and not written through.
     write_file(path, str(step).encode())
+    # Without the bits by which others could point verl, and the pickles that it loads, elsewhere.
     path.chmod(mode & 0o755)
 
 

@@ -102,6 +102,7 @@ def adopt(
         # An impossible run is refused now, before the hours of reading.
         plan = None if run is None else _planned(run, overrides)
         counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
+        # Every byte of every step, also of those that the run has already: what is broken is to be named.
         judged = judge_all(directory, on_bytes=counter)
         tracker = look_at_tracker(directory, judged)
         rows: list[Row] = []
@@ -109,6 +110,8 @@ def adopt(
         if plan is not None:
             rows, done = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
         repaired, failed = False, ""
+        # After the run has its copies: a failure there leaves DIR as it was. Without a whole step nothing is written,
+        # as any number would be wrong.
         if tracker.needs_repair and tracker.wanted is not None and not keep_tracker and not dry_run:
             try:
                 write_tracker(directory, tracker.wanted)
@@ -120,6 +123,7 @@ def adopt(
         render.warning(f"the tracker cannot be written: {failed}")
     if tracker.wanted is None or any(one.error for one in done):
         return ExitCode.CORRUPT
+    # Without a run the tracker was all that was asked for; beside one it is an extra.
     return ExitCode.PERMISSION if failed and plan is None else ExitCode.OK
 
 
@@ -183,9 +187,12 @@ def _into_run(
         take_all=take_all,
         another={one.step for one in judged if one.step in there and not is_adopted(paths, one)},
     )
+    # Before the run is made: a run that can resume from none of the steps would stay behind empty.
     refuse_if_nothing_fits(rows)
     if dry_run or not any(row.choice == "adopt" for row in rows):
         return rows, []
+    # Held by the caller's stack until the tracker is written, too. A dry run, or one with nothing to take, makes no
+    # run.
     held.enter_context(hold_run(plan))
     chosen = [row.judged for row in rows if row.choice == "adopt"]
     # Each is copied, and the copy read back.
@@ -221,6 +228,7 @@ def _say(
     as_json: bool,
 ) -> None:
     listed = _listed(judged, rows, done, dry_run=dry_run)
+    # Of whole steps alone: a broken one is not taken, so what could not be checked in it matters to nobody.
     unchecked = sorted({name for one in judged if one.ok for name in one.unchecked})
     if as_json:
         value: dict[str, Any] = {
@@ -287,6 +295,7 @@ def _listed(
     for one in judged:
         row, made = by_step.get(one.step), adopted.get(one.step)
         state, why = ("whole", "") if one.ok else ("BROKEN", one.one_line().partition(": ")[2])
+        # A broken step keeps its problems, whatever the plan would have said of it.
         if row is not None and one.ok:
             state, why = row.choice, row.why
         if made is not None:

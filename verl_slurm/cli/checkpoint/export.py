@@ -82,20 +82,25 @@ def export(
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
+    # A guest's files are its own: there are no tensors in them that we know by name.
     require_own(manifest, directory)
     config = read_config(directory, manifest, keys)
+    # By the manifest: a checkpoint may have been saved without one of its parts.
     there = {name for name in REQUIRED_DIRECTORIES if entry_named(manifest, f"{name}/{INDEX}")}
+    # What the child with torch is told: everything is known and checked before it starts.
     wish = Wish(
         to=to,
         out=out,
         roles=_roles(to, role, there, directory),
         dtype=dtype,  # type: ignore[arg-type]  # click has held it to the choices
         model=model.resolve() if model else _base_model(directory, config.get("model.path")),
+        # A model named by hand is not held to the digest that the run recorded of its own.
         is_first_model=model is None,
         weight_decay=_number(config.get("train.weight_decay")),
     )
     bar = render.Bar(enabled=not as_json)
     if not as_json:
+        # On standard error, and before the verification: that alone may take a minute without another word.
         render.warning(f"exporting {directory.name}, {manifest.num_bytes / 1e6:.1f} MB, to {out}")
     try:
         done = export_checkpoint(directory, wish, lambda progress: _show(bar, progress), key_file=key_file)
@@ -121,6 +126,7 @@ def export(
 def _roles(to: "Layout", asked: "Role | None", there: set[str], where: Path) -> "tuple[Role, ...]":
     """Returns the models to export: the requested one; else the actor (hf), or all that the checkpoint holds."""
     both: tuple[Role, ...] = ("actor", "critic")
+    # A Hugging Face directory holds one model, so there it is the actor unless another one is asked for.
     wanted = (asked,) if asked else both[:1] if to == "hf" else tuple(role for role in both if role in there)
     if not wanted or not there.issuperset(wanted):
         raise NotFound(
@@ -141,6 +147,7 @@ def _show(bar: render.Bar, progress: "Progress") -> None:
         "write": "writing" + (f" ({progress.peak / 1e9:.1f} GB in memory)" if progress.peak else ""),
         "sync": "making it durable",
     }
+    # The verification tells its beginning alone; with a total the bar would stand at zero as if nothing went on.
     bar.show(words[progress.phase], progress.done, 0 if progress.phase == "verify" else progress.total)
 
 
@@ -151,6 +158,7 @@ def _base_model(directory: Path, path: object) -> Path:
     from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
     from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
+    # config.yaml is as it was saved, by whichever version: its values have no types here.
     if not isinstance(path, str) or not path:
         raise DataError(
             "the checkpoint names no base model",

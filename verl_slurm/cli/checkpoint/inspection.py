@@ -46,12 +46,14 @@ def inspect(
     if as_json:
         render.json_value(facts)
         return ExitCode.OK
+    # From the manifest and small files, whose digests were checked; tensors are listed by their index and not read.
     render.fields(_overview(facts))
     render.line()
     render.table(
         ["part", "files", "MB"],
         [[row["part"], row["files"], _mb(row["bytes"])] for row in facts["parts"]],
     )
+    # Nothing below exists for a guest: its files are verified by their bytes and never opened.
     if facts["guest"] is not None:
         render.line("the state is that loop's own: it is verified, not opened here (docs/guests.md)")
         return ExitCode.OK
@@ -65,6 +67,7 @@ def inspect(
         ],
     )
     for domain in facts["domains"]:
+        # An index too large to list here; that it is there is said.
         if domain["tensors"] is None:
             render.line(f"{domain['domain']}: an index of {_mb(domain['index_bytes'])} MB, not listed")
     if tensors:
@@ -87,6 +90,7 @@ def inspect(
         ["rank", "phase", "next", "rollouts", "buffers", "KB"],
         [_rank_row(state) for state in facts["ranks"]],
     )
+    # A sort that is stable: metrics without a place in the list keep the run's own order.
     curves = sorted(
         facts["history"], key=lambda c: _FIRST.index(c["metric"]) if c["metric"] in _FIRST else 99
     )
@@ -127,6 +131,7 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("KL", f"coefficient {_number(facts['kl_coef'])}, window of {len(window)}{mean}"),
     ]
     for role, schedule in sorted(facts["schedulers"].items()):
+        # scheduler.json is read as it was saved, by whichever version.
         if isinstance(schedule, dict):
             rows.append((f"rate {role}", f"{_number(schedule.get('lr'))}, {schedule.get('schedule')}"))
     return rows
@@ -155,6 +160,7 @@ def _consumed(responses: object, per_prompt: object) -> str:
 
 
 def _rank_row(state: dict[str, Any]) -> list[object]:
+    # A state of another version is counted, and hides neither the other ranks nor the rest.
     if "problem" in state:
         return [state["rank"], "of another version", "-", "-", "-", round(state["bytes"] / 1e3, 1)]
     buffers = ", ".join(state["reward_buffers"]) or "-"
@@ -199,12 +205,14 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
     from verl_slurm.checkpoint.store.run_config import keys_for
 
     left, right = one_checkpoint(a, run), one_checkpoint(b, run)
+    # A key for each side, since A and B may be of two runs.
     found = difference(left, right, keys_for(left, key_file), keys_for(right, key_file))
     if as_json:
         shown = [asdict(row) for row in found]
         render.json_value({"a": str(left), "b": str(right), "same": not found, "differences": shown})
         return ExitCode.DIFFERENT if found else ExitCode.OK
     render.fields([("a", left), ("b", right)])
+    # What does not differ is named as well: silence about a subject could mean that nobody looked.
     same = [subject for subject in SUBJECTS if not any(row.subject == subject for row in found)]
     for subject in SUBJECTS:
         rows = [[row.key, _side(row.a), _side(row.b)] for row in found if row.subject == subject]

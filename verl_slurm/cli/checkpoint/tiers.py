@@ -46,6 +46,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
     from verl_slurm.tiers.mover import look
     from verl_slurm.tiers.plan import last_good
 
+    # A look needs no key: on a login node it says what it could not check, where a pass would refuse.
     seen = look(run, load_resolved(run.run_yaml))
     best = last_good(seen.states)
     if as_json:
@@ -81,6 +82,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
             "the last good one" if copy.name == best and copy.good else copy.detail,
         ]
         for state in seen.states
+        # Names hold the step with leading zeros, so this is the newest first.
         for copy in sorted(state.copies, key=lambda copy: copy.name, reverse=True)
     ]
     if rows:
@@ -110,6 +112,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     from verl_slurm.tiers.mover import sync
 
     did = sync(run, load_resolved(run.run_yaml), dry_run=dry_run)
+    # A plan names a checkpoint once a tier, so the two tell which of its actions failed.
     problems = {(d.action.tier, d.action.name): d.problem for d in did.done if d.problem}
     if as_json:
         answer: dict[str, object] = {"dry_run": dry_run, "ok": did.ok}
@@ -143,6 +146,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
         ],
     )
     _warn(run, did)
+    # What was done is counted, not what was planned: an action may have failed, and the others go on.
     kinds = [done.action.kind for done in did.done if not done.problem]
     if dry_run:
         kinds = [action.kind for action in did.plan]
@@ -177,6 +181,7 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
 
     config = load_resolved(run.run_yaml)
     fetched = fetch_newest(run, config) if name is None else fetch(run, config, name)
+    # Without NAME alone: a name that no tier has is refused by `fetch` itself.
     if fetched.name is None:
         raise NotFound(
             "no tier has a checkpoint of this run", where=run.root, remedy=f"verl-slurm tiers {run.root}"
@@ -190,6 +195,7 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
 
 
 def _word(copy: "TierCopy") -> str:
+    # In this order: an incomplete upload is not asked for its signature, and what is refused counts for nothing else.
     if not copy.committed:
         return "incomplete"
     if copy.refused:
@@ -207,6 +213,7 @@ def _warn(run: RunPaths, seen: "Pass") -> None:
     for state in seen.states:
         if not state.reachable:
             render.warning(f"tier {state.name} does not answer: {state.detail}")
+    # The run's own directory is the first of the states.
     if len(seen.states) == 1:
         render.line(f"no tiers in {run.run_yaml}; see verl-slurm tiers --help")
 

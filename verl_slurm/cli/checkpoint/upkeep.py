@@ -67,6 +67,7 @@ def prune(
     from verl_slurm.checkpoint.store.verify import verify
     from verl_slurm.config.load import load_resolved
 
+    # The run's own retention, of which each option replaces one number.
     config = load_resolved(run.run_yaml).checkpoint
     # A checkpoint that is not signed with them is no reason to remove anything.
     keys = load_keys(config.encryption)
@@ -76,12 +77,15 @@ def prune(
         config.keep_last if keep_last is None else keep_last,
         keep_every=config.keep_every if keep_every is None else keep_every,
         best=best if keep_best is None else replace(best, keep=keep_best),
+        # By name: resume_from may be a path, also of this run's own checkpoint.
         protected={Path(config.resume_from or "").name},
         quarantine_too=quarantined,
         verifier=lambda path: verify(path, keys=keys),
     )
+    # The very plan that is printed: what was read is not read a second time, nor judged anew.
     removed = [] if dry_run else carry_out(run, found)
     going = [*(item.name for item in found.plan.drop), *found.quarantined]
+    # What is gone may be less than what was planned: a run may prune beside us.
     gone = going if dry_run else removed
     freed = sum(found.sizes[name] for name in gone)
     if as_json:
@@ -148,13 +152,16 @@ def scrub(
     from verl_slurm.checkpoint.store.run_config import keys_at_hand
     from verl_slurm.checkpoint.store.scrub import scrub_frozen, scrub_one
 
+    # A login node may lack the key. Damage is found without it, and what was not asked is said.
     keys, missing = keys_at_hand(run.root, key_file)
     infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
     found: list[tuple[Path, Scrubbed]] = []
     bar, done, total = render.Bar(enabled=not as_json), 0, sum(info.num_bytes for info in infos)
+    # Checkpoints first, since a resume needs them first; then models that do not train, then the data.
     for info in infos:
         bar.show("reading back", done, total)
         one = scrub_one(info.path, set_aside=not dry_run, keys=keys, bytes_per_s=rate and rate * 1e6)
+        # Pruned by the living run since it was listed, which is no damage.
         if not one.gone:
             found.append((info.path, one))
         done += info.num_bytes
@@ -168,6 +175,7 @@ def scrub(
     drifted = [] if no_data else _drift(run)
     everything = [*found, *frozen]
     good = all(one.verdict.ok for _, one in everything)
+    # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.
     signature = _signature(keys is not None, missing, any(one.is_signed for _, one in found))
     if as_json:
         render.json_value(
@@ -192,6 +200,8 @@ def scrub(
         for line in drifted:
             render.line(f"data: {line}")
     if not good:
+        # Damage outweighs a missing signature, and both outweigh data that changed: a resume needs the checkpoint
+        # first.
         needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in everything)
         return ExitCode.KEY if needs_key else ExitCode.CORRUPT
     return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
@@ -213,6 +223,7 @@ def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
         return "checked"
     if missing:
         return f"{_UNCHECKED}: no key ({missing})"
+    # Signed, in a run that is configured without a key: nothing here can tell by whom.
     return f"{_UNCHECKED}: no key (the run is configured with none)" if is_signed else "none"
 
 
@@ -224,6 +235,7 @@ def _drift(run: RunPaths) -> list[str]:
     old = prints.read(run)
     if old is None:
         return []  # not submitted yet
+    # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
     seen = prints.survey(Path(load_resolved(run.run_yaml).data.root), cache=run.hash_cache, full=True)
     drift = prints.drift(old, seen.found)
     kinds = {"added": drift.added, "removed": drift.removed, "changed": drift.changed}

@@ -130,7 +130,9 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
     from verl_slurm.checkpoint.store.verify import verify as verify_directory
 
     paths = _checkpoints_of(place)
+    # Before the first byte is read: a key that is missing would otherwise show after hours.
     keys = None if without_key else keys_for(place, key_file)
+    # All of them, whatever the first ones say: the answer is a list of what is wrong.
     verdicts = [verify_directory(path, keys=keys) for path in paths]
     good = all(verdict.ok for verdict in verdicts)
     if as_json:
@@ -154,6 +156,7 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
                 render.line(f"{verdict.name}  BAD {problem.path}: {problem.what}")
     if good:
         return ExitCode.OK
+    # Damage outweighs a missing signature: a key that is found later repairs no byte.
     return ExitCode.KEY if all(v.ok or v.needs_key for v in verdicts) else ExitCode.CORRUPT
 
 
@@ -173,6 +176,7 @@ def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_js
     from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
 
     try:
+        # Both are verified first: damage must not look like a difference.
         found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
     except CheckpointCorrupt as error:
         # What the comparing process said is a whole sentence already, with its remedy.
@@ -221,9 +225,12 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     from verl_slurm.dataset.fingerprint import record as prints
     from verl_slurm.dataset.fingerprint.cache import default_path
 
+    # A directory by itself has its cache in the user's own; a run keeps it beside its fingerprint.
     root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
+        # A run is compared with its own first start unless another run is named.
         against = against or RunPaths(place.resolve())
+        # A guest's loop may know its data by itself.
         known = data_root(load_resolved(place / "run.yaml"))
         if known is None:
             raise NotFound(
@@ -240,6 +247,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     for name in seen.unnoticed:
         render.warning(f"{name}: the content changed, its size and times did not (found by --full)")
     old = None if against is None else prints.read(against)
+    # After the survey, so that its notices are told even where there is nothing to compare with.
     if against is not None and old is None:
         raise NotFound(
             "the run has no fingerprint yet",
@@ -252,6 +260,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
         if drift is None
         else {"added": list(drift.added), "removed": list(drift.removed), "changed": list(drift.changed)}
     )
+    # Without a fingerprint to compare with nothing has changed, and the exit code is 0.
     same = not any(changes.values())
     if as_json:
         answer: dict[str, Any] = {
@@ -310,6 +319,7 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
     """
     from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 
+    # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):
             raise NotFound(

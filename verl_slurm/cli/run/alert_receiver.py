@@ -72,6 +72,7 @@ def alert_receiver(
     from verl_slurm.base.run_id import run_id
     from verl_slurm.wire.http import read_token
 
+    # Refused here, before a loop runs: a token that others can read is no token.
     read_token(token_file)
     receiver = _Receiver({run_id(run): run for run in runs}, token_file, pause_s, as_json)
     asyncio.run(receiver.serve(port))
@@ -91,6 +92,7 @@ class _Receiver:
         from verl_slurm.wire.http import Caps, read_token, replace_token, serve_http
 
         caps = Caps(method="POST", body_bytes=_BODY_BYTES, bearers=8)
+        # A file and not a variable: the receiver that finds the port taken ends, and a later one has to know.
         leaked = self._token_file.with_name(self._token_file.name + ".leaked")
         token = secrets.token_hex(32) if leaked.exists() else read_token(self._token_file)
         try:
@@ -142,6 +144,7 @@ class _Receiver:
 
         from verl_slurm.wire.http import HttpReply
 
+        # Before path and body: without the token no answer tells what is served here.
         if not request.bearer:
             return HttpReply(401)
         if request.path != "/alert":
@@ -150,6 +153,7 @@ class _Receiver:
             asked = runs_to_save(request.body)
         except WireError:
             return HttpReply(400)
+        # Monotonic: a clock that is set back would keep a run from being asked for longer than the pause.
         now = time.monotonic()
         verdicts = decide_saves(asked, frozenset(self._runs), self._asked_at, now, self._pause_s)
         told: dict[str, str] = dict(verdicts)
@@ -159,9 +163,11 @@ class _Receiver:
                 self._asked_at[run] = now  # before the wait: a second alert must not ask at the same time
                 told[run] = await self._save(run)
                 failed |= told[run].startswith("failed")
+                # What was not asked for is not held against the next alert.
                 if not told[run].startswith("asked"):
                     del self._asked_at[run]
         self._say(told)
+        # Alertmanager repeats what was answered by 503.
         return HttpReply(503 if failed else 200, msgspec.json.encode(told) + b"\n", "application/json")
 
     async def _save(self, number: str) -> str:
@@ -174,12 +180,14 @@ class _Receiver:
 
         run = self._runs[number]
         try:
+            # In a thread: Slurm may take seconds to answer, in which other alerts are to be heard.
             job_id = await asyncio.to_thread(ask_for_save, run)
             if not job_id:
                 return "no job of it is running"
             append_event(run, AlertSaveAsked(job_id=job_id))
         except VerlSlurmError as error:  # Alertmanager repeats the alert
             return f"failed: {error.one_line()}"
+        # The job has its signal by then: a failure would have the alert repeated, and the run saved twice.
         except OSError as error:
             return f"asked, and not journaled: {error}"
         return f"asked job {job_id}"
@@ -225,6 +233,7 @@ def runs_to_save(body: bytes) -> list[str]:
         raise WireError("not an alert", found=error) from error
     firing = [a.labels for a in hook.alerts if a.status == "firing" and a.labels.get("action") == ACTION]
     found = [labels.get("run_id", "") for labels in firing]
+    # A group of alerts names the same run several times. What is no run id is dropped here, so that it is in no answer.
     return list(dict.fromkeys(run for run in found if RUN_ID.fullmatch(run)))
 
 

@@ -39,11 +39,14 @@ def cancel(run: RunPaths, as_json: bool) -> int:
 
     job = last_job(run)
     _require_living(run)
+    # Before the journal: a job that is refused here must leave no word of a cancel.
     _require_own(run, job, "scancel {}")
+    # Before the signal: the next task of a chain starts by itself, and looks for this line.
     append_event(run, CancelAsked())
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
     else:
+        # The lead takes it for a cancel, as it takes what scancel sends.
         _signal_local(run, signal.SIGTERM)
     _say(
         as_json, run, job.job_id, "cancelled", f"job {job.job_id} is being cancelled; it will not be requeued"
@@ -70,6 +73,7 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     from verl_slurm.runs.record import last_job
 
     job = last_job(run)
+    # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
     state = _require_living(run)
     _require_own(run, job, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
     append_event(run, RequeueAsked())
@@ -88,9 +92,12 @@ def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:
     from verl_slurm.slurm.client import SlurmClient
 
     client = SlurmClient()
+    # A job that waits has no daemon that could be asked, and a suspended one would take the signal when it goes on.
     if state != "RUNNING":
         facts = asyncio.run(client.job(number))
         raise _not_requeued(run, facts, f"it is {state}, and only a running job saves")
+    # By the lead, since Slurm's own requeue leaves KillWait to save. To the batch process alone: in a step the signal
+    # would reach every process, and end those without a handler.
     asyncio.run(client.signal_batch(number, signal.SIGUSR2.name.removeprefix("SIG")))
     return f"its daemon saves first; verl-slurm watch {run.root} shows it"
 
@@ -104,6 +111,7 @@ def _requeue_now(run: RunPaths, number: int) -> str:
 
     async def ask() -> "tuple[JobFacts, RequeueOutcome]":
         facts = await client.job(number)
+        # Slurm counts one restart more when it has taken the request, whatever became of the answer.
         return facts, await client.requeue(number, delay_s, own_restarts=facts.restarts)
 
     facts, outcome = asyncio.run(ask())
@@ -124,6 +132,7 @@ def _not_requeued(run: RunPaths, facts: "JobFacts", found: str) -> SlurmRefused:
 
 def way_on(facts: "JobFacts") -> str:
     """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
+    # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
     if facts.state == "SUSPENDED":
         return f"scontrol resume {facts.target}"
     if "held" in (facts.reason or "").lower():
@@ -172,8 +181,10 @@ def _require_own(run: RunPaths, job: "Submission", by_hand: str) -> None:
     from verl_slurm.runs.liveness import runs_here
     from verl_slurm.slurm.client import SlurmClient
 
+    # A local lead is recognised by its own command line, whatever the journal says.
     if job.cluster != "slurm":
         return
+    # A run that was handed over brings its own journal, which may name any job of the user's.
     facts = asyncio.run(SlurmClient().job(int(job.job_id)))
     if not runs_here(run.root, facts):
         raise SlurmRefused(
@@ -203,6 +214,7 @@ def ask_for_save(run: RunPaths) -> str:
     except NotFound:
         return ""
     state = job_state(run, job)
+    # A job that waits or stands still cannot save.
     if state.over or state.state != "RUNNING":
         return ""
     if job.cluster == "slurm":

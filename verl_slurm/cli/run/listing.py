@@ -56,13 +56,17 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     from verl_slurm.runs.glance import ask_for, glance_at_all, state_of
 
     runs = glance_at_all(place.resolve())
+    # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
     if not runs and not place.is_dir():
         raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
+    # Runs that have written down their end are not asked about; all others in one question.
     seen, problem = ask_for(runs)
+    # Said, and not an error: what the runs have written down is shown all the same, without a claim that they live.
     if problem:
         render.warning(f"what has no end written down is shown as last heard of: {problem}")
     told = [(run, state_of(run, seen.get(run.root))) for run in runs]
     if states:
+        # By its beginning: `failed` means `failed with N`, and the `?` of an unknown life is no part of the state.
         told = [(run, state) for run, state in told if state.rstrip("?").startswith(states)]
     if as_json:
         render.json_value([_facts(run, state, seen.get(run.root)) for run, state in told])
@@ -106,6 +110,7 @@ def runs_table(
 def _step(run: "Glance") -> int:
     """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
     step: int = run.status.get("step", 0)
+    # As `status` does: a new lead's snapshot begins with step 0.
     if run.checkpoint is not None and not run.status.get("phase"):
         return max(step, run.checkpoint.step)
     return step
@@ -142,6 +147,7 @@ def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
         "state": state,
         "job_id": None if run.job is None else run.job.job_id,
         "cluster": None if run.job is None else run.job.cluster,
+        # `alive` is None where nobody knows; such a job is not called over.
         "job_over": is_over(run) or (seen is not None and seen.alive is False),
         "job_alive": None if seen is None else seen.alive,
         "job_state": (seen.state or None) if seen is not None else None,

@@ -55,6 +55,7 @@ def logs(
     """
     if node is not None and rank is not None:
         raise click.UsageError("--node and --rank both name a node: give one of them")
+    # All ranks of a node print into one file, so a rank stands for its node.
     if rank is not None:
         node = _node_of(run, rank)
     if agent and node is None:
@@ -74,6 +75,7 @@ def logs(
             try:
                 return _newest(run, node, agent)
             except NotFound:
+                # The ranks of a start that has just begun have printed nothing yet; -f waits for them.
                 return None
 
         _lead_log(run)  # raises if there is no job yet
@@ -92,6 +94,7 @@ def logs(
 
 def _opened(path: Path) -> BinaryIO:
     try:
+        # Neither link nor FIFO: in a run that was handed over a log may be anything.
         return os.fdopen(open_regular(path), "rb")
     except (TooMuch, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ELOOP:
@@ -104,6 +107,7 @@ def _last_lines(file: BinaryIO, number: int) -> int:
     start = max(0, os.fstat(file.fileno()).st_size - (number + 1) * _LINE)  # enough for that many lines
     if start:
         file.seek(start)
+        # The seek landed within a line, of which the rest is passed over.
         start += len(file.readline(_LINE))
     starts = deque([start], maxlen=number + 1)
     for raw in iter(partial(file.readline, _LINE), b""):

@@ -48,10 +48,12 @@ def samples(
     from verl_slurm.checkpoint.store.run_config import keys_for
     from verl_slurm.runtime_state.samples import read_samples
 
+    # Sealed like the run's checkpoints: they hold what the policy was asked and said.
     kept = read_samples(run, keys_for(run.root, key_file))
     if not kept:
         raise _none_kept(run)
     number = max(kept) if step is None else step
+    # Steps go when the file is full, so one that was shown before may be gone.
     if number not in kept:
         raise NotFound(
             "no samples of that step",
@@ -62,6 +64,7 @@ def samples(
         )
     found = kept[number]
     chosen = _chosen(found.samples, which, limit)
+    # One object a line and not one list, so that `jq` and `head` work on them as they come.
     if as_json:
         for sample in chosen:
             render.json_value(_facts(found, sample))
@@ -92,6 +95,7 @@ def _chosen(samples: "list[Sample]", which: str | None, limit: int) -> "list[Sam
         return ordered[::-1][:limit]
     if len(ordered) <= limit:
         return ordered
+    # Rounded up, so that an odd limit shows one more of the best.
     best = -(-limit // 2)
     return ordered[:best] + ordered[len(ordered) - (limit - best) :]
 
@@ -104,6 +108,7 @@ def _facts(found: "StepSamples", sample: "Sample") -> dict[str, Any]:
 
 def _text(name: str, text: str) -> None:
     """Prints the text line by line under its name; `render` makes each harmless."""
+    # By the line feed alone: `splitlines` would also cut at characters that the text may hold.
     lines = text.split("\n")
     for number, part in enumerate(lines[:_MOST_LINES]):
         render.line(f"  {name if number == 0 else '':<9} {part}")

@@ -59,6 +59,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     from verl_slurm.journal.folds.outages import Outages
     from verl_slurm.journal.steps import last_steps
 
+    # The facts: files of the run, and one question to the scheduler. The rest of the function shows them.
     events, now = read_events(run), datetime.now(UTC)
     facts, outages = _facts(run, events), Outages(events)
     facts["step"] = _step_of(facts)
@@ -78,6 +79,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
+    # As its lead last wrote it; a run that has not started has none.
     if snapshot:
         rows.append(("state", _state_words(facts)))
         rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
@@ -92,9 +94,11 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         rows.append(("last cause", facts["last_cause"]))
     if facts["ended"]:
         rows.append(("ended", facts["ended"]))
+    # A lead that is killed writes no end.
     elif facts["job_over"]:
         rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
     render.fields(rows, STATE_COLOURS)
+    # The newest ones; --json has them all.
     if outages.each and num_interruptions:
         render.line()
         table = interruptions_table(outages.each[-num_interruptions:], now, render.width())
@@ -128,10 +132,12 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
             answer = job_state(run, job)
             state, detail, over = answer.state, answer.detail, answer.over
         except VerlSlurmError as error:
+            # Slurm's silence hides nothing of what the run's own files say.
             state, detail = "UNKNOWN", error.one_line()
     snapshot = read_status(run)
     newest = newest_checkpoint(run)
     causes = [event for event in events if isinstance(event, Cause)]
+    # The newest of the three: an end is none any more once the run was submitted or started again.
     words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
     word = words[-1] if words else None
     ended = word if isinstance(word, Ended) else None
@@ -162,6 +168,7 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
 def _step_of(facts: dict[str, Any]) -> int:
     """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
     snapshot, checkpoint = facts["status"], facts["checkpoint"]
+    # Without a phase no rank has reported yet, and a new lead's snapshot may begin with step 0.
     if checkpoint is not None and not snapshot.get("phase"):
         return max(int(checkpoint["step"]), int(snapshot.get("step", 0)))
     return int(snapshot.get("step", 0))
@@ -182,6 +189,7 @@ def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
             return None
         first = config.model.reward
         plan, wish = read_reward_plan(run), read_reward_request(run)
+    # A file that cannot be read costs this line of the answer, and not the others.
     except (OSError, VerlSlurmError) as error:
         return {"reward": None, "problem": str(error)}
     number = plan.at(now)
@@ -217,5 +225,6 @@ def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> st
     if checkpoint is None:
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
+    # The newest checkpoint need not be the last one that was read back: a save may have come since.
     good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
     return f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"

@@ -28,6 +28,7 @@ class _WithVerlWords(click.Command):
     """Keeps the words after `--` apart, instead of taking them for more of the same arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # click drops `--` itself, and nothing would tell verl's words from ours.
         at = args.index("--") if "--" in args else len(args)
         ctx.meta[_VERL] = args[at + 1 :]
         return super().parse_args(ctx, args[:at])
@@ -109,10 +110,12 @@ def submit(
         config,
         list(overrides),
         verl=ctx.meta[_VERL],
+        # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
         cluster="slurm" if prepare_only else cluster,
         ask_slurm=not prepare_only,
     )
     if dry_run:
+        # Nothing is recorded, so nobody has to be asked: the changes are shown.
         check_drift(plan, _Confirm(True) if force_resume else None)
         _print_plan(plan, as_json)
         return ExitCode.OK
@@ -121,8 +124,10 @@ def submit(
     if needs_building(plan.config):
         render.warning("building the built-in model, once; this takes half a minute")
     paths = RunPaths(plan.run_dir)
+    # Before the job exists: --wait tells what is written from here on, and not the run's former ends.
     offset = paths.events.stat().st_size if paths.events.exists() else 0
     done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)
+    # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)
     if as_json:
@@ -130,6 +135,7 @@ def submit(
         render.json_value(msgspec.to_builtins(done) | {"inputs": dict(plan.inputs)} | extra)
     elif done.job_id is None:
         for name, taken in plan.inputs:
+            # Beside the output, which is the command for the next line of a script.
             render.warning(f"{name}: {taken}")
         render.line(f"prepared {done.run_dir}; submit it with")
         render.line(shlex.join(_sbatch_words(plan, paths)))
@@ -148,6 +154,7 @@ def submit(
         )
         if done.changed:
             render.fields([("changed", ", ".join(done.changed))])
+    # The answer stands by now, so a script has the job's id even if the waiting is interrupted.
     if wait and done.job_id is not None:
         return tell_until_end(paths, offset, as_json=as_json)
     return ExitCode.OK
@@ -173,6 +180,7 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
         return
     for note in plan.notes:
         render.warning(note)
+    # All but the script goes to standard error, so that standard output is the script byte for byte.
     render.warning("dry run: nothing is made or queued. Checked:")
     for what in _checked(plan):
         render.warning(f"  good  {what}")
@@ -206,6 +214,7 @@ def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
     from verl_slurm.base.shipped import shipped
     from verl_slurm.slurm.batch import batch_script, sbatch_options
 
+    # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
     return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
 
@@ -222,6 +231,7 @@ class _Confirm:
                 render.warning(f"data {kind}: {name}")
         if self._yes:
             return True
+        # A script has nobody who could answer, and would wait without end.
         if not os.isatty(0):
             render.warning("nobody to ask here: repeat with --yes to accept these changes")
             return False

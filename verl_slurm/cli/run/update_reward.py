@@ -68,6 +68,7 @@ def update_reward(
     from verl_slurm.wire.reward_plan import ask_for_reward
 
     if checkpoint is not None and new_model is not None and run is None:
+        # click has converted no RUN here, so its checks are made by hand.
         run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
     elif run is None or new is None or checkpoint is not None or new_model is not None:
         raise click.UsageError("give RUN and NEW, or --checkpoint and --new-model", ctx)
@@ -75,13 +76,16 @@ def update_reward(
     here = Path.cwd()
     if ":" not in new and (here / Path(new).expanduser()).is_dir():
         new = f"classifier:{new}"
+    # The job runs elsewhere: a relative path would mean another file there.
     reward = absolute_reward(new, here)
     check_reward(reward)
+    # Written down before the job is told: a signal that gets lost then costs time and not the wish.
     request = ask_for_reward(run, reward, warm_start_steps)
     append_event(run, RewardAsked(reward, request.number, warm_start_steps))
     problem = None
     try:
         when = _wake(run)
+    # No failure: the wish counts from the next start on, whether or not the job has heard of it.
     except (SlurmMissing, SlurmRefused) as error:
         when, problem = _UNTOLD, error.one_line()
         render.warning(f"the run's job could not be told: {problem}")

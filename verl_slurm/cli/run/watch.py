@@ -27,6 +27,7 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
     from verl_slurm.runs.follow import follow_run
 
     if as_json:
+        # As they are in the journal, repetitions included: a story is for people.
         return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
     bottom = render.Progress()
     teller = story.Story(verbose=verbose)
@@ -46,6 +47,7 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
         render.warning(f"no longer following; the run goes on. Again: verl-slurm watch {paths.root}")
         raise
     finally:
+        # The line is ended in any case, before another error prints below it.
         bottom.close()
 
 
@@ -68,6 +70,7 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
 
     roots = [place.resolve() for place in places]
     for root in roots:
+        # Before anything is followed: a mistyped name would otherwise count as a directory without runs.
         if not root.exists():
             raise NotFound(
                 "no such run or directory",
@@ -112,6 +115,7 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
         if as_json:
             render.json_value({"run_dir": str(run.root), **to_json(event)})
             return
+        # One for each run, since a story drops what it has told already.
         text = tellers.setdefault(run.root, story.Story()).tell(event)
         if text is not None:
             name = run.root.name
@@ -120,9 +124,11 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
 
     def on_turn() -> None:
         nonlocal turns
+        # Taken anew at each turn: runs come and end while they are watched.
         counts = Counter(run.state for run in fleet.runs.values())
         if as_json and not turns:
             render.json_value({"event": "watching", "runs": len(fleet.runs), "states": counts})
+        # Without a terminal the counts are printed once; the events tell the rest.
         elif not as_json and (not turns or bottom.is_live):
             words = ", ".join(f"{count} {state}" for state, count in counts.most_common())
             bottom.show(turns, f"{counted(len(fleet.runs), 'run')}: {words or 'none'}")
@@ -135,6 +141,7 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
         code = fleet.follow(on_turn)
     finally:
         bottom.close()
+    # After following: runs may come into a directory while it is watched.
     if not fleet.runs:
         raise NotFound(
             "no run that was ever submitted",

@@ -69,6 +69,7 @@ def init(file: Path, kind: str) -> int:
     """
     text = _first_config(kind, file.stem)
     try:
+        # O_EXCL decides, and no look before it: a file that appears in between is not overwritten either.
         with file.open("x") as out:
             out.write(text)
     except FileExistsError:
@@ -171,6 +172,7 @@ def _first_config(kind: str, name: str) -> str:
         kind: `ppo`, `grpo`, `loop` or `verl`.
         name: of the run; a character that no name may have becomes a dash.
     """
+    # A file's name may hold what a run's may not; the text must load as it is written.
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip(".-")[:64] or "my-run"
     middle = {"loop": _LOOP, "verl": _VERL}.get(kind, _NATIVE)
     runtime = "" if kind in ("loop", "verl") else "  runtime_every_steps: 20\n"

@@ -68,14 +68,18 @@ def demo(
     from verl_slurm.demo import Teller, run_demo
 
     chosen = [*words]
+    # A shape of the user's own, or of their configuration, is not replaced.
     if config is None and not any(word.startswith(_SHAPE) for word in words):
+        # The user's words come last, and so win over ours.
         chosen = [*_on_a_gpu(), *words]
     config = config or Path(shipped("configs/quickstart.yaml"))
     if directory is None:
         Path("runs").mkdir(exist_ok=True)
+        # A new one each time: a second demo must not resume the runs of the first.
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.Progress()
     story = Story()
+    # With --json standard output is one value at the end; progress goes to standard error.
     quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
 
     def say_event(event: Event) -> None:
@@ -89,6 +93,7 @@ def demo(
         status=lambda status: below.show(int(status.get("step") or 0), f"   {progress(status)}"),
     )
     voice = quiet if as_json else aloud
+    # Absolute: the runs' jobs start in other directories.
     result = run_demo(config, chosen, directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()
     if as_json:

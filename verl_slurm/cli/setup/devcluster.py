@@ -54,6 +54,7 @@ def _say(as_json: bool, value: msgspec.Struct | dict[str, Any], text: str) -> No
     if as_json:
         render.json_value(value)
     else:
+        # Line by line, as `render.line` keeps what it is given on one.
         for line in text.splitlines():
             render.line(line)
 
@@ -149,6 +150,7 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     from verl_slurm.devcluster.conf import ClusterOptions
 
     try:
+        # The ranges stand in the struct, so that a caller from Python is held to the same ones.
         options = msgspec.convert(chosen, ClusterOptions)
     except msgspec.ValidationError as error:
         raise ConfigError(
@@ -215,6 +217,7 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     from verl_slurm.devcluster.faults import preempt
 
     done = preempt(DevCluster(directory), job, hold_s=hold_s)
+    # By the preemption mode: with a grace time Slurm sets PreemptTime; else the job is suspended, or queued again.
     if done.seen == "preempt_time":
         what = f"is being preempted; its grace time ends at {done.deadline}"
     elif done.seen == "suspended":
@@ -275,4 +278,5 @@ def _gpus(status: "ClusterStatus") -> str:
 
 
 def _exports(env: dict[str, str]) -> str:
+    # Quoted, since a shell evaluates it.
     return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in env.items())

@@ -87,8 +87,10 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> "R
     if nodes is not None:
         overrides.append(f"distributed.nodes={nodes}")
         if source is None:
+            # A rank for each node: the quick start's own number may not divide by them.
             overrides.append(f"distributed.dp_size={nodes}")
     source = source or Path(shipped("configs/quickstart.yaml"))
+    # Absolute as `submit` makes them, so that the same directories are tried.
     return absolute(load(source, overrides), Places(Path.cwd(), source))
 
 
@@ -99,14 +101,17 @@ def _look(config: "RunConfig") -> "list[Finding]":
     from verl_slurm.doctor import bad, good
     from verl_slurm.doctor.places import judge_place, probe_place
 
+    # Tried, not read from tables of file systems: writes, renames, locks and modes on the very place.
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
     for tier in config.tiers:
+        # A bucket is no place of a file system; `verl-slurm tiers` asks it.
         if tier.path is not None:
             findings += judge_place(f"tier {tier.name}", probe_place(Path(tier.path)), must_outlive_node=True)
     if config.checkpoint.encryption is not None:
         try:
             load_keys(config.checkpoint.encryption)
             findings.append(good("key", "there, and closed to others"))
+        # A finding among others, not the end: the other answers are wanted, too.
         except VerlSlurmError as error:
             findings.append(bad("key", error.one_line(), "see verl-slurm key --help"))
     return findings
@@ -129,7 +134,9 @@ async def _ask_slurm(
     facts = await (client.partition(name) if name else client.default_partition())
     paths = RunPaths(config.run_dir)
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+    # The duration of a save is the one that `submit` judges deadlines by.
     findings = judge_cluster(conf, facts, config, save_time(config, paths, committed))
+    # Before the drill, since such a partition can never run its job.
     if complaint := partition_complaint(config, facts):
         return [
             *findings,
@@ -143,6 +150,7 @@ async def _ask_slurm(
         try:
             findings += await fire_drill(
                 config,
+                # The run's directory need not exist yet, and the drill must lie where the nodes can write.
                 _existing(Path(config.run_dir)),
                 kill_wait_s(conf),
                 preempt_by=preempt_by,

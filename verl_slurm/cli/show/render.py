@@ -74,12 +74,14 @@ def marked(mark: str, colour: str, text: object) -> None:
 
 def raw_line(text: bytes) -> None:
     """Prints one line of a log: tabs stay, everything else that is not text is escaped."""
+    # Tabs are kept by cutting the line at them: `safe` would escape them with everything else that is no text.
     decoded = text.decode("utf-8", errors="replace").rstrip("\r")
     print("\t".join(safe(part) for part in decoded.split("\t")), flush=True)
 
 
 def warning(text: object) -> None:
     """Prints one line on standard error."""
+    # Paths of the installation are put in after `safe`: they are ours.
     print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
 
 
@@ -90,6 +92,7 @@ def json_value(value: object) -> None:
 
 def error(problem: VerlSlurmError, *, as_json: bool) -> None:
     """Prints the error as one line on standard error, and as JSON on standard output if JSON was asked for."""
+    # Both: a script reads standard output, and people find the line where they look for errors.
     if as_json:
         json_value({"error": with_places(problem.one_line()), "exit_code": int(problem.exit_code)})
     print(f"verl-slurm: {with_places(problem.one_line())}", file=sys.stderr, flush=True)
@@ -99,6 +102,7 @@ def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None
     """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
     coloured.
     """
+    # Made harmless before widths are taken: an escaped character is longer than what it stands for.
     shown = [(name, safe(value)) for name, value in rows]
     width = max((len(name) for name, _ in shown), default=0)
     for name, value in shown:
@@ -123,6 +127,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_ri
     from rich.text import Text
 
     view = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    # Kept: a column is numeric if all of its cells are, so all are looked at before the first is added.
     listed = [list(row) for row in rows]
     for index, name in enumerate(columns):
         numeric = to_the_right or (
@@ -132,6 +137,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_ri
     for row in listed:
         view.add_row(*(Text("" if cell is None else safe(cell)) for cell in row))
     console = Console()
+    # Without a terminal rich assumes 80 columns and would fold the cells of a table that goes to a file.
     if not console.is_terminal:
         console = Console(width=_NO_TERMINAL)
     console.print(view)
@@ -152,6 +158,7 @@ def plain_table(
     """
     lines = [list(columns), *([safe(cell) for cell in row] for row in rows)]
     widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    # Widths are taken from the bare text: escape sequences have characters and no width.
     paint = _paints()
     shown = []
     for number, line_ in enumerate(lines):
@@ -165,6 +172,7 @@ def plain_table(
             cells = [_coloured(cell, colours) for cell in cells]
         shown.append((" " * GAP).join(cells).rstrip())
     shown.insert(1, "─" * min(sum(widths) + GAP * (len(widths) - 1), width()))
+    # One write for the whole table: a line each would flush a thousand times.
     print("\n".join(shown), flush=True)
 
 
@@ -185,6 +193,7 @@ def fitting(
         rooms = [max(map(len, (name, *cells))) for name, cells in columns.items()]
         return sum(rooms) + GAP * (len(rooms) - 1) - width
 
+    # Measured anew after each column that goes, so that no more are dropped than must be.
     for name in first_to_go:
         if too_much() <= 0:
             break
@@ -223,6 +232,8 @@ class Progress:
         if self._tty:
             # A line that wraps could not be rewritten: the terminal takes back its last row alone.
             text = text[: max(shutil.get_terminal_size().columns - 1, 1)]
+        # A terminal's line is rewritten when it changes. Elsewhere each step has one line, so that no log fills with
+        # one sentence.
         if self._tty and text != self._shown:
             print(f"\r\x1b[K{text}", end="", flush=True)
             self._shown = text
@@ -232,6 +243,7 @@ class Progress:
 
     def line(self, text: str) -> None:
         """Prints a line above it."""
+        # The bottom line is cleared, the new one takes its row, and the bottom line is drawn once more below it.
         if self._tty and self._shown:
             print("\r\x1b[K", end="")
         line(text)
@@ -249,6 +261,7 @@ class Bar:
     """A bar for long work, on standard error if that is a terminal; removed when the work is done."""
 
     def __init__(self, *, enabled: bool = True) -> None:
+        # On standard error: standard output may be a pipe while somebody watches.
         self._enabled = enabled and sys.stderr.isatty()
         self._shown: Any = None
         self._task: Any = None
@@ -266,6 +279,7 @@ class Bar:
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
             self._shown = View(*columns, console=Console(stderr=True), transient=True)
             self._shown.start()
+        # A new kind of work is a new task: rich estimates the time that is left from a task's own speed.
         if text != self._text:
             if self._task is not None:
                 self._shown.remove_task(self._task)
@@ -294,6 +308,7 @@ def span(seconds: float) -> str:
 def ago(time: object) -> str:
     """Formats the time since `time` (ISO 8601): `3 min ago`; `-` if that is no time."""
     try:
+        # The text is from a file, and may be anything.
         then = datetime.fromisoformat(str(time))
     except ValueError:
         return "-"

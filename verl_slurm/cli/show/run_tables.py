@@ -36,6 +36,7 @@ def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
         "count": len(each),
         "seconds": round(sum(row["seconds"] for row in each), 3),
         "queue_s": round(sum(one.queue_s or 0.0 for one in outages.each), 3),
+        # None where it is not known: without a save nobody has counted the tokens of unfinished micro-batches.
         "tokens_lost": 0 if all(one.tokens_lost == 0 for one in outages.each) else None,
         "each": each,
     }
@@ -80,10 +81,12 @@ def interruptions_table(
 def _cost(one: Outage, now: datetime) -> str:
     if one.seconds is None:
         return f"{span(_so_far(one, now))} so far"
+    # An interruption during another one's start ends the first: nothing new was sampled in between.
     return span(one.seconds) if one.back else f"{span(one.seconds)}, then the next"
 
 
 def _so_far(one: Outage, now: datetime) -> float:
+    # Never below zero: the journal may be another machine's, with its clock ahead of ours.
     return max((now - datetime.fromisoformat(one.began)).total_seconds(), 0.0)
 
 
@@ -92,6 +95,7 @@ def _resumed(one: Outage) -> str:
 
 
 def _clock(time: str) -> str:
+    # A journal's times are UTC, and people compare them with their own clock.
     then = datetime.fromisoformat(time)
     return then.replace(tzinfo=then.tzinfo or UTC).astimezone().strftime("%m-%d %H:%M:%S")
 
@@ -145,12 +149,14 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
     Args:
         width: characters of a line.
     """
+    # Our own trainer writes policy_loss in each row; no row with it means that the loop is not ours.
     guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
     shown = {
         name: [heading, *(form(row[name]) if _is_number(row.get(name)) else "-" for row in rows)]
         for name, heading, form in (*_STEP_COLUMNS[:1], *guests, *_STEP_COLUMNS[1:])
         if any(_is_number(row.get(name)) for row in rows)
     }
+    # A guest's least telling columns go first: its columns are in the order of `_OF_GUESTS`.
     for name in (*_FIRST_STEPS_TO_GO, *(name for name, _, _ in reversed(guests))):
         if sum(max(map(len, cells)) + _GAP for cells in shown.values()) - _GAP <= width:
             break
@@ -172,4 +178,5 @@ def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, 
 def _is_number(value: object) -> bool:
     if isinstance(value, float):
         return True
+    # Each format makes a float of it, and an integer beyond all floats would be a traceback.
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 53

@@ -77,11 +77,13 @@ class Story:
             event = for_people(event)
         match event:
             case ev.Submitted() | ev.Started():
+                # A new start may refuse for the same reason, and that is news.
                 self._told.clear()
             case ev.Refused(reason=reason):
                 if reason in self._told:
                     return None
                 self._told.add(reason)
+            # The event stays and its reason goes: that the run ended has not been told yet.
             case ev.Ended(reason=reason) if reason in self._told:
                 event = msgspec.structs.replace(event, reason="")
             case ev.Crash(detail=detail) if detail in self._told:
@@ -115,6 +117,7 @@ def progress(status: dict[str, Any]) -> str:
 def _clock(time: str) -> str:
     try:
         return datetime.fromisoformat(time).astimezone().strftime("%H:%M:%S")
+    # A journal may be damaged, and a year may be one that no local time has.
     except (ValueError, OverflowError):
         return "--:--:--"
 
@@ -235,6 +238,7 @@ def _words(event: ev.Event) -> str:
             return f"tier {tier} does not answer{_colon(reason)}"
         case ev.Tiers(detail=detail):
             return f"the storage tiers{_colon(detail)}"
+        # An event of another version has no sentence here, and is shown rather than dropped.
         case _:
             return _as_it_is(event)
 

@@ -57,6 +57,7 @@ def guest_complaints(config: RunConfig) -> Iterator[Complaint]:
 def _not_read(config: RunConfig) -> Iterator[Complaint]:
     backend = config.trainer.backend
     where = "under `verl:`, in verl's own words" if backend == "verl" else "in your program"
+    # Compared with the defaults: a section that was not written has them.
     for name, default in _OURS.items():
         if getattr(config, name) != default:
             changed = _changed(getattr(config, name), default)
@@ -72,6 +73,7 @@ def _not_read(config: RunConfig) -> Iterator[Complaint]:
         ("distributed", config.distributed, DistributedConfig(), _OURS_OF_DISTRIBUTED),
     )
     for name, section, default, keys in closed:
+        # The rest of these sections is read for a guest, too.
         for key in set(_changed(section, default)) & set(keys):
             yield Complaint(
                 f"{name}.{key}",

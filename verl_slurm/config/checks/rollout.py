@@ -44,6 +44,7 @@ def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
             "1: every rank samples alone",
             f"set {_TP}=1",
         )
+    # The ranks of a group are neighbours by number; across nodes they would wait for the network at each layer.
     elif shape.ranks_per_node % size:
         yield Complaint(
             _TP,
@@ -55,15 +56,19 @@ def rollout_complaints(config: RunConfig) -> Iterator[Complaint]:
 
 def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Complaint]:
     """Yields what the model's config.json says against `rollout.engine=vllm`. vLLM itself judges unknown fields."""
+    # Models that also see images keep the sizes of their language part there.
     text = model.get("text_config")
     model = text if isinstance(text, dict) else model
     heads, limit = model.get("num_attention_heads"), model.get("max_position_embeddings")
     size, longest = config.rollout.tensor_parallel_size, max_model_len(config)
+    # vLLM cuts attention by heads, and each rank gets whole ones.
     if isinstance(heads, int) and heads % size:
         yield Complaint(_TP, str(size), f"a divisor of the model's {heads} attention heads", f"change {_TP}")
+    # Some families have heads that are not hidden_size / heads wide, and say so.
     width = model.get("head_dim")
     if not isinstance(width, int) and isinstance(heads, int) and isinstance(model.get("hidden_size"), int):
         width = model["hidden_size"] // max(heads, 1)
+    # vLLM's attention on CPUs has kernels for these sizes of a head; GPUs take others.
     if config.distributed.device == "cpu" and isinstance(width, int) and width not in _CPU_HEAD_SIZES:
         yield Complaint(
             "rollout.engine",
@@ -71,6 +76,7 @@ def model_complaints(config: RunConfig, model: Mapping[str, Any]) -> Iterator[Co
             f"heads of {', '.join(map(str, _CPU_HEAD_SIZES))}",
             "set rollout.engine=hf, or another model.path, e.g. builtin:tiny32",
         )
+    # Refused by vLLM's start otherwise, after the wait in the queue.
     if isinstance(limit, int) and longest > limit and not _stretched(model):
         yield Complaint(
             "rollout.max_new_tokens",
@@ -92,6 +98,7 @@ def require_engine(config: RunConfig) -> None:
     Raises:
         ConfigError: the engine is missing; the error says how to install it.
     """
+    # Looked for, not imported: an import takes seconds.
     if config.rollout.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
             "vLLM is not installed here",
@@ -116,6 +123,7 @@ def check_engine(config: RunConfig, where: str, model: Mapping[str, Any]) -> Non
     """
     if config.rollout.engine != "vllm":
         return
+    # The first one is enough: it is raised.
     for complaint in model_complaints(config, model):
         raise ConfigError(
             "vLLM cannot sample from this model",

@@ -19,7 +19,9 @@ from verl_slurm.config.schema import ContainerConfig, ObservabilityConfig, RunCo
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_complaints"]
 
 
+# A name is a part of paths and of #SBATCH lines: no blank, no quote, no leading dash or dot.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
+# These words stand in #SBATCH lines: a blank would begin another option.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
@@ -73,6 +75,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
     parts: list[Callable[[RunConfig], Iterable[Complaint]]]
     parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
     if not config.trainer.is_guest:
+        # A guest's own program has batch sizes, sampling and reward. The order is that of the sections.
         parts[3:3] = [data_complaints, batch_complaints, rollout_complaints, train_complaints]
     found = [complaint for part in parts for complaint in part(config)]
     found += observability_complaints(config.observability)
@@ -84,6 +87,7 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
         yield Complaint(
             "name", repr(config.name), "letters, digits, `.`, `_`, `-`; at most 64", "choose another name"
         )
+    # A brace that is left would be an unknown placeholder, and would become a part of the directory's name.
     rest = config.run_dir.replace("{name}", "")
     if not rest.isprintable() or "{" in rest or "}" in rest or not config.run_dir.strip():
         yield Complaint(
@@ -121,6 +125,7 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
             "the same number of ranks on every node",
             "make dp_size * tp_size * pp_size a multiple of distributed.nodes",
         )
+    # Each rank needs a GPU of its own, and `extra` may ask for them in sbatch's other words.
     elif (
         shape.device == "cuda"
         and config.slurm.gpus_per_node < shape.ranks_per_node
@@ -136,6 +141,7 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
 
 def _times(config: RunConfig) -> Iterator[Complaint]:
     lead_s, limit_s = config.slurm.signal_lead_s, config.slurm.time_limit_min * 60
+    # The warning would leave no time to train.
     if lead_s >= limit_s:
         yield Complaint(
             "slurm.signal_lead_s",
@@ -143,6 +149,7 @@ def _times(config: RunConfig) -> Iterator[Complaint]:
             f"less than the time limit of {limit_s} s",
             "lower slurm.signal_lead_s or raise slurm.time_limit_min",
         )
+    # The margin is kept free at the end of the warning time: as long as that, it would leave no second for the save.
     if config.daemon.save_margin_s >= lead_s:
         yield Complaint(
             "daemon.save_margin_s",
@@ -164,6 +171,7 @@ def _keys(config: RunConfig) -> Iterator[Complaint]:
             "key_file or key_env",
             "e.g. encryption: {key_file: /home/me/run.key}; `verl-slurm key new FILE` makes one",
         )
+    # Every node reads the key, each from its own working directory.
     if any(not Path(p).is_absolute() for p in [keys.key_file, *keys.old_key_files] if p is not None):
         yield Complaint(
             "checkpoint.encryption.key_file",
@@ -183,6 +191,7 @@ def _keys(config: RunConfig) -> Iterator[Complaint]:
 def _cadence(config: RunConfig) -> Iterator[Complaint]:
     checkpoint = config.checkpoint
     rows, key = checkpoint.intervals, "checkpoint.intervals"
+    # Rows that the cadence does not read would be ignored silently.
     if rows and checkpoint.cadence != "adaptive":
         yield Complaint(
             "checkpoint.cadence",
@@ -191,6 +200,7 @@ def _cadence(config: RunConfig) -> Iterator[Complaint]:
             "set checkpoint.cadence=adaptive, or remove checkpoint.intervals",
         )
     ends = [row.until_step for row in rows]
+    # A row without an end holds for all later steps, so the rows behind it would never count.
     if any(end is None for end in ends[:-1]):
         yield Complaint(
             key,
@@ -244,6 +254,7 @@ def _partial_saves(config: RunConfig) -> Iterator[Complaint]:
             "components that it goes with",
             f"remove it; {remedy}",
         )
+    # GRPO has no critic to save.
     trained = trained_roles(config.train)
     if set(parts) - set(trained):
         yield Complaint(
@@ -267,6 +278,7 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
         if word is not None and not _WORD.fullmatch(word):
             yield Complaint(f"slurm.{key}", repr(word), "one word", f"see `sinfo` or ask for a valid {key}")
     for option, value in slurm.extra.items():
+        # Ours first: for these the reason is another than the spelling.
         if option in OWN_OPTIONS:
             yield Complaint(
                 f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
@@ -287,12 +299,14 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
 
 def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Complaint]:
     image = container.image
+    # A leading dash would be an option of the container's runtime.
     if not image.strip() or not image.isprintable() or image.startswith("-"):
         yield Complaint(
             "slurm.container.image", repr(image), "a path or a name", "e.g. /images/verl-slurm.sif"
         )
     if not container.python.strip() or not container.python.isprintable() or container.python.startswith("-"):
         yield Complaint("slurm.container.python", repr(container.python), "a program", "e.g. python3")
+    # The runtime reads `,` and `:` as separators, and mounts something else.
     for place in container.binds:
         if not place.startswith("/") or not place.isprintable() or set(place) & set(",:"):
             yield Complaint(
@@ -301,6 +315,7 @@ def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Compla
                 "an absolute path without `,` and `:`",
                 "runtimes read those as separators: choose another path",
             )
+    # The run's directory is bound into the container, too.
     if set(config.run_dir) & set(",:"):
         yield Complaint(
             "run_dir",
@@ -323,6 +338,7 @@ def observability_complaints(wanted: ObservabilityConfig) -> Iterator[Complaint]
             "0 (any free one), or 1024 to 65534",
             "take e.g. 9464",
         )
+    # Any user of a node reaches its ports, and the page tells how far the run is.
     if wanted.metrics_host != "127.0.0.1" and wanted.token_file is None:
         yield Complaint(
             "observability.metrics_host",

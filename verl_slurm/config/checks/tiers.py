@@ -63,6 +63,7 @@ def tier_complaints(tiers: Sequence[TierConfig]) -> Iterator[Complaint]:
 
 def _place(key: str, tier: TierConfig) -> Iterator[Complaint]:
     """Yields complaints about the tier's place: a directory or a bucket, never both."""
+    # A plugin has a place of its own kind.
     if tier.kind.startswith("plugin:"):
         return
     wanted = ("path",) if tier.kind == "posix" else ("bucket",) if tier.kind == "s3" else ("path", "bucket")
@@ -99,6 +100,7 @@ def _manner(key: str, tier: TierConfig) -> Iterator[Complaint]:
                 "a storage class of S3, for a bucket",
                 "remove it",
             )
+        # A copy counts once it has been read back, which there takes hours.
         if tier.storage_class in _FROZEN_CLASSES and tier.verify != "checksum":
             yield Complaint(
                 f"{key}.verify",
@@ -112,15 +114,18 @@ def endpoint_problem(endpoint: str, *, insecure: bool) -> str | None:
     """Returns why objects may not be sent to `endpoint`, or None. Never repeats the URL."""
     try:
         url = urlsplit(endpoint)
+        # `port` raises for one that is no number.
         host, port = url.hostname, url.port
     except ValueError:
         return "no URL"
+    # The configuration is copied into run.yaml and shown in logs. Credentials come from boto3's own chain.
     if url.username is not None or url.password is not None:
         return "a URL with credentials in it"
     if not endpoint.isprintable() or url.scheme not in ("http", "https") or not host or port == 0:
         return "no http(s) URL"
     if url.path not in ("", "/") or url.query or url.fragment:
         return "a URL with a path"
+    # Within one machine nobody else is on the line.
     if url.scheme == "http" and not insecure and not _is_loopback(host):
         return "http to another machine without insecure: true"
     return None

@@ -22,6 +22,7 @@ def data_complaints(config: RunConfig) -> Iterator[Complaint]:
                 "a pattern relative to the root, without `..`",
                 f"e.g. {key}: data/train-*.parquet",
             )
+    # The pattern would be read by nothing: held-out rows of data.root come by eval_fraction.
     if data.eval_files is not None and data.eval_root is None:
         yield Complaint(
             "data.eval_files",
@@ -42,6 +43,7 @@ def batch_complaints(config: RunConfig) -> Iterator[Complaint]:
     """Yields every complaint about sizes that must divide each other, and about the algorithm's own needs."""
     yield from _algorithm(config)
     train, rollout = config.train, config.rollout
+    # Each must divide: positions count whole pieces, and the ledger whole generation micro-batches.
     for key, whole, part in (
         (
             "rollout.micro_batch_size_per_device",
@@ -77,6 +79,7 @@ def batch_complaints(config: RunConfig) -> Iterator[Complaint]:
 def _divisor(whole: int, near: int) -> int:
     """Returns a divisor of `whole`, at most `near` and not far below it. For a mistyped number of 16 digits it is a
     small one."""
+    # Bounded by 1 << 16: a mistyped size of 16 digits would be counted down from, and the check would hang.
     return next(size for size in range(max(min(near, whole, 1 << 16), 1), 0, -1) if whole % size == 0)
 
 
@@ -124,6 +127,7 @@ def train_complaints(config: RunConfig) -> list[Complaint]:
 
 def _schedule(config: RunConfig) -> Iterator[Complaint]:
     train = config.train
+    # A key that the schedule does not read is refused: it would be ignored silently.
     if train.lr_schedule == "wsd":
         most = max(train.steps - train.warmup_steps, 1)
         if not 1 <= train.lr_decay_steps <= most:
@@ -154,6 +158,7 @@ def _evaluation(config: RunConfig) -> Iterator[Complaint]:
     root = data.eval_root
     if root is not None and (not root.strip() or not root.isprintable()):
         yield Complaint("data.eval_root", repr(root), "a path or builtin:NAME", "give a path, or null")
+    # Each of the two says what is held out.
     if root is not None and data.eval_fraction:
         yield Complaint(
             "data.eval_fraction",
@@ -175,6 +180,7 @@ def _best(config: RunConfig) -> Iterator[Complaint]:
     if not checkpoint.keep_best:
         return
     metric, of_steps, of_evaluations = checkpoint.best_metric, step_metrics(config), eval_metrics()
+    # Accepted, such a name would keep no checkpoint ever, without a word.
     if metric in of_evaluations and not config.train.eval_every_steps:
         yield Complaint(
             "checkpoint.best_metric",

@@ -66,6 +66,7 @@ _HEX = 64
 _LEAST_LINE = 12
 """Average bytes: a file's line has a letter, device, inode, size, two times and a path; a directory's line has its
 path."""
+# Above each delay that the module names: a clock's tick, a second or two, the kernel's write-back of half a minute.
 _YOUNG_NS = 60_000_000_000
 # Number of trees remembered for commands without a run; the oldest goes.
 _KEPT = 32
@@ -95,6 +96,7 @@ class HashCache:
                 if entry.kind == "directory":
                     continue
                 digest = self.fingerprint.files.get(entry.path)
+                # A line and its hash stand apart in the file, so they are held against each other.
                 if digest and (digest.kind, digest.size) == (entry.kind, entry.size):
                     found[line] = digest.sha256
         return found
@@ -110,6 +112,7 @@ class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 def default_path(root: Path) -> Path:
     """Returns the cache's path for a tree that belongs to no run: `$XDG_CACHE_HOME/verl-slurm/fingerprints/`."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    # By the real path: the same tree by another link has the same cache, and any path makes a valid name.
     name = hashlib.sha256(os.fsencode(os.path.realpath(root))).hexdigest()[:32]
     return Path(base) / "verl-slurm" / "fingerprints" / f"{name}.hashes"
 
@@ -117,13 +120,17 @@ def default_path(root: Path) -> Path:
 def load(path: Path) -> tuple[HashCache | None, str | None]:
     """Returns the cache, or None when none can be trusted, and the reason if it is worth a notice."""
     try:
+        # O_NONBLOCK: a FIFO in its place would block. What is checked below is the file that is read: one descriptor.
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(fd, "rb", buffering=0) as file:
             info = os.fstat(fd)
+            # Whoever may write the cache decides which bytes are never read again.
             private = info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o077
             if not stat.S_ISREG(info.st_mode) or not private or info.st_size > MAX_BYTES:
                 raise ValueError(f"mode {info.st_mode:o}, uid {info.st_uid}, {info.st_size} bytes")
+            # One byte more than it has: a file that grows meanwhile gets a wrong digest and is not used.
             data = file.read(info.st_size + 1)
+        # Device numbers differ from node to node; the file systems' names do not.
         return here(decode(data), mounts()), None
     except FileNotFoundError:
         return None, None
@@ -138,6 +145,7 @@ def save(path: Path, cache: HashCache) -> str | None:
         data = encode(cache)
         if len(data) > MAX_BYTES:
             raise OSError(errno.EFBIG, f"{len(data)} bytes, at most {MAX_BYTES}")
+        # A cache below RUN goes with the run; those of commands without one would pile up.
         if path.suffix == ".hashes":
             _make_room(private_dir(path.parent), path)
         write_file(path, data)
@@ -170,6 +178,7 @@ def decode(data: bytes) -> HashCache:
     start = len(_HEAD) + _HEX + 1
     if data[: len(_HEAD)] != _HEAD:
         raise ValueError("another format")
+    # A view: the file may have 256 MiB, and each slice of bytes would copy them.
     rest = memoryview(data)[start:]
     if data[len(_HEAD) : start] != hashlib.sha256(rest).hexdigest().encode() + b"\n":
         raise ValueError("its digest is wrong")
@@ -179,6 +188,7 @@ def decode(data: bytes) -> HashCache:
     begin = len(length) + 1
     end = begin + int(length)
     text = bytes(rest[begin:end])
+    # Checked before the lines are split: a file of NULs alone would take fifty times its size in memory.
     if text.count(b"\0") > len(text) // _LEAST_LINE:
         raise ValueError("lines that are too short")  # each becomes a string of 50 bytes and more
     try:
@@ -235,10 +245,12 @@ def settled(
         if entry.device not in mounted:
             mounted[entry.device] = mount_of(root / entry.path)
         mount = mounted[entry.device]
+        # Trusted before: it was settled then, and its stamp is the same now.
         if line in trusted or is_settled(entry, mount, began_ns):
             kept.append(line)
             if mount is not None and mount.name is not None:
                 devices[str(entry.device)] = mount.name
+    # Not whole, the cache still spares the files that it has; the rest is read at each look.
     return HashCache(fingerprint=found, text=text_of(kept), whole=len(kept) == len(lines), devices=devices)
 
 
@@ -257,6 +269,7 @@ def is_settled(entry: Line, mount: Mount | None, began_ns: int) -> bool:
 
 def _make_room(folder: Path, path: Path) -> None:
     others = [other for other in folder.glob("*.hashes") if other != path]
+    # lstat: the names may be links, and nothing is followed here.
     others.sort(key=lambda other: other.lstat().st_mtime_ns)
     for other in others[: max(0, len(others) - _KEPT + 1)]:
         other.unlink(missing_ok=True)

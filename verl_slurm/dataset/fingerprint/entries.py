@@ -76,6 +76,7 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
     """Returns the fingerprint of these entries, sorted."""
+    # Sorted here, so that the record on disk lists them as the digest counts them.
     ordered = sorted(files.items(), key=_path)
     return Fingerprint(digest=_digest(ordered), files=dict(ordered))
 
@@ -91,7 +92,9 @@ def tree_digest(files: Mapping[str, FileDigest]) -> str:
 
 def _digest(ordered: list[tuple[str, FileDigest]]) -> str:
     # UTF-8 keeps the order of code points, so sorting the text sorts its bytes.
+    # NUL between the fields: no path holds one, so no two trees have the same lines.
     lines = [f"{entry.kind}\0{path}\0{entry.size}\0{entry.sha256}\n" for path, entry in ordered]
+    # The format's name is a part of what is hashed.
     digest = hashlib.sha256(_HEAD)
     digest.update("".join(lines).encode())
     return digest.hexdigest()

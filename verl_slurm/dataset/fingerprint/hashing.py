@@ -163,6 +163,7 @@ def _have_done(base: str, process: subprocess.Popen[bytes], batches: deque[_Line
 @contextmanager
 def _process(base: str) -> Iterator[subprocess.Popen[bytes] | None]:
     """Yields a process that hashes, or None if none can be started; it ends afterwards."""
+    # Isolated and without site: it starts in 10 ms, and nothing in the data's directory is imported.
     argv = [sys.executable, "-I", "-S", "-X", "utf8", os.path.abspath(small_files.__file__)]
     pipe = subprocess.PIPE
     try:
@@ -173,6 +174,7 @@ def _process(base: str) -> Iterator[subprocess.Popen[bytes] | None]:
     try:
         yield process
     finally:
+        # Killed, not asked: it holds nothing, and may be reading from storage that does not answer.
         process.kill()
         for file in (process.stdin, process.stdout):
             if file:
@@ -185,6 +187,7 @@ def _careful(path: str, entry: Line) -> tuple[str, str]:
     letter = "l" if entry.kind == "link" else "f"
     for _ in range(_ATTEMPTS):
         try:
+            # O_NONBLOCK: what was a file in the walk may be a FIFO by now.
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 before = os.fstat(fd)
@@ -199,6 +202,7 @@ def _careful(path: str, entry: Line) -> tuple[str, str]:
         except OSError as error:
             raise data_error("a data file cannot be read", path, error.strerror, "a readable file") from error
         line = line_of(letter, after, entry.path)
+        # The same stamp before and after, and as many bytes as it says: what was hashed is one state of the file.
         if size == after.st_size and line == line_of(letter, before, entry.path):
             return line, digest
     raise data_error(

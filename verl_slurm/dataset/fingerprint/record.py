@@ -104,9 +104,12 @@ def survey(
         DataError: as `fingerprint`.
     """
     root = Path(root)
+    # Before anything is read: a file is old enough for the cache if it was old at this moment.
     began_ns = clock_ns()
+    # The cache is read and parsed while find walks.
     seen, (old, notice) = glance(root, lambda: hash_cache.load(cache) if cache else (None, None))
     lines = None
+    # An unchanged tree is known by comparing two byte strings, without a set of its lines.
     if not full and old is not None and old.whole and seen is not None:
         if seen == old.text:
             return Survey(root=root, found=old.fingerprint, num_read=0)
@@ -114,7 +117,9 @@ def survey(
         if lines is not None and set(lines) == set(old.lines()):
             return Survey(root=root, found=old.fingerprint, num_read=0)
     cached = old.known() if old is not None else {}
+    # find is faster; `walk` decides where find is missing, failed, or met something out of the ordinary.
     lines = lines or lines_of(root, seen) or walk(root)
+    # A full look starts with no hashes: what the cache says is then compared with what was read.
     found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached), threads)
     unnoticed = [_path(line) for line in lines if full and line in cached and known[line] != cached[line]]
     return Survey(
@@ -148,6 +153,7 @@ def read(paths: RunPaths) -> Fingerprint | None:
         found = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
         if found.format != FORMAT:
             raise ValueError(f"format {found.format}, expected {FORMAT}")
+        # A record whose digest is not that of its entries stands for no tree.
         if found.digest != tree_digest(found.files):
             raise ValueError("its digest is not that of its entries")
     except FileNotFoundError:
@@ -184,9 +190,11 @@ def look(
     Raises:
         DataError: as `fingerprint`.
     """
+    # What will be recorded is read in full: the record decides about all later starts.
     if recorded is None:
         return survey(root)
     seen = survey(root, cache=paths.hash_cache)
+    # The cached look has shown a change. What is accepted instead is read in full before it is recorded.
     if may_record and drift(recorded, seen.found):
         return survey(root)
     return seen
@@ -214,6 +222,7 @@ def check_dataset(
     seen = look(paths, root, recorded, may_record=accept)
     found = seen.found
     difference = drift(recorded, found) if recorded is not None else None
+    # Before the refusal: the next look at this tree is spared the reading, whatever it is compared with.
     for text in (*seen.notices, remember(paths.hash_cache, seen)):
         if text:
             notice(text)
@@ -225,6 +234,7 @@ def check_dataset(
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
         )
+    # After the refusal above: here the difference is accepted.
     if recorded is None or difference:
         write(paths, found)
     return found
@@ -239,7 +249,9 @@ def _read_tree(
         The result, its lines, the number of files read, and `known` with these.
     """
     read_now: set[str] = set()
+    # Hash, then walk again: only a tree that looks the same before and after was read as one state.
     for _ in range(_ATTEMPTS + 1):
+        # By line, so a file that was written meanwhile has another stamp, is unknown, and is read again.
         unknown = [line for line in lines if line not in known and not line.startswith("d ")]
         if not unknown and (found := _assemble(root, lines, known)) is not None:
             return found, lines, len(read_now), known
@@ -249,6 +261,7 @@ def _read_tree(
         before = lines
         # Usually nothing changed meanwhile, so the result is assembled while find runs.
         seen, found = glance(root, partial(_assemble, root, before, known))
+        # The walk behind the hashing.
         lines = lines_of(root, seen) or walk(root)
         if found is not None and (lines == before or set(lines) == set(before)):
             return found, lines, len(read_now), known
@@ -268,6 +281,7 @@ def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | Non
         return None
     if not files:
         raise data_error("the data set is empty", root, "no file below it", "at least one file")
+    # Directories count if nothing else shows that they are there.
     folders = [line[2:] for line in lines if line.startswith("d ")]
     parents = {path.rpartition("/")[0] for path in (*folders, *files)}
     empty = FileDigest(size=0, sha256="", kind="directory")

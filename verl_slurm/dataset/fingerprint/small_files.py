@@ -44,10 +44,13 @@ def digests(base: str, lines: list[str]) -> list[str | None]:
         try:
             fd = os.open(base + path, _FLAGS)
             try:
+                # One byte more: a file that grew since the walk is not of that size.
                 data = os.read(fd, size + 1)
+                # Behind the read, for device and inode; the stamp is compared by the walk after the hashing.
                 info = os.fstat(fd)
             finally:
                 os.close(fd)
+        # Left to the caller, which opens it once more and says what is wrong.
         except OSError:
             found.append(None)
             continue
@@ -73,6 +76,7 @@ def parse_answer(answer: bytes, num_lines: int) -> list[str | None]:
     Raises:
         ValueError: it is not whole.
     """
+    # The process may have been killed in the middle of an answer.
     if len(answer) != answer_bytes(num_lines) or answer.translate(None, b"0123456789abcdef "):
         raise ValueError(f"{len(answer)} bytes for {num_lines} files")
     text = answer.decode()

@@ -55,6 +55,7 @@ def line_of(kind: str, info: os.stat_result, path: str) -> str:
     m_s, m_ns = divmod(info.st_mtime_ns, 1_000_000_000)
     c_s, c_ns = divmod(info.st_ctime_ns, 1_000_000_000)
     numbers = f"{info.st_dev} {info.st_ino} {info.st_size}"
+    # The last 0 is find's: it prints ten digits, and lines of both origins are compared as text.
     return f"{kind} {numbers} {m_s}.{m_ns:09d}0 {c_s}.{c_ns:09d}0 {path}"
 
 
@@ -66,6 +67,7 @@ def parse_line(line: str) -> Line:
     """
     if line.startswith("d "):
         return Line("directory", line[2:])
+    # The path comes last, as it may have blanks.
     letter, device, inode, size, mtime, ctime, path = line.split(" ", 6)
     if letter not in ("f", "l") or not path:
         raise ValueError("neither a file nor a link")
@@ -98,14 +100,17 @@ def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
         Its lines, each with a NUL after it (of links those of the links themselves: see `lines_of`), or None if find is
             missing or failed. And the result of `meanwhile`.
     """
+    # find does not follow a link that it is given to start from.
     real = os.path.realpath(root)
     with ExitStack() as stack:
         try:
+            # All of them before `meanwhile`: they walk while this process works.
             finds = [stack.enter_context(_find(real, starts)) for starts in _starts(real)]
         except OSError:
             return None, meanwhile()
         result = meanwhile()
         said = [find() for find in finds]
+    # One that failed may have left out a part, so the others' lines count for nothing.
     return None if None in said else b"".join(part for part in said if part), result
 
 
@@ -118,12 +123,14 @@ def lines_of(root: Path, seen: bytes | None) -> list[str] | None:
         lines = (seen or b"").decode("utf-8").split("\0")
     except UnicodeDecodeError:
         return None
+    # Behind the last NUL is nothing.
     lines.pop()
     for index, line in enumerate(lines):
         if line[:2] in ("f ", "d "):
             continue
         try:
             path = parse_line(line).path
+            # find printed the link's own numbers; training reads its target, which may change while the link does not.
             info = os.stat(root / path)
         except (ValueError, OSError):
             return None
@@ -151,6 +158,7 @@ def _starts(root: str) -> list[list[str]]:
     num_folders = 0
     with os.scandir(root) as entries:
         for entry in entries:
+            # One find for all: names on its command line are limited in number, and some would be options.
             if len(names) == _MOST_NAMES or entry.name.startswith(_NO_NAME):
                 return [[]]
             names.append(entry.name)
@@ -170,6 +178,7 @@ def _find(root: str, starts: list[str]) -> Iterator[Callable[[], bytes | None]]:
     numbers = "%D %i %s %T@ %C@ "
     path = r"%p\0" if starts else r"%P\0"
     argv = [
+        # `%P` leaves the starting point out, which is `.`; names below the root are a part of the path.
         *(_FIND, *(starts or (".", "-mindepth", "1"))),
         *("-type", "d", "-printf", f"d {path}"),
         # Files apart from the rest, because `%y` takes a tenth of the time.
@@ -184,6 +193,7 @@ def _find(root: str, starts: list[str]) -> Iterator[Callable[[], bytes | None]]:
             argv, cwd=root, stdin=null, stdout=output, stderr=null, env={"LC_ALL": "C"}
         )
         try:
+            # find ends with 1 if it could not read one directory: `walk` then names it.
             yield lambda: None if process.wait() else _content(output)
         finally:
             if process.poll() is None:
@@ -202,6 +212,7 @@ def _content(fd: int) -> bytes:
 def _descend(folder: str, prefix: str, lines: list[str], above: frozenset[tuple[int, int]]) -> None:
     info = os.stat(folder)
     here = (info.st_dev, info.st_ino)
+    # By device and inode, not by path: a loop of links has a new path in each round.
     if here in above:
         raise data_error(
             "the data set has a loop of links", folder, "a link to a directory above it", "a tree"

@@ -22,6 +22,7 @@ MAX_BYTES = 352 << 20
 def main() -> int:
     """Returns 0 always: an error is an answer, too."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    # Not RLIMIT_AS: a thread reserves addresses that it never touches.
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
@@ -31,6 +32,7 @@ def main() -> int:
         parts = ("what", "where", "found", "expected", "remedy")
         said = {part: getattr(error, part) for part in parts}
         answer = {"error": {part: None if text is None else str(text) for part, text in said.items()}}
+    # An answer, too: the data need more than a look may have, and the ranks read them without this limit.
     except MemoryError:
         answer = {"error": None}
     sys.stdout.buffer.write(msgspec.json.encode(answer))

@@ -30,8 +30,10 @@ def has_template(model: Path) -> bool:
     if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
         return True
     try:
+        # Without transformers, which a login node may lack. Raw values: the rest of the file is of no interest.
         data = read_regular(model / "tokenizer_config.json", TOKENIZER, follow=True)
         said = decode_json(data, dict[str, msgspec.Raw], TOKENIZER, doubles=False)
+    # Not said here: whoever loads the tokenizer says it with its reason.
     except (OSError, *UNREADABLE):
         return False
     return bytes(said.get("chat_template", b"null")).strip() not in (b"null", b'""', b"[]")

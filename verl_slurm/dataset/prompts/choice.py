@@ -23,7 +23,9 @@ __all__ = ["SUFFIXES", "choose"]
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 _EXPECTED = "*.jsonl, *.parquet, *.json, *.csv, *.tsv, or a directory that `datasets` saved"
+# JSON files that lie beside the data and hold no prompts.
 _ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json"}
+# A whole word at the beginning of the name: `testament.json` is no test split.
 _SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
 _SHOWN = 4
 
@@ -51,6 +53,7 @@ def choose(
     files_key = key.replace("root", "files")
     if pattern is not None:
         parts = _parts(pattern)
+        # Sorted: the order decides which prompt is which number, and storage lists names in any order.
         chosen = sorted(name for name in names if _matches(parts, name))
         if not chosen:
             raise DataError(
@@ -71,6 +74,7 @@ def choose(
     top = sorted(name for name in names if "/" not in name)
     if jsonl := [name for name in top if name.endswith(".jsonl")]:
         return jsonl
+    # Before the kinds below: the cache files of `datasets` may lie beside the data, as *.arrow, too.
     if "state.json" in top and any(name.endswith(".arrow") for name in top):
         return _saved(top, read, root)
     if "dataset_dict.json" in top:
@@ -82,6 +86,7 @@ def choose(
             expected="the directory of one split",
             remedy=f"set {key}={root}/{splits[0] if splits else 'train'}",
         )
+    # The root first; snapshots of the hub have their files in data/.
     for folder in ("", "data/"):
         inside = [name for name in sorted(names) if name.startswith(folder)]
         inside = [name for name in inside if "/" not in name.removeprefix(folder)]
@@ -101,6 +106,7 @@ _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each lin
 
 
 def _of_one_kind(held: list[str], root: object, files_key: str) -> list[str]:
+    # A data set that lies there in two forms would be read twice.
     kinds = sorted({name[name.rindex(".") :] for name in held})
     if len(kinds) > 1:
         raise DataError(
@@ -111,6 +117,7 @@ def _of_one_kind(held: list[str], root: object, files_key: str) -> list[str]:
             remedy=f"say which ones: {files_key}='{_prefix(held[0])}*{kinds[0]}'",
         )
     splits = sorted({found[1].lower() for name in held if (found := _SPLIT.match(name.rpartition("/")[2]))})
+    # Training on a test split would go unnoticed.
     if len(splits) > 1:
         first = "train" if "train" in splits else splits[0]
         raise DataError(
@@ -130,6 +137,7 @@ def _prefix(name: str) -> str:
 def _saved(top: list[str], read: Callable[[str], bytes], root: object) -> list[str]:
     where = f"{root}/state.json"
     try:
+        # The files that it names, in its order: *.arrow beside them may be caches of `datasets`.
         state = msgspec.json.decode(read("state.json"), type=_State)
         files = [entry["filename"] for entry in state.data_files]
     except (KeyError, *UNREADABLE) as error:
@@ -140,6 +148,7 @@ def _saved(top: list[str], read: Callable[[str], bytes], root: object) -> list[s
             expected="state.json as Dataset.save_to_disk writes it",
             remedy="save the data set again",
         ) from None
+    # A copy that was interrupted would otherwise train on a part of the data.
     if missing := [name for name in files if name not in top]:
         raise DataError(
             "the saved data set is not whole",
@@ -174,6 +183,7 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
 def _parts(pattern: str) -> list[str]:
     """Splits a glob into `**/`, `*`, `?` and the text between; equal stars in a row are one."""
     parts = [part for part in re.split(r"(\*\*/|\*|\?)", pattern) if part]
+    # Equal stars in a row say the same as one, and each would multiply the work.
     return [
         part for part, before in zip(parts, ["", *parts], strict=False) if part[0] != "*" or part != before
     ]
@@ -195,6 +205,7 @@ def _matches(parts: Iterable[str], name: str) -> bool:
             ends = {at + 1 for at in ends if at < len(name) and name[at] != "/"}
         else:
             ends = {at + len(part) for at in ends if name.startswith(part, at)}
+        # No reading of the pattern is left.
         if not ends:
             return False
     return len(name) in ends

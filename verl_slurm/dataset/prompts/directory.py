@@ -45,6 +45,7 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
         )
     pattern = _pattern(config, key)
     try:
+        # All names, before any choice: the message for a wrong directory says what is there.
         names = list(_names(root))
     except OSError as error:
         raise DataError(
@@ -74,12 +75,16 @@ def prompts_below(
     if recorded is None:
         names = data_files(root, config, key=key)
     else:
+        # From the fingerprint's names, not from the directory: a file that came later is no part of the run.
         names = choose(list(recorded), _pattern(config, key), read, root=root, key=key)
+    # What is held out stays whole: it decides which prompts never train.
     limit = config.limit if key == "data.root" else None
     rows = 0
     for name in names:
+        # Before the next file is opened: it may be large.
         if rows == limit:
             break
+        # From memory: the bytes that were hashed are the bytes that are parsed.
         for place in prompts_of(io.BytesIO(read(name)), root / name, config):
             if rows == limit:
                 break
@@ -114,6 +119,7 @@ def _names(root: Path) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise error
 
+    # onerror: os.walk would pass over a directory that it cannot read.
     for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
         inside = os.path.relpath(folder, root)
         if inside.count("/") >= _DEEPEST:  # a loop of links; the fingerprint names it
@@ -124,6 +130,7 @@ def _names(root: Path) -> Iterator[str]:
 def _small(path: Path) -> bytes:
     try:
         with os.fdopen(open_regular(path, follow=True), "rb") as file:
+            # Bounded: its name is all that is known of it.
             return file.read(_SMALL_BYTES)
     except (OSError, TooMuch) as error:
         raise _unreadable(path, error) from None
@@ -146,6 +153,7 @@ def _read(path: Path, recorded: Content | None) -> bytes:
             raise _unreadable(path, error) from None
         found = str(error)
     else:
+        # Hashed here, on every rank: a node may see another state of the storage than rank 0 did.
         if recorded is None or (there := hashlib.sha256(data).hexdigest()) == digest:
             return data
         found = f"SHA-256 {there[:16]}"

@@ -42,9 +42,11 @@ def records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[Pla
     suffix = name[name.rindex(".") :]
     if suffix in (".parquet", ".arrow"):
         return _arrow_records(file, name, columns)
+    # Before the text formats: a UTF-16 file would be called broken JSON, and its user would look for a wrong line.
     _refuse_utf16(file, name)
     if suffix in (".csv", ".tsv"):
         return _csv(file, name, "," if suffix == ".csv" else "\t")
+    # Under this suffix there may be JSON Lines, too, so the content decides.
     if suffix == ".json" and _first_character(file) == b"[":
         return _json_array(file, name)
     return _json_lines(file, name)
@@ -72,6 +74,7 @@ def _first_character(file: BinaryIO) -> bytes:
 
 def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
     number = 0
+    # Bounded: a file without a line break would be one line of its whole size.
     while line := file.readline(MAX_ROW_CHARS + 1):
         if len(line) > MAX_ROW_CHARS:
             raise _too_long(f"{name}:{number + 1}")
@@ -103,6 +106,7 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
     def more() -> bool:
         nonlocal window, at
         try:
+            # At least 64 KiB, so that a window that is full still grows by one read and shows whether a row ends.
             read = text.read(max(MAX_ROW_CHARS - (len(window) - at), 1 << 16))
         except UnicodeDecodeError as error:
             raise DataError("the data file is not UTF-8", where=name, found=error, remedy=remedy) from None
@@ -130,10 +134,12 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
                 if end == len(window) and more():  # a number may go on
                     value, end = decoder.raw_decode(window, at)
             except UNREADABLE as error:
+                # Perhaps the element does not end in the window. Beyond the limit it is one that is too long.
                 if len(window) - at > MAX_ROW_CHARS:
                     raise _too_long(where) from None
                 if not more():
                     raise DataError("not JSON", where=where, found=error, remedy=remedy) from None
+                # The same element again, with more text.
                 number -= 1
                 continue
             yield where, value
@@ -149,13 +155,17 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
                         "not JSON", where=where, found=found or "the end", expected=", or ]", remedy=remedy
                     )
     finally:
+        # The caller closes the file, and a TextIOWrapper that goes would close it as well.
         text.detach()
 
 
 def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
+    # newline="": a line break within quotes is a part of the text, and csv has to see it as it is.
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    # csv's own limit is 128 KiB, which long prompts exceed. It is one setting for the whole process.
     csv.field_size_limit(MAX_ROW_CHARS)
 
+    # csv asks for whole lines; these are bounded like all others.
     def lines() -> Iterator[str]:
         while line := text.readline(MAX_ROW_CHARS + 1):
             if len(line) > MAX_ROW_CHARS:
@@ -250,6 +260,7 @@ def _parquet(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     # With a buffer: otherwise a whole column of a row group is read at once.
+    # Without extensions: such a column stays as it is stored, and no class of its type reads it.
     with pq.ParquetFile(
         file, buffer_size=_BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
     ) as parquet:

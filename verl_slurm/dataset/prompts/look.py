@@ -66,14 +66,17 @@ def look_at(wanted: Wanted) -> Look:
     files = data_files(root, config, key=wanted.key)
     limit = config.limit if wanted.key == "data.root" else None
     lengths = _Lengths(_load(wanted.tokenizer), config.max_prompt_tokens)
+    # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
     for name in files:
+        # Rows behind `data.limit` never train, so nothing is asked of them.
         if rows == limit:
             break
         path = root / name
         try:
             with os.fdopen(open_regular(path, follow=True), "rb") as file:
+                # By the same function as the ranks: what passes here fails there for its content alone.
                 for where, prompt, _ in prompts_of(file, path, config):
                     rows += 1
                     if isinstance(prompt, str):
@@ -83,6 +86,7 @@ def look_at(wanted: Wanted) -> Look:
                     elif not wanted.has_template:
                         raise no_template(where)
                     else:
+                        # Their length is not measured: that needs the template, and so transformers.
                         conversations = True
                     if rows == limit:
                         break
@@ -98,6 +102,7 @@ def look_at(wanted: Wanted) -> Look:
             raise DataError(
                 "a data file cannot be read", where=path, found=error.strerror, remedy=f"chmod u+r {path}"
             ) from None
+    # The rest of the last batch.
     lengths.look()
     if not rows:
         raise no_rows(root, len(files), wanted.key)
@@ -116,6 +121,7 @@ class _Lengths:
     def add(self, where: str, prompt: str) -> None:
         if self._tokenizer is not None:
             self._held.append((where, prompt))
+            # In batches: a call for each prompt costs more than its tokens, and all texts at once would not fit.
             if len(self._held) == _TEXTS_AT_ONCE:
                 self.look()
 
@@ -142,6 +148,7 @@ def _load(path: str | None) -> _Tokenizer | None:
         from tokenizers import Tokenizer  # type: ignore[import-untyped]
 
         tokenizer = Tokenizer.from_file(path)
+        # The file may ask for both: a cut prompt would never be too long, and a padded one always.
         tokenizer.no_truncation()
         tokenizer.no_padding()
     except Exception:  # noqa: BLE001 - it raises plain Exception; the ranks have more ways to load a tokenizer

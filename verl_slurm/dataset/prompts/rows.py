@@ -46,11 +46,13 @@ def prompts_of(file: BinaryIO, name: str | PurePath, config: DataConfig) -> Iter
 
 def _columns(config: DataConfig) -> Collection[str]:
     keys = [key for key in (config.prompt_key, config.answer_key) if key is not None]
+    # The top of each path: formats with columns read no other.
     return {key.partition(".")[0] for key in keys}
 
 
 def _value(row: dict[str, Any], key: str) -> Any:
     """Returns the value; `_MISSING` if there is none. A name with dots in it counts before a path."""
+    # A column may be called `a.b`; only without one is it a path.
     if key in row:
         return row[key]
     value: Any = row
@@ -62,6 +64,7 @@ def _value(row: dict[str, Any], key: str) -> Any:
 
 
 def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
+    # An empty prompt has no token to start from.
     if isinstance(value, str) and value:
         return value
     if not isinstance(value, list) or not value:
@@ -73,14 +76,17 @@ def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
         # Formats with columns have every key in every row, as null.
         message = {name: part for name, part in message.items() if part is not None}
         content = message.get("content")
+        # Parts of text are joined; a message with an image or other media is refused.
         if isinstance(content, list):
             kinds = {part.get("type") if isinstance(part, dict) else None for part in content}
             if kinds - {"text"}:
                 raise _no_conversation(where, key, f"message {number + 1} with {_kind(content)}")
             content = message["content"] = "".join(str(part.get("text", "")) for part in content)
+        # A call of a tool has no text of its own.
         if not isinstance(content, str) and "tool_calls" not in message:
             raise _no_conversation(where, key, f"message {number + 1}: {_kind(message)}")
         messages.append(message)
+    # The template would open another turn behind the answer that is wanted.
     if messages[-1]["role"] == "assistant":
         raise DataError(
             "a conversation ends with the assistant's message",
@@ -98,6 +104,7 @@ def _answer(row: dict[str, Any], where: str, key: str) -> str:
     if value is _MISSING or value is None:
         remedy = "data.answer_key; data.answer_key=null if there are no answers"
         raise _no_text(value, row, where, key, "an answer", remedy)
+    # default=str: Parquet gives dates and decimals, which JSON lacks.
     return json.dumps(value, ensure_ascii=False, default=str)
 
 

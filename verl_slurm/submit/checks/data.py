@@ -41,6 +41,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
     """
     data = config.data
     root = data.root if key == "data.root" else data.eval_root or ""
+    # Each file by itself: rows are read for two seconds, which may not reach the last files.
     for name in data_files(Path(root), data, key=key):
         if not os.access(path := Path(root) / name, os.R_OK, effective_ids=True):
             raise DataError(
@@ -49,8 +50,10 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
                 found=os.strerror(errno.EACCES),
                 remedy=f"chmod u+r {path}",
             )
+    # A built-in model may not be built yet.
     model = None if config.model.path.startswith(BUILTIN) else Path(config.model.path)
     if data.chat_template in ("auto", "none"):
+        # `auto` takes the model's own template, so whether conversations can be read depends on it.
         template = model is not None and has_template(model)
     else:
         template = bool(read_template(Path(data.chat_template)))
@@ -68,6 +71,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
     rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
     text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
     note = ""
+    # Two seconds of rows, and no more: a data set of hours would hold the submission up, and the ranks read it all.
     if not found.whole:
         note = f"{key}: only the first {found.rows} rows were looked at; the ranks read them all"
     elif not found.measured and model is not None:
@@ -76,6 +80,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
 
 
 def _look(wanted: Wanted) -> Look:
+    # A process of its own with bounded memory: a compressed page may need a thousand times its size.
     command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]
     try:
         done = subprocess.run(
@@ -90,6 +95,7 @@ def _look(wanted: Wanted) -> Look:
         ) from None
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)
+    # It died without an answer, of its memory limit or a library's crash.
     except UNREADABLE:
         answer = _Answer()
     if answer.look is not None:

@@ -46,8 +46,10 @@ def save_time(
     probe: Callable[[Path], PlaceReport] = probe_place,
 ) -> SaveTime | None:
     """Returns the time that a save of this run takes; None: unknown."""
+    # What was measured in this run counts before anything that is expected of its storage.
     saving = measured_save(read_events(paths))
     size = checkpoint_size(config, committed)
+    # Trying the storage writes 64 MiB: not for a state of which the speed hardly matters.
     if saving is None and size is not None and size[0] >= _WORTH_TRYING:
         report = probe(paths.checkpoints)
         saving = None if report.problem else expected_save(size[0], report.write_bytes_per_s)
@@ -58,9 +60,11 @@ def _behind_a_step(paths: RunPaths, saving: SaveTime | None) -> SaveTime | None:
     """Returns the time of a whole step and a save; None: no step was measured yet."""
     rows = last_steps(paths, STEPS_LOOKED_AT)
     steps_s = [float(row["step_s"]) for row in rows if isinstance(row.get("step_s"), int | float)]
+    # Without a measured step there is no time to compare with a deadline; a save alone would look too good.
     if not steps_s:
         return None
     save_s = None if saving is None else saving.seconds
+    # As if the warning came at a step's beginning, by the numbers that the session itself will decide by.
     worst = reach(seconds_left=math.inf, running_s=0.0, steps_s=steps_s, save_s=save_s)
     save = "a save" if saving is None else f"a save of {saving.seconds:.1f} s ({saving.basis})"
     return SaveTime(

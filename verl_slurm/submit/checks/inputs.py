@@ -64,10 +64,10 @@ _BUILD_TIMEOUT_S = 900.0
 def cache_dir() -> Path:
     """Returns the directory of this version's built-in models and data.
 
-    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION is the hash of the code that builds
-    them, so a changed builder never sees the output of an older one.
+    `$XDG_CACHE_HOME/verl-slurm/builtin/VERSION`, mostly below ~/.cache. VERSION: the hash of the code that builds them.
     """
     builder = hashlib.sha256()
+    # By the builder's code and not by the version: a changed builder never sees the output of an older one.
     for source in sorted((Path(verl_slurm.__file__).parent / "quickstart").glob("*.py")):
         builder.update(source.name.encode() + b"\0" + source.read_bytes())
     return _cache_base() / builder.hexdigest()[:12]
@@ -95,6 +95,7 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
     model, data, checkpoint = config.model, config.data, config.checkpoint
     if not model.path.startswith(BUILTIN):
         model = replace(model, path=path("model.path", model.path))
+    # A reward holds its path behind a prefix, so it has a rule of its own.
     base = places.base_of_reward(model.reward)
     model = replace(model, reward=absolute_reward(model.reward, base))
     if not data.root.startswith(BUILTIN):
@@ -106,6 +107,7 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
     wanted = checkpoint.resume_from
     if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
         checkpoint = replace(checkpoint, resume_from=path("checkpoint.resume_from", wanted))
+    # An output: relative to the working directory, so that a shipped example does not write into the package.
     run_dir = places.output(config.run_dir.replace("{name}", config.name))
     trainer = config.trainer
     if trainer.command and trainer.command[0].endswith(".py"):
@@ -123,7 +125,9 @@ def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
     """
     if config.trainer.backend != "verl":
         return config.verl
+    # A copy: the configuration that the user wrote is shown and kept as it is.
     words, keys = dict(config.verl), input_keys(config.trainer.entry)
+    # Hydra's `+key` adds what verl's own configuration does not have; it names the same place.
     for name in [name for name in words if name.lstrip("+") in keys]:
         value, key = words[name], f"verl.{name.lstrip('+')}"
         if isinstance(value, list):
@@ -134,10 +138,12 @@ def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
 
 
 def _if_there(key: str, value: Any, places: Places) -> Any:
+    # A `$` is a reference of Hydra's, and `[` begins a list in its grammar: neither is a path.
     relative = isinstance(value, str) and value and not value.startswith(("/", "~", "[")) and "$" not in value
     if not relative:
         return value
     found = places.path(key, value)
+    # What does not exist may be a name of the Hugging Face hub.
     return found if os.path.exists(found) else value
 
 
@@ -152,6 +158,7 @@ def check_names(config: RunConfig) -> None:
         ("data.root", config.data.root, BUILTIN, BUILTIN_DATA),
         ("data.eval_root", config.data.eval_root or "", BUILTIN, BUILTIN_DATA),
     ):
+        # A typing error: found here, before anything is built.
         if value.startswith(prefix) and value.removeprefix(prefix) not in names:
             raise ConfigError(
                 "no such built-in",
@@ -172,6 +179,7 @@ def build_builtins(config: RunConfig) -> RunConfig:
         return config
     replace = msgspec.structs.replace
     if config.data.root.startswith(BUILTIN):
+        # Asked of the child each time: it compares the files with the sums that they should hold.
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
     held_out = config.data.eval_root
     if held_out is not None and held_out.startswith(BUILTIN):
@@ -192,6 +200,7 @@ def _built_model(config: RunConfig) -> Path:
 def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
     """Takes over the built path of an existing run's `builtin:`, even if an older version built it."""
     replace = msgspec.structs.replace
+    # Without the builder's hash: after an upgrade the run still trains the model and data that it began with.
     base = str(_cache_base()) + os.sep
     if config.data.root.startswith(BUILTIN) and old.data.root.startswith(base):
         config = replace(config, data=replace(config.data, root=old.data.root))
@@ -204,7 +213,9 @@ def built_before(config: RunConfig, old: RunConfig) -> RunConfig:
 
 
 def _build(kind: str, spec: str) -> str:
+    # Here and not in the child, whose traceback would be the answer.
     require_packages("torch", "transformers", wanted_by=f"building {spec}")
+    # A child, since building imports torch; -P, since `-m` would look in the working directory first.
     command = [sys.executable, "-P", "-m", "verl_slurm.quickstart", kind, spec, str(cache_dir())]
     try:
         done = subprocess.run(
@@ -217,6 +228,7 @@ def _build(kind: str, spec: str) -> str:
             found=f"nothing after {_BUILD_TIMEOUT_S:.0f} s",
             remedy="try again on an idle machine",
         ) from None
+    # The last line is the path; libraries may print before it.
     lines = done.stdout.decode(errors="replace").strip().splitlines()
     if done.returncode or not lines or not Path(lines[-1]).is_dir():
         words = done.stderr.decode(errors="replace").strip().splitlines()
@@ -272,6 +284,7 @@ def check_reward(text: str) -> None:
         )
     if spec.kind == "classifier":
         check_model("model.reward", Path(spec.name))
+    # By its syntax tree: the user's module is not run here.
     if spec.kind == "python":
         check_function(spec, source_file(spec))
 
@@ -297,6 +310,7 @@ def check_guest(config: RunConfig) -> list[str]:
                 remedy="set trainer.command, or submit from where its path begins",
             )
         checked.append("program")
+    # A guest may have its data elsewhere, or none; what it names is fingerprinted, and so has to exist.
     root = data_root(config)
     if root is not None:
         if not root.is_dir():

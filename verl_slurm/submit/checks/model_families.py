@@ -35,6 +35,7 @@ def check_family(config: RunConfig) -> list[str]:
     """
     said = said_of(config.model.path)
     for found in family_complaints(config, said):
+        # Whose fault it is decides the exit code: the model's (DATA), or a key that does not go with it (CONFIG).
         by_itself = found.key == "model.path"
         refusal: type[VerlSlurmError] = DataError if by_itself else ConfigError
         raise refusal(
@@ -61,6 +62,7 @@ def check_model_shape(distributed: DistributedConfig, model_path: str, said: Map
     Raises:
         ConfigError: the first complaint.
     """
+    # Each rank has the whole model then, whatever its sizes.
     if distributed.tp_size == distributed.pp_size == 1:
         return
     for found in shape_complaints(distributed, said):
@@ -78,6 +80,7 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
     tp, pp = distributed.tp_size, distributed.pp_size
     kind = str(said.get("model_type"))
     whole = _kept_whole(kind, said)
+    # A family that stays whole ends the questions: its sizes need not mean what they mean elsewhere.
     for key, parts in (("tp_size", tp), ("pp_size", pp)):
         if parts > 1 and whole[key]:
             yield Complaint(
@@ -90,15 +93,18 @@ def shape_complaints(distributed: DistributedConfig, said: Mapping[str, Any]) ->
     heads = said.get("num_attention_heads")
     sizes = {
         "num_attention_heads": heads,
+        # Models without grouped heads have no such key.
         "num_key_value_heads": said.get("num_key_value_heads") or heads,
         "intermediate_size": said.get("intermediate_size"),
     }
     for name, size in sizes.items():
+        # Heads and the MLP's columns are what a tensor-parallel plan deals out; a rank takes whole ones.
         if isinstance(size, int) and size % tp:
             yield Complaint(
                 "distributed.tp_size", str(tp), f"a divisor of the model's {name}={size}", "lower it"
             )
     layers = said.get("num_hidden_layers")
+    # Each stage has at least one layer.
     if isinstance(layers, int) and layers < pp:
         yield Complaint(
             "distributed.pp_size", str(pp), f"at most the model's num_hidden_layers={layers}", "lower it"
@@ -117,6 +123,7 @@ def _kept_whole(kind: str, said: Mapping[str, Any]) -> dict[str, str]:
     family = FAMILIES.get(kind)
     if family is None:
         return dict.fromkeys(("tp_size", "pp_size"), "it has not been tried")
+    # By the model's own config.json, since the same family has models with and without it.
     norm = next((key for key in _NORMS_OF_ALL_HEADS if said.get(key)), "")
     softcap = "final_logit_softcapping" if said.get("final_logit_softcapping") else ""
     tp = f"{family.tp} in transformers' tensor-parallel plan" if family.tp else norm

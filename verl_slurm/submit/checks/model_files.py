@@ -48,7 +48,9 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
     """
     remedy = _remedy(key)
     if not directory.is_dir():
+        # As written, since the absolute path of `org/name` looks like any other.
         if _HUB_NAME.fullmatch(written):
+            # Taken for a hub's name by its form alone: nothing here asks the hub.
             remedy = (
                 "names of the Hugging Face hub are not downloaded: "
                 f"`hf download {written} --local-dir DIR` first, then set {key} to DIR"
@@ -56,6 +58,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
         raise DataError("no such model directory", where=directory, remedy=remedy)
     if not (directory / "config.json").is_file():
         raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
+    # Names first, then the contents of small files, and the headers of large ones last.
     _check_weights(key, directory, remedy)
     _check_config(directory / "config.json", remedy)
     if not any((directory / name).is_file() for name in _TOKENIZERS):
@@ -82,6 +85,7 @@ def weights_problem(path: Path) -> str:
 
 def _of_weights(path: Path, look: Callable[[int], T]) -> T | str:
     try:
+        # Links are followed: users name models by them.
         fd = open_regular(path, follow=True)
     except TooMuch as error:
         return str(error)
@@ -100,6 +104,7 @@ def num_parameters(directory: Path) -> int | None:
     total = 0
     for path in directory.glob("*.safetensors"):
         header = _of_weights(path, read_header)
+        # A file that cannot be understood makes the whole sum unknown, and not smaller.
         if isinstance(header, str):
             return None
         entries = (entry for name, entry in header.entries.items() if name != "__metadata__")
@@ -116,11 +121,13 @@ def _remedy(key: str) -> str:
 
 
 def _check_weights(key: str, directory: Path, remedy: str) -> None:
+    # In the order in which `from_pretrained` looks for them.
     if (directory / _WHOLE).is_file():
         return
     if (directory / _INDEX).is_file():
         _check_index(directory, remedy)
         return
+    # Each likely cause has its own words and remedy: pickles, an adapter by itself, a file of another name.
     pickled = [path.name for path in sorted(directory.glob("pytorch_model*.bin"))]
     expected = f"{_WHOLE} or {_INDEX}"
     if pickled:
@@ -166,6 +173,7 @@ def _check_index(directory: Path, remedy: str) -> None:
         raise DataError(
             "the index of the weights cannot be read", where=path, found=error, remedy=remedy
         ) from None
+    # A name with a directory in it leads out of the model's.
     missing = [name for name in shards if Path(name).name != name or not (directory / name).is_file()]
     if missing or not shards:
         raise DataError(

@@ -60,12 +60,11 @@ __all__ = [
 def source_note(source: Path) -> str:
     """Returns a warning about a configuration that other users own or may write: it can run anything as its
     submitter. Empty: no warning.
-
-    Root and the owner of this very code are trusted with it. A group whose number equals the owner's is taken for the
-    owner alone.
     """
     info = source.stat()
+    # A group whose number equals the owner's is taken for the owner alone.
     writable = bool(info.st_mode & 0o002 or (info.st_mode & 0o020 and info.st_gid != info.st_uid))
+    # Root and the owner of this very code can run anything as the submitter anyway.
     if info.st_uid in {0, os.geteuid(), os.stat(__file__).st_uid} and not writable:
         return ""
     by = (
@@ -104,6 +103,7 @@ def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
     Raises:
         KeyRefused, PermissionRefused: `keys.load_keys`.
     """
+    # Here, where the user sees it: the lead refuses a missing key after the wait in the queue.
     keys = load_keys(config.checkpoint.encryption)
     if keys is None or config.checkpoint.encryption is None:
         return None
@@ -146,6 +146,7 @@ def check_resume_from(config: RunConfig) -> None:
     if wanted is None or wanted == "auto":
         return
     named = CHECKPOINT_NAME.fullmatch(wanted)
+    # A name means a checkpoint of this run; anything else is a path, of whichever run.
     path = RunPaths(config.run_dir).checkpoints / wanted if named else Path(wanted)
     if not path.is_dir():
         raise NotFound(
@@ -177,8 +178,10 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
             model cannot be divided as `distributed` says.
         DataError: see `model_files`, `inputs` and `data`.
     """
+    # First: `said_of` looks built-ins up by name, and an unknown one has no config.json.
     check_names(config)
     require_engine(config)
+    # Built-ins are made after all checks, so there may be no directory yet.
     if not config.model.path.startswith(BUILTIN):
         check_model("model.path", Path(config.model.path), written)
     said = said_of(config.model.path)
@@ -193,6 +196,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     for name, key, root in roots:
         if root is None:
             continue
+        # Built-in data may not be there yet, and needs no check.
         text, note = (root, "") if root.startswith(BUILTIN) else check_data(config, key)
         taken.append((name, text))
         notes += [note] if note else []
@@ -205,12 +209,14 @@ def check_run_dir(run_dir: Path) -> None:
     Raises:
         PermissionRefused: not writable, not ours, or something else is in the way.
     """
+    # The nearest directory that exists decides. lexists, so that a link that leads nowhere counts as being in the way.
     place = run_dir
     while not os.path.lexists(place):
         if place == place.parent:
             break
         place = place.parent
     remedy = "choose another run_dir"
+    # Another user's link can be turned at any time, even if it leads to a directory of ours now.
     for link in (part for part in (run_dir, *run_dir.parents) if part.is_symlink()):
         if (owner := link.lstat().st_uid) not in {0, os.geteuid()}:
             raise PermissionRefused(
@@ -222,6 +228,7 @@ def check_run_dir(run_dir: Path) -> None:
             )
     if not place.is_dir():
         raise PermissionRefused("a file is in the way of the run directory", where=place, remedy=remedy)
+    # By default access(2) asks for the real user, and files are made by the effective one.
     if not os.access(place, os.W_OK | os.X_OK, effective_ids=True) or _is_read_only(place):
         raise PermissionRefused(
             "the run directory cannot be written",
@@ -229,6 +236,7 @@ def check_run_dir(run_dir: Path) -> None:
             found=f"no write permission in {place}",
             remedy=f"{remedy}, or ask for write permission",
         )
+    # Asked apart from the permissions: root may write into anybody's directory.
     if place == run_dir and place.stat().st_uid != os.geteuid():
         raise PermissionRefused(
             "the run directory belongs to another user",
@@ -257,10 +265,13 @@ def check_surroundings(config: RunConfig) -> str | None:
             belongs to. Or everybody could replace this run by one of theirs.
     """
     if config.checkpoint.local_dir is not None:
+        # A manifest without a key does not say which run it belongs to, so an exchanged second copy would be resumed.
         require_safe_way(Path(config.checkpoint.local_dir), "checkpoint.local_dir")
+    # From the parent up: whoever may write there can rename the run, whatever its own mode is.
     if (found := unsafe_on_the_way(Path(config.run_dir).parent)) is None:
         return None
     folder, what = found
+    # What everybody may write is refused and not noted: the job would run whatever lies there when it starts.
     if folder.stat().st_mode & stat.S_IWOTH:
         require_safe_way(Path(config.run_dir).parent, "run_dir")
     # A group's directory is an ordinary place for runs: its members can take the run away, and are trusted not to.
@@ -271,21 +282,21 @@ def check_surroundings(config: RunConfig) -> str | None:
 
 
 def _is_read_only(place: Path) -> bool:
-    """Returns whether the file system refuses writes: root passes every access check, but a read-only or kernel file
-    system still takes no directory.
-    """
+    """Returns whether the file system refuses writes."""
     flags = os.statvfs(place).f_flag
+    # Root passes every access check, but a read-only or kernel file system still takes no directory.
     return bool(flags & os.ST_RDONLY) or place.is_relative_to("/proc") or place.is_relative_to("/sys")
 
 
 def choose_cluster(wanted: Literal["auto", "slurm", "local"]) -> tuple[Cluster, str]:
-    """Returns Slurm if its commands exist, else this machine. A Slurm that does not answer never leads to this machine.
+    """Returns Slurm if its commands exist, else this machine.
 
     Returns:
         The cluster, and a note for the user if it was chosen for them.
     """
     if wanted != "auto":
         return wanted, ""
+    # The absence of the command alone decides. A Slurm that does not answer must not start the run on a login node.
     if shutil.which("sbatch") is None:
         return "local", "no Slurm here (no sbatch in PATH): the run starts on this machine (--cluster local)"
     return "slurm", ""
@@ -317,6 +328,7 @@ def check_slurm(config: RunConfig) -> SlurmSays:
             expected=f"a path without `{min(found)}`, for Slurm",
             remedy="choose another run_dir",
         )
+    # All three: submitit needs sbatch and srun, and the lead starts its agents and requeues by the others.
     for program in ("sbatch", "srun", "scontrol"):
         if shutil.which(program) is None:
             raise SlurmMissing(
@@ -332,6 +344,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
     name = config.slurm.partition
     try:
         conf = await client.config()
+        # Without a name the job goes to the default one, whose limits count then.
         facts = await (client.default_partition() if name is None else client.partition(name))
     except SlurmMissing as error:
         # scontrol complains in several lines; the last one states the error.
@@ -364,6 +377,7 @@ def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
         return f"its state is {facts.state}"
     if nodes > facts.total_nodes:
         return f"{counted(facts.total_nodes, 'node')} in it, {nodes} asked for"
+    # Of the partition as a whole: which nodes are alike and free is for `sbatch --test-only` to say.
     cpus = nodes * config.slurm.cpus_per_node
     if cpus > facts.total_cpus:
         return f"{counted(facts.total_cpus, 'CPU')} in it, {nodes} x {config.slurm.cpus_per_node} asked for"
@@ -381,9 +395,6 @@ _SIGNS = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"), Path("/de
 def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SIGNS) -> str | None:
     """Returns what speaks against `distributed.device: cuda`; None: nothing that is known here.
 
-    On Slurm it is a note and not a refusal: the nodes may have another environment than the machine that submits. The
-    ranks refuse at their start (trainer.place). For this machine it is certain, and refused.
-
     Args:
         signs: files of which one exists if there is an NVIDIA driver.
 
@@ -393,10 +404,13 @@ def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SI
     if config.distributed.device != "cuda":
         return None
     try:
+        # From its metadata: the command line does not import torch.
         torch = version("torch")
     except PackageNotFoundError:
         torch = ""
     no_driver = not any(sign.exists() for sign in signs)
+    # On Slurm the nodes may have another environment than the machine that submits, so there it is a note, and the
+    # ranks refuse at their start (trainer.place). For this machine it is certain.
     if cluster == "local" and (torch.endswith("+cpu") or no_driver):
         raise ConfigError(
             "this machine cannot give the ranks a GPU",

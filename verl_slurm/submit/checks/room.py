@@ -3,9 +3,8 @@
 The run keeps checkpoints and, once, the models that do not train (RUN/frozen). Their copy is made before the first
 checkpoint, so a checkpoint that fits alone may not fit beside it.
 
-Two cases, two answers. No room for a single checkpoint is refused, because such a job could train and never save.
-Room for one, but not for all, is a warning. Others may free room before it is needed, and the size is an estimate
-until the run has saved once. Quotas are not seen (`checkpoint/decide/storage.py`).
+No room for a single checkpoint is refused; room for one, but not for all, is a warning. Quotas are not seen
+(`checkpoint/decide/storage.py`).
 """
 
 import os
@@ -63,10 +62,13 @@ def check_room(
     if size is None:
         if not any(frozen):
             return ""
+        # The frozen copies alone are known then: a warning, as nothing says whether a checkpoint fits beside them.
         room = ask(checkpoints, _beside(Need(bytes=0, inodes=0, basis=""), frozen))
         return "" if room.enough is not False else f"little room in {checkpoints}: {room.reason}"
     num_bytes, num_files, basis = size
     room = ask(checkpoints, _beside(need_of_next(num_bytes, num_files, basis=basis), frozen))
+    # None, where the file system does not report it, refuses nothing. A run without room for one could train and never
+    # save.
     if room.enough is False:
         raise NoRoom(
             "there is no room for a single checkpoint",
@@ -74,6 +76,8 @@ def check_room(
             found=room.reason,
             remedy="free some (verl-slurm prune RUN --dry-run shows what could go), or choose another run_dir",
         )
+    # Room for one and not for all is a warning: others may free some, and the size is an estimate until the run has
+    # saved.
     count = num_to_come(config, len(committed))
     room = ask(checkpoints, _beside(need_of_next(num_bytes, num_files, copies=count, basis=basis), frozen))
     if room.enough is not False:
@@ -93,20 +97,21 @@ def num_to_come(config: RunConfig, present: int) -> int:
     # A guest's number of steps is known to the guest alone.
     steps = 0 if config.trainer.is_guest else config.train.steps
     for_ever = steps // checkpoint.keep_every if checkpoint.keep_every else 0
+    # One more than is kept: an old one goes when the new one is committed.
     return max(max(checkpoint.keep_last, _LEAST_KEPT) + for_ever + checkpoint.keep_best + 1 - present, 1)
 
 
 def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
     """Returns (bytes, inodes) of the copies that the next start will make of models that do not train, by a stat walk.
 
-    An existing copy with the same number of bytes is taken for the model's: certainty would require reading all of
-    it. A directory that cannot be read counts nothing; the start will report why.
+    A directory that cannot be read counts nothing.
     """
     if not config.checkpoint.store_frozen or config.trainer.is_guest:
         return 0, 0
     kind, _, reward = config.model.reward.partition(":")
     sources = {Path(config.model.path)} if not config.model.path.startswith(BUILTIN) else set()
     sources |= {Path(reward)} if kind == "classifier" else set()
+    # By size: to be certain all of a model would have to be read, and the start does that.
     there = {_tree(paths.frozen / digest)[0] for digest in frozen_digests(paths)}
     to_come = [(size, count) for size, count in map(_tree, sources) if size not in there]
     return sum(size for size, _ in to_come), sum(count for _, count in to_come)
@@ -121,6 +126,7 @@ def _tree(root: Path) -> tuple[int, int]:
                 num_bytes += os.stat(os.path.join(folder, name)).st_size
                 num_files += 1
     except OSError:
+        # The start says what is wrong with such a directory.
         return 0, 0
     return num_bytes, num_files
 
@@ -147,6 +153,7 @@ def checkpoint_size(config: RunConfig, committed: Sequence[CheckpointInfo]) -> t
     if config.trainer.is_guest:
         return _of_verl(config) if config.trainer.backend == "verl" else None
     model = config.model.path
+    # A built-in model may not be there yet; its checkpoints have a few megabytes.
     parameters = None if model.startswith(BUILTIN) else num_parameters(Path(model))
     if parameters is None:
         return None

@@ -55,12 +55,14 @@ def refused_keys(said: str) -> tuple[str, ...]:
     """Returns the configuration keys that sbatch's sentence is about; empty: it does not say. Pure."""
     if "node configuration" in said:
         return _OF_A_NODE
+    # The first match, in the table's order: sentences about other things mention partition, CPUs and nodes, too.
     return tuple(key for pattern, key in _KEYS if re.search(pattern, said, re.IGNORECASE))[:1]
 
 
 def refusal(config: RunConfig, said: str) -> SlurmRefused:
     """Returns the error for a job that sbatch refuses, with the key that it is about."""
     keys = refused_keys(said)
+    # What was not asked for cannot be what is too much.
     asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
     first = keys[0] if keys else "the slurm section"
     return SlurmRefused(
@@ -84,7 +86,9 @@ def judge_script(config: RunConfig, script: str) -> str:
     try:
         done = subprocess.run(
             [program, "--test-only"],
+            # On standard input: a dry run writes no file.
             input=script,
+            # The environment of the real submission, whose verdict is asked for, but with messages in English.
             env=submission_environment(os.environ, config) | {"LC_ALL": "C"},
             capture_output=True,
             text=True,
@@ -93,10 +97,12 @@ def judge_script(config: RunConfig, script: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
+        # No refusal: a controller that plans for long may well take the job.
         return f"sbatch --test-only gave no answer within {_TIMEOUT_S:.0f} s: what Slurm thinks of it is not known"
     said = _last_words(done.stderr or done.stdout)
     if done.returncode == 0:
         return said
+    # slurmctld's silence says nothing about the job, so it is no refusal.
     if _NO_ANSWER.search(said):
         raise SlurmMissing(
             "Slurm does not answer", where="sbatch --test-only", found=said, remedy="see `scontrol ping`"

@@ -67,6 +67,7 @@ def check_verl(
     entry, said = config.trainer.entry, user_settings(config.verl)
     if not paths.run_yaml.exists():  # a run that has begun with one continues with it
         refuse_switches_as_text(said)
+    # Before anything is composed: no other setting helps a run whose shards were written by another number of ranks.
     require_same_ranks(config, paths, committed)
     checked, notes = ["verl's own settings"], []
     if committed:
@@ -78,11 +79,13 @@ def check_verl(
         own = OwnSettings(
             nodes=config.distributed.nodes,
             ranks_per_node=config.distributed.ranks_per_node,
+            # Any attempt's: composing needs a value, and each start says its own.
             save_dir=paths.work(1),
             resume=None,
             every_steps=config.checkpoint.every_steps,
             name=config.name,
         )
+        # verl's own defaults count as well, so an input that the user leaves to them is looked at, too.
         settings = checked_settings(entry, config.verl, own).settings
     else:
         notes.append("verl is looked for in the container when the job starts, not before")
@@ -107,6 +110,7 @@ def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[C
     if wanted is not None and wanted != "auto" and not CHECKPOINT_NAME.fullmatch(wanted):
         chosen = _elsewhere(Path(wanted))
     else:
+        # Newest first: `auto` takes the first of them, as a start would.
         named = (info for info in committed if wanted in ("auto", info.name))
         if (info := next(named, None)) is not None:
             chosen = paths.checkpoints / info.name, info.step, info.world_size
@@ -139,6 +143,7 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
             remedy=f"verl-slurm adopt {path.parent} RUN, and checkpoint.resume_from=auto",
         )
     try:
+        # Its numbers alone: the lead verifies every byte before it resumes from there.
         manifest = read_manifest(path)
     except (OSError, VerlSlurmError):
         return None
@@ -148,12 +153,11 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
 def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
     """Requires the inputs in the user's words if no verl can be asked for its defaults.
 
-    These are paths in the home directories of the authors of verl's examples.
-
     Raises:
         DataError: the user leaves one of them to verl.
     """
     for key, kind in input_keys(entry).items():
+        # verl's defaults for the others are paths in the home directories of its examples' authors.
         optional = key == "critic.model.path" or (entry == "sft" and key == "data.val_files")
         if key not in said and not optional:
             raise DataError(
@@ -170,6 +174,7 @@ def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
     release = require_installed(entry, version)
     if release.word != "run":
         return f"verl {version} is installed", release.line
+    # Asked of a release whose imports are known; another one may need others. find_spec imports none of them.
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(
@@ -184,10 +189,12 @@ def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
 def _check_input(one: Input) -> str:
     """Raises DataError if the input does not exist; else returns a note about it."""
     place = Path(one.place).expanduser()
+    # From what cannot be looked at here to what must exist: a URL and a name of the hub look like relative paths.
     if is_remote(one.place):
         return f"verl.{one.key}: {one.place} is not on a file system; nobody looked whether it is there"
     if one.kind == "model" and not place.exists() and _HUB_NAME.fullmatch(one.place):
         return f"verl.{one.key}: {one.place} is taken for a name of the Hugging Face hub, which every node must reach"
+    # A relative path that exists was made absolute before (`inputs.absolute`), since verl's workers run elsewhere.
     if not place.is_absolute():
         raise DataError(
             "a relative path of verl's leads nowhere",
@@ -214,6 +221,7 @@ def _check_model(one: Input, place: Path) -> None:
     )
     if not (place / "config.json").is_file():
         raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    # Headers and lengths alone; a file that was cut off ends each start of verl.
     for path in sorted(place.glob("*.safetensors")):
         if complaint := weights_problem(path):
             raise DataError(

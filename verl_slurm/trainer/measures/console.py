@@ -32,4 +32,5 @@ def _write(stream: TextIO, text: str) -> None:
     # ValueError: the stream is closed.
     with contextlib.suppress(OSError, ValueError):
         stream.write(text + "\n")
+        # At once: the line must be there if the process is killed next.
         stream.flush()

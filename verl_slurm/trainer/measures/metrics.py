@@ -32,6 +32,7 @@ def step_measures(
     has_critic = "old_values" in scored and "returns" in estimates
     if has_critic:
         mine += _value_sums(estimates["returns"], scored["old_values"], mask)
+    # One collective for all columns; sums in rank order give the same bits on every rank.
     sums = ranks.sum(mine)
     row = {"reward_std": spread_of_scores(*sums[:3])}
     if has_critic:
@@ -64,6 +65,7 @@ def explained_variance(
 
 
 def _value_sums(returns_NT: Tensor, values_NT: Tensor, mask: Tensor) -> list[float]:
+    # Outside the mask the values are meaningless.
     returns = torch.where(mask, returns_NT, torch.zeros_like(returns_NT)).double()
     errors = torch.where(mask, returns_NT - values_NT, torch.zeros_like(returns_NT)).double()
     columns = (mask.double(), returns, returns * returns, errors, errors * errors)
@@ -74,6 +76,7 @@ def _variance(count: float, total: float, squares: float) -> float:
     if count == 0:
         return 0.0
     mean = total / count
+    # Clamped: of equal numbers, rounding leaves a difference slightly below 0.
     return max(squares / count - mean * mean, 0.0)
 
 
@@ -108,6 +111,7 @@ def step_costs(
         **parts,
         "communication_s": communication_s,
         "step_s": step_s,
+        # At most 1: on a GPU collectives overlap, so their times add up to more than the step.
         "communication_share": min(communication_s / step_s, 1.0) if step_s > 0.0 else 0.0,
         "actor_tokens_per_second": trained_tokens / actor_s if actor_s > 0.0 else 0.0,
         "memory_bytes": float(memory),

@@ -61,6 +61,7 @@ class Stopwatch:
         """Returns seconds by name and resets them to zero. On a GPU it waits for the measured work to finish."""
         parts, self._parts = self._parts, []
         seconds, self._seconds = self._seconds, {}
+        # Events are read once a step: waiting for the device at each measurement would stop what is measured.
         if parts:
             torch.cuda.synchronize()
         for name, began, ended in parts:
@@ -68,6 +69,7 @@ class Stopwatch:
         return seconds
 
     def _mark(self) -> _Mark:
+        # On a GPU calls return early: the clock would measure the calls, and events on the stream measure the work.
         if not self._on_gpu:
             return self._clock()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -75,6 +77,7 @@ class Stopwatch:
         return event
 
     def _note(self, name: str, began: _Mark, ended: _Mark) -> None:
+        # Kept as events: asking for their time now would wait for the GPU.
         if self._on_gpu:
             self._parts.append((name, began, ended))
         else:
@@ -114,6 +117,7 @@ class GpuMemory:
             return None
         now = self._clock()
         if now >= self._due:
+            # Also where the look fails: a driver in trouble must not be asked at every safe point.
             self._due = now + 1.0
             try:
                 free, total = self._look(self._device)
@@ -134,6 +138,7 @@ class _AllGather(DefaultAllGather):
         self._watch = watch
 
     def __call__(self, *args: Any, **options: Any) -> Any:
+        # On a CPU the call returns once the slowest rank is there, so the wait for it counts.
         with self._watch.span(COMMUNICATION):
             return super().__call__(*args, **options)
 

@@ -42,7 +42,9 @@ def token_kl(
         mask: bool [N, T].
         estimator: k1 or k3.
     """
+    # `where`, not a product with the mask: padding may hold an inf, and 0 x inf is NaN.
     kl = torch.where(mask, logprobs - ref_logprobs, torch.zeros_like(logprobs))
+    # expm1: for a small kl, exp(-kl) - 1 would lose its digits to the 1.
     return kl if estimator == "k1" else torch.expm1(-kl) + kl
 
 
@@ -59,7 +61,9 @@ def token_rewards(scores: Tensor, kl: Tensor, mask: Tensor, kl_coef: float) -> T
         float [N, T], 0 outside the mask.
     """
     rewards = torch.where(mask, -kl_coef * kl, torch.zeros_like(kl))
+    # Responses are right-padded, so the count of tokens is the place of the last one.
     last = mask.sum(dim=1) - 1
+    # The whole score at the last token: the reward judges the response and no part of it.
     rewards[torch.arange(len(scores), device=scores.device), last] += scores.to(rewards.dtype)
     return rewards
 
@@ -87,6 +91,7 @@ def gae(
     for t in reversed(range(rewards.shape[1])):
         valid = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
+        # Padding resets both to 0, so the value after the last token is 0: the response ends there.
         running = torch.where(valid, delta + gamma * gae_lambda * running, torch.zeros_like(running))
         advantages[:, t] = running
         next_value = torch.where(valid, values[:, t], torch.zeros_like(next_value))
@@ -130,6 +135,7 @@ def group_advantages(
     Returns:
         float [N, T], 0 outside the mask.
     """
+    # float64: nearly equal rewards leave a small difference, which is then divided by a small deviation.
     groups = rewards.to(torch.float64).reshape(-1, group)
     advantages = groups - groups.mean(dim=1, keepdim=True)
     if scale == "std":
@@ -140,6 +146,7 @@ def group_advantages(
 
 def masked_moments(x: Tensor, mask: Tensor) -> Tensor:
     """Returns count, sum and sum of squares where `mask`, float64 [3]: all-reduce it by SUM, then `whiten`."""
+    # Sums, not means: ranks have different numbers of tokens, and sums can be added.
     valid = torch.where(mask, x, torch.zeros_like(x)).to(torch.float64)
     return torch.stack([mask.sum().to(torch.float64), valid.sum(), (valid * valid).sum()])
 
@@ -156,6 +163,7 @@ def whiten(x: Tensor, mask: Tensor, moments: Tensor, *, eps: float = 1e-8) -> Te
     """
     count = moments[0].clamp(min=1.0)
     mean = moments[1] / count
+    # Clamped: of a constant batch, rounding leaves a difference slightly below 0.
     variance = (moments[2] / count - mean * mean).clamp(min=0.0)
     white = (x.to(torch.float64) - mean) * torch.rsqrt(variance + eps)
     return torch.where(mask, white, torch.zeros_like(white)).to(x.dtype)
@@ -185,6 +193,7 @@ def estimate(
     kl = token_kl(
         scored["old_logprobs"], scored["ref_logprobs"], mask, "k3" if train.kl_estimator == "k3" else "k1"
     )
+    # In the loss it is charged there; both would count it twice.
     kl_coef = kl_coef if train.kl_in == "reward" else 0.0
     if train.algorithm == "grpo":
         totals = penalised_scores(scored["scores"], kl, kl_coef)
@@ -194,6 +203,7 @@ def estimate(
     advantages, returns = gae(
         rewards, scored["old_values"], mask, gamma=train.gamma, gae_lambda=train.gae_lambda
     )
+    # Over all ranks: whitened by its own share, a rank's advantages would depend on how many ranks there are.
     moments = total(masked_moments(advantages, mask).tolist())
     white = whiten(advantages, mask, torch.tensor(moments, dtype=torch.float64))
     return {"advantages": white, "returns": returns}
@@ -231,9 +241,11 @@ class AdaptiveKL:
 
         Raises ValueError for a `kl` that is not finite: it would poison the coefficient permanently.
         """
+        # The coefficient is a product of all former ones, so one NaN would stay in it.
         if kl != kl or kl in (float("inf"), float("-inf")):
             raise ValueError(f"KL is not finite: {kl}")
         window = (*self.window, kl)[-self.size :]
+        # The window is kept even so: it is a part of the state, and shown.
         if self.fixed:
             return replace(self, window=window)
         error = sum(window) / len(window) / self.target - 1.0

@@ -28,6 +28,7 @@ def _raw(seed: int, purpose: Purpose, counter: Sequence[int], num: int) -> NDArr
     """Draws `num` random 64-bit words. `counter` has at most three parts; the fourth counts the words."""
     if not 0 <= seed < 2**64 or len(counter) > 3 or not all(0 <= part < 2**64 for part in counter):
         raise ValueError(f"seed {seed} or counter {tuple(counter)} does not fit Philox4x64")
+    # words[0] counts the draws: numbers of one stream never reach the next counter.
     words = np.zeros(4, dtype=np.uint64)
     words[1 : 1 + len(counter)] = np.array(counter, dtype=np.uint64)
     generator = np.random.Philox(counter=words, key=np.array([seed, purpose], dtype=np.uint64))
@@ -56,8 +57,10 @@ def uniforms(
     Returns:
         float64 [N, T]; row n depends on `sample_ids[n]` alone, column t on the position t alone.
     """
+    # A stream for each sample: its numbers are the same in any batch and on any rank.
     rows = [_raw(seed, purpose, (step, sample_id, sample_index), num_tokens) for sample_id in sample_ids]
     raw = np.stack(rows) if rows else np.zeros((0, num_tokens), dtype=np.uint64)
+    # 53 bits, as many as a float64 holds exactly, so 1.0 never comes.
     return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -70,4 +73,5 @@ def permutation(seed: int, purpose: Purpose, counter: Sequence[int], size: int) 
         counter: at most three non-negative integers.
         size: how many positions.
     """
+    # stable: equal words, however unlikely, are in one order on every machine.
     return np.argsort(_raw(seed, purpose, counter, size), kind="stable").astype(np.int64)

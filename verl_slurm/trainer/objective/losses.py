@@ -56,9 +56,11 @@ def masked_mean(x: Tensor, mask: Tensor, denominator: float | None = None) -> Te
     Returns:
         Scalar; 0 for an empty mask. Values outside the mask do not matter, not even a NaN.
     """
+    # `where`, not a product: outside the mask there may be a NaN, and 0 x NaN is NaN, in the gradient, too.
     total = torch.where(mask, x, torch.zeros_like(x)).sum()
     if denominator is None:
         return total / mask.sum().clamp(min=1)
+    # From outside where there is one: ranks and micro-batches have different numbers of tokens.
     return total / max(denominator, 1.0)
 
 
@@ -86,6 +88,7 @@ def mean_of(
         case "token_mean":
             return lambda x, mask: masked_mean(x, mask, tokens)
         case "sequence_mean":
+            # Each response's own length first; the sum of these means is then divided by the number of responses.
             return lambda x, mask: masked_mean(x / mask.sum(dim=1, keepdim=True).clamp(min=1), mask, samples)
         case "fixed_length":
             return lambda x, mask: masked_mean(x, mask, samples * length)
@@ -120,15 +123,20 @@ def policy_loss(
         The loss; the share of tokens where the clip binds; KL(old || new) by Schulman's k3 estimator,
         mean((r - 1) - log r), never negative (http://joschu.net/blog/kl-approx.html).
     """
+    # Masked before exp: a large difference in the padding would overflow, and its gradient would be NaN.
     log_ratio = torch.where(mask, logprobs - old_logprobs, torch.zeros_like(logprobs))
     ratio = torch.exp(log_ratio)
     plain = ratio * advantages
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    # The upper end may be further away: DAPO's clip-higher lets rare tokens grow.
     clipped = torch.clamp(ratio, 1.0 - clip_ratio, 1.0 + high) * advantages
     objective = torch.minimum(plain, clipped)
     loss = -(masked_mean(objective, mask, denominator) if mean is None else mean(objective, mask))
+    # For display: these must add nothing to the graph.
     with torch.no_grad():
+        # Where the clip binds, i.e. is the smaller: beyond the range on the other side the plain term has the gradient.
         clip_fraction = masked_mean((clipped < plain).to(ratio.dtype), mask, denominator)
+        # k3, for display: never negative, and it varies less than the mean of the log ratio.
         approx_kl = masked_mean(ratio - 1.0 - log_ratio, mask, denominator)
     return PolicyLoss(loss, clip_fraction, approx_kl)
 

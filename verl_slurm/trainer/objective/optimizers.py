@@ -38,6 +38,7 @@ def learning_rate(base: float, config: TrainConfig, step: int) -> float:
         config: schedule, warm-up, floor (`lr_min_ratio` of base), total steps.
         step: whole steps done, from 0.
     """
+    # step + 1: a rate of 0 would make the first step of a run train nothing.
     if step < config.warmup_steps:
         return base * (step + 1) / config.warmup_steps
     return base * _FACTORS[config.lr_schedule](config, step)
@@ -59,6 +60,7 @@ def schedule_record(config: TrainConfig, step: int) -> dict[str, dict[str, float
             "min_ratio": config.lr_min_ratio,
             "base_lr": base,
             "step": step,
+            # The rate itself, beside what it follows from: a resume compares what was used.
             "lr": learning_rate(base, config, step),
         }
         for role, base in base_rates(config).items()
@@ -87,12 +89,14 @@ def _inverse_sqrt(config: TrainConfig, step: int) -> float:
 
 def _warmup_stable_decay(config: TrainConfig, step: int) -> float:
     """Constant, and in the last `lr_decay_steps` linear to the floor (Hu et al. 2024, arXiv:2404.06395)."""
+    # At least 0: a finished run that is looked at has no steps left.
     left = max(config.steps - step, 0)
     return _floored(config, min(left / max(config.lr_decay_steps, 1), 1.0))
 
 
 def _done(config: TrainConfig, step: int) -> float:
     """Returns the finished fraction of the time after warm-up, 0 to 1."""
+    # At most 1, and never a division by 0: a run may be all warm-up, or be asked for beyond its end.
     return min((step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1), 1.0)
 
 
@@ -113,12 +117,12 @@ _FACTORS: dict[str, Callable[[TrainConfig, int], float]] = {
 class LocalAdamW(AdamW):
     """torch's AdamW on the local part of every tensor.
 
-    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`: the fused kernel there
-    wants AdamW's count of updates on the GPU, too, and checkpoints have it on the CPU.
+    On a CPU it uses torch's fused kernel: one pass over memory. On a GPU it uses `foreach`.
     """
 
     def __init__(self, params: list[nn.Parameter], *, lr: float, weight_decay: float) -> None:
         on_cpu = all(parameter.device.type == "cpu" for parameter in params)
+        # On a GPU the fused kernel wants its count of updates there, too, and checkpoints have it on the CPU.
         super().__init__(params, lr=lr, weight_decay=weight_decay, fused=on_cpu, foreach=not on_cpu)
 
     # Not public: it collects the lists before `step` calls the kernels. torch is pinned, and a test compares with
@@ -126,6 +130,7 @@ class LocalAdamW(AdamW):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> Any:
         found = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
         for tensors in lists:
+            # In place: `step` holds these lists. The kernels then see plain tensors, all of a model in one call.
             tensors[:] = [_local(tensor) for tensor in tensors]
         return found
 
@@ -139,6 +144,7 @@ def build_optimizers(
     for role, model in trained.items():
         parameters = [p for p in model.parameters() if p.requires_grad]
         made[role] = LocalAdamW(parameters, lr=rates[role], weight_decay=train.weight_decay)
+        # Now, not in the first update: a load fills the moments in place, and a save before that update has them, too.
         initialise_adamw(made[role], to_be_loaded=to_be_loaded)
     return made
 

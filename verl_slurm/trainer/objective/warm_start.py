@@ -29,6 +29,7 @@ class Affine:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Returns float32 of the same shape; the identity gives the very same bits."""
+        # Not scale 1 and offset 0: the way by float64 and back could change a bit.
         if self == IDENTITY:
             return scores
         return (scores.double() * self.scale + self.offset).float()
@@ -50,6 +51,7 @@ def matching(
         None without responses. If one of the two hardly varies, only the means are matched.
     """
     first, second = old.double(), new.double()
+    # Before any return: a rank without responses takes part, and adds nothing.
     count, old_sum, new_sum = total([float(len(first)), float(first.sum()), float(second.sum())])
     if not count:
         return None
@@ -58,6 +60,7 @@ def matching(
     parts = [float(((scores - mean) ** 2).sum()) for scores, mean in zip((first, second), means, strict=True)]
     old_std, new_std = (math.sqrt(part / count) for part in total(parts))
     scale = old_std / new_std if new_std else 0.0
+    # One of the two hardly varies, so a factor would be noise: the means alone are matched.
     if not 1 / _MAX_SCALE <= scale <= _MAX_SCALE:
         scale = 1.0
     return Affine(scale, means[0] - scale * means[1])
@@ -69,9 +72,11 @@ def blended(full: Affine, done: int, steps: int) -> Affine:
     The scale changes by the same factor each step, and the mean moves in proportion to it. Where the rewards' scales
     are 500 apart, equal pieces of the difference would be a jump of 50 in the first of ten steps.
     """
+    # Exactly the identity at the end, and for a reward without a warm start.
     if done >= steps:
         return IDENTITY
     left = 1.0 - done / steps
+    # By equal factors: equal pieces of the difference jump in the first step where the scales are far apart.
     scale = full.scale**left
     # The part of the way from the identity, measured by the scale; by the steps if the scale does not change.
     part = (1.0 - scale) / (1.0 - full.scale) if abs(1.0 - full.scale) > _SAME_SCALE else left

@@ -32,6 +32,7 @@ def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
     """
     if mixed_precision == "none":
         return MixedPrecisionPolicy()
+    # Gradients are summed in float32: in bfloat16 the sum over many ranks loses the small ones.
     return MixedPrecisionPolicy(param_dtype=getattr(torch, mixed_precision), reduce_dtype=torch.float32)
 
 
@@ -49,21 +50,23 @@ def shard_over_data(model: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPo
     rank has room for it, and would otherwise wait for each layer twice in each pass. Shards and checkpoints are the
     same either way.
     """
+    # One message: in shorter ones a collective's start costs more than its bytes.
     if sum(p.numel() * p.element_size() for p in model.parameters()) <= _ONE_UNIT_BYTES:
         fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         return
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # What is left: embedding, last norm and head.
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 def recompute_layers(model: nn.Module) -> None:
     """Makes every decoder layer drop its activations until the backward pass. Before `shard_over_data`.
 
-    Hugging Face's own switch works in training mode only, and these models are in eval mode (no dropout). The wrapper
-    lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
+    The wrapper lies inside FSDP2's hooks, so that a layer's parameters are there when it is computed again.
     """
     for layer in decoder_layers(model):
+        # Hugging Face's own switch works in training mode only; these models are in eval mode (no dropout).
         layer.forward = _forgetting(layer.forward)
 
 
@@ -87,12 +90,14 @@ def whole_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for group in groups:
         group.reshard()  # a forward without backward leaves some gathered
     mine: dict[str, Tensor] = dict(model.named_parameters())
+    # Gathered once as a whole: the passes that score the samples need the same weights right after.
     if len(groups) == 1:
         mine = _gathered(model, groups[0]) or mine
     if not isinstance(model, Stage):
         yield from ((name, _whole(parameter)) for name, parameter in mine.items())
         return
     like = next(iter(mine.values()))
+    # In the whole model's order on every stage, or the broadcasts of two parameters would meet.
     for name, shape, owner in model.directory:
         if owner == model.line.index:
             tensor = _whole(mine[name]).contiguous()
@@ -106,6 +111,7 @@ def _gathered(model: nn.Module, group: FSDPModule) -> dict[str, Tensor] | None:
     """Returns all parameters as a forward pass sees them; None: those have another precision than their own."""
     dtypes = [parameter.dtype for parameter in model.parameters()]
     group.unshard()
+    # With mixed precision FSDP2 gathers bfloat16 copies; a sampler gets the float32 weights.
     same = dtypes == [parameter.dtype for parameter in model.parameters()]
     return dict(model.named_parameters()) if same else None
 

@@ -27,10 +27,13 @@ def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     counted = [_local(gradient) for gradient in gradients if _counts_here(gradient, grid)]
+    # float64: a norm over a whole model is a sum of very many squares.
     norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
     mine = float(torch.stack(list(norms)).square().sum()) if counted else 0.0
+    # Added in rank order, so every rank scales by the same bits, in every run.
     norm = math.sqrt(grid.world.sum([mine])[0])
     if gradients:
+        # By this rank's own gradients, counted here or not: each copy of a tensor is scaled.
         torch._foreach_mul_([_local(g) for g in gradients], min(max_norm / (norm + 1e-6), 1.0))
     return norm
 
@@ -41,6 +44,7 @@ def require_finite(norm: float, role: str, step: int) -> float:
     Raises:
         Diverged: it is not finite. These gradients changed nothing.
     """
+    # The norm is not finite if one gradient is not, so it is the one number to look at.
     if math.isfinite(norm):
         return norm
     raise Diverged(
@@ -61,6 +65,7 @@ def _counts_here(gradient: Tensor, grid: Grid) -> bool:
     if not isinstance(gradient, DTensor):
         return grid.place.tp == grid.place.dp == 0
     mesh = gradient.device_mesh
+    # A parameter that is not cut over tp is on each of its ranks.
     if "tp" not in (mesh.mesh_dim_names or ()) and grid.place.tp != 0:
         return False
     place = mesh.get_coordinate() or ()

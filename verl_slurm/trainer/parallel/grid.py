@@ -70,6 +70,7 @@ def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
         place=place_of(ranks.rank, shape),
         mesh=mesh,
         world=ranks,
+        # Every rank makes every group in this order, also those that it is not in: making one is collective.
         data=_among(data_groups(shape), ranks),
         replica=_among(replica_groups(shape), ranks),
         stages=_among(stage_groups(shape), ranks),
@@ -77,9 +78,11 @@ def make_grid(shape: Topology, device: torch.device, ranks: Collective) -> Grid:
 
 
 def _among(groups: list[list[int]], ranks: Collective) -> Collective:
+    # All ranks: their group exists already.
     if len(groups) == 1:
         return ranks
     if len(groups[0]) == 1:
         return Collective(None)
+    # gloo, also on GPUs: these groups carry numbers and bytes on the CPU.
     mine, _ = dist.new_subgroups_by_enumeration(groups, backend="gloo")  # type: ignore[no-untyped-call]
     return Collective(mine)

@@ -70,6 +70,7 @@ class Deal:
             )
             for epoch in range(train.ppo_epochs)
         ]
+        # One order, cut into mini-batches and then into ranks: an update has the same rows in any shape.
         order = np.stack(orders).reshape(train.ppo_epochs, -1, dp_size, train.mini_batch_size_per_device)
         return cls(order=order, generation=config.rollout.micro_batch_size_per_device)
 
@@ -86,12 +87,14 @@ class Deal:
 
     def sent(self, source: int, target: int) -> Rows:
         """Returns the rows that `source` sampled and `target` trains on in any epoch, each once, in rising order."""
+        # Of all epochs at once: one exchange a step, and a row that two epochs need is sent once.
         rows = np.unique(self.order[:, :, target])
         mine: Rows = rows[rows // self.generation % self.dp_size == source]
         return mine
 
     def place(self, rows: Rows) -> Rows:
         """Returns the positions of `rows` in the buffers of the rank that sampled them."""
+        # A buffer has a rank's micro-batches one after the other; in the order the others' lie between them.
         return rows // (self.generation * self.dp_size) * self.generation + rows % self.generation
 
 
@@ -113,12 +116,15 @@ class MiniBatches:
         if ranks.world_size == 1:
             return
         deal, me, everyone = self._deal, ranks.rank, range(ranks.world_size)
+        # Computed by both sides from the same order, so the counts need not be exchanged.
         going = [deal.sent(me, other) for other in everyone]
         coming = [deal.sent(other, me) for other in everyone]
+        # One matrix of bytes: one all-to-all instead of one for each column.
         mine = _packed(self._columns.values(), torch.from_numpy(deal.place(np.concatenate(going))))
         self._packed = ranks.exchange(mine, [len(rows) for rows in going], [len(rows) for rows in coming])
         arrived = np.concatenate(coming)
         self._at = np.zeros(deal.order[0].size, dtype=np.int64)
+        # From a row's global number to its place among what arrived.
         self._at[arrived] = np.arange(len(arrived))
         # From here on only dtype and shape of the columns are needed.
         self._columns = {

@@ -117,6 +117,7 @@ class Stage(nn.Module):
 
     def __init__(self, whole: nn.Module, line: Line) -> None:
         super().__init__()
+        # Before it is taken apart: other families pass hidden states through modules that a stage would not have.
         _require_plan(whole)
         inner: Any = whole.get_submodule("model")
         head = "lm_head" if hasattr(whole, "lm_head") else "score"
@@ -125,6 +126,7 @@ class Stage(nn.Module):
         self.line = line
         self.compute_dtype: torch.dtype | None = None
         self.directory = [
+            # Of the whole model, so before the layers go: a sampler on any stage needs every parameter, in one order.
             (name, tuple(parameter.shape), owner_of(name, line.count, num_layers))
             for name, parameter in whole.named_parameters()
         ]
@@ -133,6 +135,7 @@ class Stage(nn.Module):
         self._loss_of: LossOf | None = None
         self._schedules = _Schedules()
         mine = layers_of(line.index, line.count, num_layers)
+        # Under their old keys: a checkpoint's names must not depend on the number of stages.
         kept = nn.ModuleList([inner.layers[i] for i in mine])
         # The decoder walks through the values in order; the keys determine the parameters' names.
         kept._modules = {str(i): layer for i, layer in zip(mine, kept.children(), strict=True)}
@@ -140,10 +143,13 @@ class Stage(nn.Module):
         # Some decoders also look up the kind of attention of each layer by its index.
         if types := getattr(inner.config, "layer_types", None):
             inner.config.layer_types = [types[i] for i in mine]
+        # The decoder walks through as many layers as its configuration says.
         inner.config.num_hidden_layers = len(mine)
         if not line.is_first:
+            # Freed: each rank holds its own stage and no more.
             inner.embed_tokens = None
         if not line.is_last:
+            # The decoder calls it at its end; the hidden states go on to the next stage as they are.
             inner.norm = nn.Identity()
         self.model = inner
         if line.is_last:
@@ -166,6 +172,7 @@ class Stage(nn.Module):
         hidden: Tensor = output.last_hidden_state
         if not self.line.is_last:
             return hidden
+        # The last positions alone: nobody reads the logits of the prompt.
         logits: Tensor = self.get_submodule(self._head)(hidden[:, -self._keep :])
         return logits
 
@@ -178,11 +185,13 @@ class Stage(nn.Module):
         line, self._keep = self.line, passage.keep
         x = passage.ids
         if not line.is_first:
+            # Every stage has the whole passage, so it knows the shape: nothing has to be said beforehand.
             x = torch.empty(self._hidden_shape(passage), dtype=self._dtype(), device=passage.ids.device)
             dist.recv(x, group=line.group, group_src=line.index - 1)
         out = self(x, passage.mask, passage.positions)
         if line.is_last:
             return cast(Tensor, out)
+        # Blocking, as is recv: a scoring pass has one micro-batch, so there is nothing to overlap.
         dist.send(out.contiguous(), group=line.group, group_dst=line.index + 1)
         return None
 
@@ -196,15 +205,18 @@ class Stage(nn.Module):
         """
         num_rows = len(passage.ids)
         schedule = self._schedule(passage, micro_batch)
+        # The schedule calls `forward` and `_loss` by itself and hands neither of them these.
         self._keep, self._loss_of = passage.keep, loss_of
         given: dict[str, Any] = {"attention_mask": passage.mask, "position_ids": passage.positions}
         ids = (passage.ids,) if self.line.is_first else ()
+        # The row numbers are the target: split like the inputs, they tell the loss which rows a micro-batch has.
         rows = torch.arange(num_rows) if self.line.is_last else None
         schedule.step(*ids, target=rows, return_outputs=False, **given)
         self._loss_of = None
 
     def _schedule(self, passage: Passage, micro_batch: int) -> Schedule1F1B:
         num = len(passage.ids) // micro_batch
+        # All that the shapes of its buffers follow from.
         key = (num, micro_batch, passage.ids.shape[1], passage.keep)
         made = self._schedules.made
         if key not in made:
@@ -230,6 +242,7 @@ class Stage(nn.Module):
             output_args=(out,),
             group=line.group,
         )
+        # Losses come divided by the whole mini-batch, so gradients are not scaled by the number of micro-batches again.
         return Schedule1F1B(stage, num, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, logits: Tensor, rows: Tensor) -> Tensor:
@@ -270,6 +283,7 @@ def _require(whole: nn.Module, inner: Any, head: str, num_layers: int, line: Lin
             found=f"{line.count} stages, {num_layers} layers",
             remedy=f"set it to {num_layers} or less",
         )
+    # First and last stage would each have a copy, and their gradients are never added up.
     if whole.get_submodule(head).weight is inner.embed_tokens.weight:
         raise ConfigError(
             what,

@@ -55,6 +55,7 @@ def encode_batch(batch: Batch) -> bytes:
 def decode_batch(data: bytes) -> Batch:
     """Decodes the columns that `encode_batch` was given, into their own memory."""
     columns = msgspec.msgpack.decode(data, type=dict[str, _Column])
+    # bytearray: torch wants memory that it may write.
     return {
         name: torch.from_numpy(np.frombuffer(bytearray(c.data), dtype=c.dtype).reshape(c.shape))
         for name, c in columns.items()
@@ -75,8 +76,10 @@ class Replica:
 
     def found(self, look: Callable[[], Batch | None]) -> Batch | None:
         """Returns what the leader finds, or None, on all ranks alike."""
+        # Data parallelism alone: no copy, no collective.
         if self._ranks.world_size == 1:
             return look()
+        # One rank reads for all: two nodes may see different ends of one ledger file for a moment.
         mine = look() if self.is_leader else None
         data = self._ranks.share(encode_batch(mine) if mine is not None else b"", source=0)
         return decode_batch(data) if data else None
@@ -87,7 +90,9 @@ class Replica:
         if size == 1:
             return sampler.generate(prompts, step)
         num = len(prompts["sample_id"])
+        # Consecutive parts, gathered in rank order: the rows are in the order of the prompts again.
         mine = slice(self._ranks.rank * num // size, (self._ranks.rank + 1) * num // size)
+        # A rank without a prompt sends nothing, and comes to a collective sampler all the same.
         part = b""
         if mine.start < mine.stop or sampler.collective:
             part = encode_batch(sampler.generate({k: v[mine] for k, v in prompts.items()}, step))
@@ -98,6 +103,7 @@ class Replica:
         """Returns the speaker's `batch` on all ranks. The others' is ignored."""
         if self._ranks.world_size == 1:
             return batch
+        # Told, not computed by each: kernels would mostly round alike, and these columns decide what is trained next.
         data = self._ranks.share(encode_batch(batch) if self.speaks else b"", source=self._speaker)
         return batch if self.speaks else decode_batch(data)
 

@@ -59,6 +59,7 @@ def cut_tensors(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1:
         return
     base = _transformer(model)
+    # All of the plan is read before anything is cut: a refusal leaves the model whole.
     words = planned(base)
     for name in (name for name, word in words.items() if word == _OF_HEADS):
         base.get_submodule(name).sees_its_heads_alone = True  # type: ignore[assignment]
@@ -83,14 +84,17 @@ def planned(base: nn.Module) -> dict[str, str]:
     found = {}
     for name, _ in base.named_modules():
         if (word := plan.get(_LAYER.sub(".*.", name))) is not None:
+            # A word that is not understood must not leave a projection whole on every rank.
             if word != _OF_HEADS and word not in _STYLES:
                 raise _refused(config, word)
             found[name] = word
     layers = {id(parameter) for layer in decoder_layers(base) for parameter in layer.parameters()}
+    # Parents of projections that are cut by columns: a parameter beside one meets a part of the hidden units.
     cut = {name.rpartition(".")[0] for name, word in found.items() if word == "colwise"}
     for name, parameter in base.named_parameters():
         module = name.rpartition(".")[0]
         beside = module.rpartition(".")[0] in cut
+        # A matrix that the plan leaves out stays whole; a parameter beside a cut one would get the gradient of a part.
         if id(parameter) in layers and module not in found and (parameter.dim() > 1 or beside):
             raise _refused(config, _LAYER.sub(".*.", module).removeprefix("layers.*."))
     return found
@@ -107,6 +111,7 @@ def sum_head_gradients(model: nn.Module, mesh: DeviceMesh) -> None:
     if not found or mesh.size() == 1:
         return
     gradients: list[Tensor] = [g.to_local() if isinstance(g, DTensor) else g for g in found]
+    # One all-reduce for all of them: they are a few hundred numbers each.
     summed = torch.cat([gradient.flatten() for gradient in gradients])
     dist.all_reduce(summed, group=mesh.get_group())
     for gradient, part in zip(gradients, torch.split(summed, [g.numel() for g in gradients]), strict=True):
@@ -144,6 +149,7 @@ def _cut_vocabulary(model: Any, base: Any, mesh: DeviceMesh) -> None:
     plain = type(embedding) is nn.Embedding and embedding.num_embeddings % mesh.size() == 0
     if plain:
         parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
+    # Tied to an embedding that stays whole, the head has to stay whole, too.
     if head is not None and head.out_features % mesh.size() == 0 and (plain or not tied):
         parallelize_module(head, mesh, ColwiseParallel(output_layouts=Replicate()))
     if tied:

@@ -41,13 +41,16 @@ def digest_and_keep(paths: RunPaths, reward: str, keep: Keep | None) -> str:
     if spec is None or spec.kind == "rule":
         return ""
     if spec.kind == "classifier":
+        # In full, at each start: a cached look is for comparing, and this digest is recorded.
         seen = fingerprint(Path(spec.name))
         if keep is not None:
             keep(Path(spec.name), seen)
         return seen.digest
+    # Read once: what is hashed is what is kept.
     source = read_source(source_file(spec))
     digest = hashlib.sha256(source).hexdigest()
     copy = paths.reward_source(digest)
+    # Named by its digest, so one that is there already has these bytes. Apart from RUN/frozen, which has directories.
     if keep is not None and not copy.is_file():
         private_dir(copy.parent)
         write_file(copy, source)  # the bytes that were hashed: the file may have changed since
@@ -61,6 +64,7 @@ def write_light_snapshot(paths: RunPaths, number: int, former: Reward, state: Re
     the model's size: the whole model is in RUN/frozen.
     """
     directory = private_dir(paths.reward_snapshot(number))
+    # A rule has none: it is a function of this package.
     light: Callable[[], dict[str, bytes]] = getattr(former, "light", dict)
     for name, data in light().items():
         write_file(directory / name, data)
@@ -101,10 +105,12 @@ def start_reward(
     """
 
     def look() -> bytes:
+        # All of it on rank 0: the record, the checkpoint and the files must agree, and one rank has to judge.
         plan = read_reward_plan(paths)
         number = _number(plan, state, position)
         was = None if recorded is None else recorded.get("reward", "")
         digest = _same(paths, plan.in_force(number, first), was, keep)
+        # Later replacements will be made again at their steps, so their files must still be what was recorded.
         for switch in plan.switches[number:]:
             _same(paths, switch.reward, switch.digest, keep)
         return msgspec.msgpack.encode(_Found(plan, digest))
@@ -123,8 +129,10 @@ def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
     """
     number = min(state.number, len(plan.switches))
     here = position.step
+    # A replacement counts from the step at which it was made: none of the later ones can be in this checkpoint.
     too_early = any(switch.step > here for switch in plan.switches[:number])
     started = position.phase != "step_end"
+    # One at this very step is still ahead as long as the step has not started.
     missed = any(switch.step < here or (switch.step == here and started) for switch in plan.switches[number:])
     if too_early or missed:
         raise DataError(
@@ -139,6 +147,7 @@ def _number(plan: RewardPlan, state: RewardState, position: Position) -> int:
 
 def _same(paths: RunPaths, reward: str, was: str | None, keep: Keep | None) -> str:
     found = digest_and_keep(paths, reward, keep)
+    # Another reward of the same name would go on training silently, with other scores.
     if was is not None and found != was:
         raise DataError(
             "the reward is not what the run was trained with",

@@ -56,8 +56,11 @@ class PythonReward:
         raises.
         """
         try:
+            # Copies: a function that changes its arguments must not change the trainer's.
             returned = self._function(list(prompts), list(responses), list(answers))
+        # SystemExit, too: a judge that exits would end the rank without a word to the daemon.
         except (Exception, SystemExit) as error:
+            # Without the text, which may have a time in it: the daemon compares it with the place of an earlier start.
             frame = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{frame.filename}:{frame.lineno}"
             raised = RewardRaised(
@@ -68,7 +71,9 @@ class PythonReward:
             )
             raised.place, raised.worked = f"{type(error).__name__} at {place}", self._worked
             raise raised from error
+        # Checked at each call: one NaN spoils all weights, is saved with them, and is noticed much later.
         scores = torch.tensor(self._numbers(returned, prompts, responses), dtype=torch.float32)
+        # Only behind a good result: a function that never worked is wrong, one that did may fail for a while.
         self._worked = True
         return scores
 
@@ -90,6 +95,7 @@ class PythonReward:
             # bool is an int in Python, and a rule that answers True means 1.
             if not isinstance(score, numbers.Real):
                 found = type(score).__name__
+            # As float32, which the tensor has: a large float64 becomes infinite there.
             elif not math.isfinite(_float32(score)):
                 found = str(score)
             else:
@@ -117,7 +123,9 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
         ConfigError, DataError: no such file or function, a source that cannot be run, or another one.
     """
     file = source_file(spec)
+    # What can be said without running the code comes first, in words of our own.
     check_function(spec, file)
+    # Read once, hashed and run from memory: the file may change between two reads.
     source = read_source(file)
     found = hashlib.sha256(source).hexdigest()
     if digest and found != digest:
@@ -154,9 +162,11 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
     This also applies to a module: `import_module` would return an earlier import of this process or the content of
     __pycache__, and the next start might get another. Its relative imports resolve in the package that contains it.
     """
+    # Named by its content: an import of this process by the module's own name would be the former source.
     name = f"verl_slurm_reward_{digest[:16]}"
     parent = "" if spec.is_file else spec.name.rpartition(".")[0]
     if parent:
+        # Relative imports of the source need their package.
         importlib.import_module(parent)
         name = f"{parent}.{name}"
     folders = [str(file.parent)] if not spec.is_file and file.name == "__init__.py" else None
@@ -168,6 +178,7 @@ def _run(spec: RewardSpec, file: Path, source: bytes, digest: str) -> ModuleType
         # Not found.loader: it may take an older __pycache__ instead of the bytes hashed here.
         exec(compile(source, str(file), "exec"), module.__dict__)  # noqa: S102 - this is what was asked for
     except BaseException:
+        # A module that failed half-way must not be found by a second try.
         sys.modules.pop(name, None)
         raise
     return module

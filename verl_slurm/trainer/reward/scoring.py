@@ -58,10 +58,12 @@ def arithmetic(response: str, answer: str) -> float:
     as the answer, it gets up to 0.2 more for the share of characters right at their place. Only the answer itself
     scores 1.0.
     """
+    # The last word alone: the policy may write down its working before it.
     words = response.split()
     word = words[-1] if words else ""
     if word == answer:
         return 1.0
+    # [0-9]: \d would take digits of other scripts.
     if re.fullmatch(r"-?[0-9]+", word) is None:
         return 0.0
     score = 0.1
@@ -106,12 +108,14 @@ class ClassifierReward:
         self._directory, self._batch_size = directory, batch_size
         self._device = device or torch.device("cpu")
         if digest:
+            # Held to rank 0's digest on each rank, and pinned: files may be swapped before or while they are loaded.
             with pinned_model(directory, _recorded(directory, digest)) as pinned:
                 pinned.fill()
                 model = self._load(pinned.path)
                 pinned.verify()
         else:
             model = self._load(directory)
+        # A classifier takes the last token that is no padding, and finds it by this number.
         if model.config.pad_token_id is None:
             model.config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.requires_grad_(False).to(self._device)
@@ -120,6 +124,7 @@ class ClassifierReward:
         model: Any = load_pretrained(
             AutoModelForSequenceClassification, path, "model.reward", dtype=torch.float32
         )
+        # Of several logits none is the score.
         if model.config.num_labels != 1:
             raise DataError(
                 "the reward model does not give one score",
@@ -132,6 +137,7 @@ class ClassifierReward:
         # Loaded tensors are a view of the file; a copy is safe from later writes to it.
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.to(self._device, copy=True)
+        # Read with the model: when it is replaced, the directory may hold something else.
         names = ("tokenizer_config.json", "config.json")
         self._texts = {
             name: read_regular(path / name, TOKENIZER, follow=True)
@@ -142,12 +148,14 @@ class ClassifierReward:
 
     @torch.no_grad()
     def __call__(self, prompts: Sequence[str], responses: Sequence[str], answers: Sequence[str]) -> Tensor:
+        # The raw texts: the reward model's own tokenizer cuts them, not the policy's.
         texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         scores = []
         for start in range(0, len(texts), self._batch_size):
             encoded = self._tokenizer(
                 texts[start : start + self._batch_size], padding=True, return_tensors="pt"
             ).to(self._device)
+            # In the given order and in fixed batches: rounding depends on the batch.
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
         whole = torch.cat(scores) if scores else torch.zeros(0)
         if not bool(whole.isfinite().all()):  # one NaN would spoil the weights permanently
@@ -166,6 +174,7 @@ class ClassifierReward:
         its tokenizer's configuration.
         """
         backbone = self._model.base_model_prefix + "."
+        # The backbone is left out: RUN/frozen has the whole model.
         head = {
             name: tensor.detach().cpu().contiguous()
             for name, tensor in self._model.state_dict().items()
@@ -201,6 +210,7 @@ def build_reward(text: str, *, device: torch.device | None = None, digest: str =
     """
     spec = parse_reward(text)
     match spec:
+        # A rule is code of this package: it has no digest of its own.
         case RewardSpec("rule", name) if name in RULES:
             return RuleReward(RULES[name])
         case RewardSpec("classifier", name):

@@ -99,8 +99,10 @@ class RewardSwap:
 
     def look(self) -> None:
         """Starts a look for a request of another reward. All ranks call it at the same point."""
+        # On every rank, so that all of them enter `due`'s collective until rank 0 has an answer.
         self._looking = True
         if self._ranks.rank == 0 and (self._thread is None or not self._thread.is_alive()):
+            # In a thread: RUN may be on storage that does not answer, and the step must not wait for it.
             self._thread = threading.Thread(target=self._find, name="reward", daemon=True)
             self._thread.start()
 
@@ -114,16 +116,19 @@ class RewardSwap:
         if state.position.phase != "step_end":
             return None
         self._look_unasked(step)
+        # A run that was set back: the record decides at which step, and a new request waits until it is caught up.
         if state.reward.number < len(self._plan.switches):
             recorded = self._plan.switches[state.reward.number]
             return recorded if recorded.step == step else None
         if not self._looking:
             return None
+        # The latest of all ranks' ledgers: replayed responses come from weights that the old reward has trained.
         known, until = self._ranks.max([self._answer(), replays_until])
         self._looking = known != _NO_WISH
         if known != _A_WISH or until >= step:
             return None
         self._looking = False
+        # From rank 0's memory: the file may hold another request by now.
         wish = self._ranks.on_first("reading the wish", lambda: msgspec.msgpack.encode(self._wish))
         return msgspec.msgpack.decode(wish, type=RewardRequest)
 
@@ -135,6 +140,7 @@ class RewardSwap:
             RanksFailed: the recorded replacement fails, or its recording is uncertain: a crash, after which the record
                 counts.
         """
+        # Decided in an earlier attempt, so a failure is a crash here and no refusal.
         if isinstance(due, RewardSwitch):
             new, scores = self._ranks.together(
                 "loading the recorded reward", lambda: self._try(due.reward, due.digest, state.reward)
@@ -142,6 +148,7 @@ class RewardSwap:
             self._take(due, new, scores, state)
             return
         try:
+            # By rank 0: the others load what it hashed, and refuse a source that differs on their node.
             digest = self._ranks.on_first(
                 "looking at the new reward",
                 lambda: digest_and_keep(self._paths, due.reward, self._keep).encode(),
@@ -157,6 +164,7 @@ class RewardSwap:
                 # Asked again at the next start, then; nothing was decided.
                 self._reporter.complain(second.one_line())
             return
+        # Made after the trial on all ranks: what cannot score must never be recorded.
         switch = RewardSwitch(
             request=due.number,
             step=state.position.step,
@@ -170,10 +178,12 @@ class RewardSwap:
             self._record(switch, state.reward)
         except RanksFailed as error:
             if Fenced.__name__ in error.kinds:
+                # The other ranks know the kind as a name alone. A fenced rank must not go on to write the refusal.
                 raise Fenced("another attempt owns the run", found=error.found) from error
             self._refuse(due, error)  # it may be on disk all the same: what fails here is a crash
             self._say_refused(due, error, state)
             return
+        # Behind the record: an interruption before it has changed nothing, one after it comes to this step again.
         self._take(switch, new, scores, state)
 
     # ---- the wish
@@ -185,6 +195,7 @@ class RewardSwap:
         if self._first_step is None:
             self._first_step = step
             self.look()
+        # -1: both looks are done.
         elif 0 <= self._first_step < step:
             self._first_step = -1
             self.look()
@@ -195,11 +206,13 @@ class RewardSwap:
         except (OSError, VerlSlurmError) as error:
             self._reporter.complain(f"no request for another reward can be read: {error}")
             wish = None
+        # A request stays in its file when it is done; its number tells whether it was.
         self._wish = wish if wish is not None and wish.number > self._plan.handled else None
 
     def _answer(self) -> int:
         if self._thread is None:
             return _NOT_KNOWN  # not rank 0
+        # Bounded: the others wait for this rank in the next collective.
         self._thread.join(timeout=_PATIENCE_S)
         if self._thread.is_alive():
             return _NOT_KNOWN
@@ -214,6 +227,7 @@ class RewardSwap:
         new = self._load(reward, device=self._device, digest=digest)
         if not state.cached:
             return new, None
+        # A replica's ranks have the same responses, and a judge may cost money: one asks. 0 rows add nothing.
         if not self._counts:
             return new, torch.zeros(0)
         texts = self._texts(state.cached)
@@ -225,6 +239,7 @@ class RewardSwap:
                 found=f"{tuple(scores.shape)}, {int((~scores.isfinite()).sum())} of them not finite",
                 expected=f"{len(texts[0])} finite scores",
             )
+        # Asked twice: a resume scores the same responses again, and has to get the same bits.
         if not torch.equal(scores, new(*texts)):
             raise DataError(
                 "the new reward gives other scores for the same texts",
@@ -240,6 +255,7 @@ class RewardSwap:
 
         def write() -> bytes:
             require_epoch(self._paths, self._epoch)
+            # What is about to be replaced first: once the plan is written, the next start takes the new reward.
             write_light_snapshot(self._paths, len(plan.switches), self._live.present, former)
             write_reward_plan(self._paths, plan)
             return b""
@@ -262,6 +278,7 @@ class RewardSwap:
         former = state.reward
         full = None
         if switch.warm_start_steps and scores is not None:
+            # The former scores as the training saw them, with the rest of an earlier warm start in them.
             full = matching(former.cached["scores"][: len(scores)], scores, self._ranks.sum)
         state.reward = RewardState(
             spec=switch.reward,
@@ -270,6 +287,7 @@ class RewardSwap:
             since_step=switch.step,
             warm_steps=switch.warm_start_steps if full else 0,
             full=full or IDENTITY,
+            # Kept until the step is done: a resume at this step makes the same map of the same scores.
             cached=former.cached,
         )
         self._live.present = new

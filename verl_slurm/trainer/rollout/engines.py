@@ -71,6 +71,7 @@ def build_engine(
     Raises:
         ConfigError: it is not installed, or cannot sample from this model.
     """
+    # Again here, though `submit` has asked: the ranks may have another environment than the login node.
     require_engine(config)
     if config.rollout.engine == "hf":
         return HFRollout(
@@ -79,12 +80,14 @@ def build_engine(
             seed=config.seed,
             eos_id=eos_id,
             pad_id=pad_id,
+            # The actor's own: samples of another precision come from another policy.
             dtype=sampling_dtype(config),
             attention=config.model.attn_implementation,
             device=device,
         )
     settled = msgspec.structs.replace(config.distributed, device=device.type)  # it may be auto
     described = read_model_config(model)
+    # Asked again: `submit` did not know what `auto` is on the node, nor which config.json the job finds.
     check_engine(msgspec.structs.replace(config, distributed=settled), str(model), described)
     # Imported here because it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
@@ -100,6 +103,7 @@ def gap_limit(set_to: float | None, dtype: str) -> float:
     """
     if set_to is not None:
         return set_to
+    # Well above what two programs differ by, well below what one lost sync changes: see the table above.
     return 0.002 if dtype == "float32" else 0.02
 
 
@@ -110,7 +114,9 @@ def gap_and_tokens(engine: Tensor, actor: Tensor, mask: Tensor) -> tuple[float, 
         engine, actor: log probabilities of the same tokens, float32 [N, T].
         mask: bool [N, T].
     """
+    # The padding has no log probability of its own.
     gap = torch.where(mask, (actor - engine).abs(), torch.zeros_like(actor))
+    # float64, and a sum with its count: ranks have different numbers of tokens.
     return float(gap.double().sum()), float(mask.double().sum())
 
 

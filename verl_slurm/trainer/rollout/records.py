@@ -42,6 +42,7 @@ class SampleLog:
         if not self._count:
             return
         scores = scored["scores"].float()
+        # stable: equal scores keep the order of their ids, so a repeated step keeps the same samples.
         order = torch.argsort(scores, descending=True, stable=True).tolist()
         if len(order) > self._count:
             best = -(-self._count // 2)
@@ -64,6 +65,7 @@ class SampleLog:
         try:
             append_samples(self._paths, self._epoch, step, len(scores), samples, keys=self._keys)
         except OSError as error:
+            # Reported once: a full disk would say the same at every step.
             self._count = 0
             console.complain(f"no samples in {self._paths.samples.name} from here on: {error}")
 
@@ -89,8 +91,11 @@ def settle(ledger: Ledger, dp_rank: int) -> None:
 def take_back(ledger: Ledger, dp_rank: int, step: int, shape: StepShape) -> None:
     """The rollouts of a step are refused: no start shall replay this rank's, from whichever segment."""
     try:
+        # All of them, also those that were never recorded: an older segment may have some of this step.
         for index in range(shape.generations):
+            # An empty record: the newest one of a micro-batch counts, and this one holds nothing.
             ledger.append(step, index * shape.dp_size + dp_rank, {})
+        # Durable before the rank leaves with the refusal, or the next start would replay them and refuse again.
         ledger.settle()
     except OSError as error:
         console.complain(

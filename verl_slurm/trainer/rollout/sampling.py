@@ -30,6 +30,7 @@ def _running_sum(x: Tensor) -> Tensor:
     `torch.use_deterministic_algorithms` refuses CUDA's floating-point `cumsum`, so on CUDA it is a scan by doubling
     (Hillis and Steele 1986): log2(V) additions in a fixed order.
     """
+    # On a CPU it is deterministic.
     if x.device.type == "cpu":
         return x.cumsum(dim=-1)
     return _doubling_scan(x)
@@ -54,6 +55,7 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     Returns:
         tokens int64 [N] and their log probabilities float32 [N] under that same distribution.
     """
+    # Greedy takes no noise. Its log probabilities are those of temperature 1, as 0 has none.
     if not temperature:
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         best = logprobs.argmax(dim=-1, keepdim=True)
@@ -63,6 +65,7 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     cdf = _running_sum(logprobs.double().exp())
     # Scaled by the total, which is 1 only up to rounding. `right`: a token of probability 0 is never picked.
     point = (uniform.to(cdf.device) * cdf[:, -1]).unsqueeze(-1)
+    # clamp: rounding may put the point beyond the last sum.
     tokens = torch.searchsorted(cdf, point, right=True).clamp(max=logits.shape[-1] - 1)
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
@@ -149,6 +152,7 @@ class HFRollout:
         num = len(prompts["prompt_ids"])
         num_tokens = self._config.max_new_tokens
         device = next(self._model.parameters()).device
+        # The noise is keyed by these, never by a row's place in the batch.
         ids: list[int] = prompts["sample_id"].tolist()
         noise = torch.from_numpy(uniforms(self._seed, step, ids, num_tokens, purpose=purpose))
         heat = self._config.temperature if temperature is None else temperature
@@ -159,9 +163,11 @@ class HFRollout:
         response[:, : made.shape[1]] = made
         logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
         logprobs[:, : made.shape[1]] = chosen_at
+        # Padding may be the same token; the sum below counts the first end alone.
         ended = (response == self._eos_id).long()
         # True where the response has not ended before this position; the end itself still counts.
         mask = (ended.cumsum(dim=1) - ended) == 0
+        # All rows had ended before: what is behind was never sampled.
         mask[:, made.shape[1] :] = False
         return {
             **prompts,
@@ -175,11 +181,13 @@ class HFRollout:
 
         A finished row continues with padding: fewer rows would be another shape, and would round differently.
         """
+        # By the configuration: layers with a sliding window keep another kind of cache.
         cache = DynamicCache(config=self._model.config)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         made: list[Tensor] = []
         chosen_at: list[Tensor] = []
+        # One uniform per token, drawn beforehand: a row's noise does not depend on how long other rows are.
         for column in uniform.unbind(dim=1):
             words = accepted(
                 self._model,
@@ -192,12 +200,15 @@ class HFRollout:
             )
             output = self._model(**words)
             tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)
+            # A finished row goes on with padding: without it the batch would have another shape, and other roundings.
             tokens = tokens.masked_fill(ended, self._pad_id)
             made.append(tokens)
             chosen_at.append(logprobs)
             ended |= tokens == self._eos_id
+            # The test waits for the device once per token; the rest of the loop would be sampled for nothing.
             if bool(ended.all()):
                 break
+            # The cache has the rest.
             ids, positions = tokens.unsqueeze(-1), positions[:, -1:] + 1
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=1)
         return torch.stack(made, dim=1).cpu(), torch.stack(chosen_at, dim=1).cpu()

@@ -93,8 +93,10 @@ class VLLMRollout:
         os.environ.update(_ENVIRONMENT)
         for name, value in _GENTLE_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        # vLLM brings kernels without a deterministic form. It samples and trains nothing, so a warning is enough.
         with _process_as_before(), warned_only(device):
             try:
+                # Imported here: it takes seconds, and is an extra.
                 from vllm import LLM
 
                 from verl_slurm.trainer.rollout.vllm_sampler import CounterSampling
@@ -128,6 +130,7 @@ class VLLMRollout:
         """
         weights = whole_parameters(actor)
         with torch.no_grad(), self._manner():
+            # Tensor by tensor from the actor: no file, and no second whole copy of the model.
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
             for _ in weights:  # a tensor vLLM did not ask for is a collective that the other ranks wait in
                 pass
@@ -145,14 +148,18 @@ class VLLMRollout:
         rollout = self._config.rollout
         num_tokens = rollout.max_new_tokens
         ids: list[int] = prompts["sample_id"].tolist()
+        # Keyed by sample, not by row: a response is the same in any batch and after any restart.
         noise = uniforms(self._config.seed, step, ids, num_tokens, purpose=purpose).tolist()
         mine = [
+            # vLLM takes prompts without padding.
             _Asked(ids[mask].tolist(), row)
             for ids, mask, row in zip(
                 prompts["prompt_ids"], prompts["prompt_mask"].bool(), noise, strict=True
             )
         ]
+        # None alone stands for the configuration's: 0 is greedy.
         made = self._of_group(mine, rollout.temperature if temperature is None else temperature)
+        # Of full width, as the other engine's: the parts of a step are joined.
         response = torch.full((len(mine), num_tokens), self._pad_id, dtype=torch.int64)
         response_mask = torch.zeros((len(mine), num_tokens), dtype=torch.bool)
         logprobs = torch.zeros((len(mine), num_tokens), dtype=torch.float32)
@@ -163,15 +170,14 @@ class VLLMRollout:
         return {**prompts, "response_ids": response, "response_mask": response_mask, "logprobs": logprobs}
 
     def _of_group(self, mine: list[_Asked], temperature: float) -> list[_Made]:
-        """Samples the requests of each rank of our tensor-parallel group in turn; returns our own.
-
-        In turn, so that a micro-batch is always computed by itself. After an interruption the ledger has some of the
-        group's micro-batches and not others, and kernels may round by the size of a batch.
-        """
+        """Samples the requests of each rank of our tensor-parallel group in turn; returns our own."""
         if self._group_size == 1:
             return self._sample(mine, temperature)
+        # Over all ranks, though the group's are needed: `ranks` has one group, and each rank comes here equally often.
         everybody = self._ranks.gather(msgspec.msgpack.encode(mine))
         start = self._ranks.rank // self._group_size * self._group_size
+        # Each micro-batch by itself, never as one batch: after an interruption the ledger has some of the group's and
+        # not others, and kernels may round by the size of a batch.
         made = [
             self._sample(msgspec.msgpack.decode(part, type=list[_Asked]), temperature)
             for part in everybody[start : start + self._group_size]
@@ -213,12 +219,12 @@ class VLLMRollout:
 def _without_shared_memory() -> None:
     """Makes vLLM's ranks on a CPU talk over the process group, as vLLM does for ranks on different machines.
 
-    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher. A
-    killed run leaves them, its next start fails on them ("create shm in SHMManager failed. errno: 17"), and two runs on
-    one node would share them. There is no setting for it.
+    Otherwise vLLM 0.30 makes segments in /dev/shm whose names are the same for every job of the external launcher.
     """
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    # There is no setting for it. A killed run leaves its segments, its next start fails on them ("create shm in
+    # SHMManager failed. errno: 17"), and two runs on one node would share them.
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda _: False
 
 
@@ -229,14 +235,17 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
     num_seqs = rollout.micro_batch_size_per_device
     arguments: dict[str, Any] = {
         "dtype": sampling_dtype(config),
+        # vLLM seeds numpy with it, which takes 32 bits. No sample depends on it.
         "seed": config.seed % (1 << 32),
         "tensor_parallel_size": size,
         "enforce_eager": rollout.enforce_eager,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "max_model_len": longest,
+        # A micro-batch in one schedule: how it were divided could change the rounding.
         "max_num_seqs": num_seqs,
         "max_num_batched_tokens": max(longest, 8192),
         "load_format": "dummy",  # sync brings the weights
+        # Prompts come as token ids.
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
         "generation_config": "vllm",  # the directory's own (top_p, ...) would change the distribution
@@ -246,6 +255,7 @@ def _arguments(config: RunConfig, model_path: Path, device: torch.device) -> dic
         "disable_log_stats": True,
     }
     if dist.is_initialized():
+        # One worker in each rank, over the process group that is there: vLLM opens no port.
         arguments["distributed_executor_backend"] = "external_launcher"
     if device.type == "cpu":
         # On a CPU the share would be one of all memory, for each rank.
@@ -258,7 +268,9 @@ def _kv_bytes(model_path: Path, config: RunConfig, num_seqs: int) -> int:
     shape = AutoConfig.from_pretrained(str(model_path), local_files_only=True).get_text_config()
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    # Keys and values.
     per_token = 2 * shape.num_hidden_layers * -(-heads // config.rollout.tensor_parallel_size) * width
+    # Whole blocks for every sequence: short of them, vLLM preempts a sequence and computes it again.
     blocks = -(-max_model_len(config) // _BLOCK) + 1
     return int(
         max(
@@ -273,10 +285,13 @@ def _process_as_before() -> Iterator[None]:
     """Undoes what vLLM's start changes: it seeds all generators, and on a CPU replaces `torch.set_num_threads` by a
     warning.
     """
+    # The function itself, too: on a CPU vLLM puts another in its place.
     generators, threads, set_threads = rng.capture(), torch.get_num_threads(), torch.set_num_threads
     try:
         yield
     finally:
+        # The function first: vLLM's own would ignore the next line with a warning.
         torch.set_num_threads = set_threads
         torch.set_num_threads(threads)
+        # vLLM seeds all of them, and their state is a part of each checkpoint.
         rng.restore(generators)

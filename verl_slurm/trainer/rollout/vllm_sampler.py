@@ -35,6 +35,7 @@ def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingP
     """
     return SamplingParams(
         max_tokens=len(uniforms),
+        # Greedy: with one finite logit in a row, argmax has one choice.
         temperature=0.0,
         logprobs=0,  # the chosen token's
         detokenize=False,
@@ -55,6 +56,7 @@ class _Row:
 
     @property
     def uniform(self) -> float:
+        # By the tokens made so far, not by the calls.
         return self.uniforms[len(self._output)]
 
 
@@ -65,6 +67,7 @@ class CounterSampling(LogitsProcessor):  # type: ignore[misc]  # untyped where v
         self._rows: dict[int, _Row] = {}
 
     def is_argmax_invariant(self) -> bool:
+        # It decides the argmax, so vLLM may not skip it for greedy requests.
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -73,6 +76,7 @@ class CounterSampling(LogitsProcessor):  # type: ignore[misc]  # untyped where v
             return
         for index in batch_update.removed:
             self._rows.pop(index, None)
+        # An index that is added replaces what was there.
         for index, params, _, output in batch_update.added:
             self._rows[index] = _Row(params, output)
         for source, target, how in batch_update.moved:
@@ -89,5 +93,6 @@ class CounterSampling(LogitsProcessor):  # type: ignore[misc]  # untyped where v
         # all requests of one call, which has one temperature
         (temperature,) = {row.temperature for row in rows}
         tokens, logprobs = pick_tokens(logits, uniform, temperature)
+        # The number at the token is its log probability: vLLM returns it with `processed_logits`.
         chosen = torch.full_like(logits, float("-inf"))
         return chosen.scatter_(-1, tokens.unsqueeze(-1), logprobs.unsqueeze(-1))

@@ -79,9 +79,12 @@ def began_on_gpus(paths: RunPaths) -> bool:
     Runs on every rank.
     """
     try:
+        # Read before there is a process group, so each rank decides by itself from the same file.
         first = msgspec.json.decode(read_regular(paths.orchestration, DATA_FILES), type=Orchestration)
+    # A run that begins has none. Damage is said by `check_or_write`, on rank 0.
     except (OSError, *UNREADABLE):
         return False
+    # By the first start: a run that began on a CPU may go on there.
     return "nccl" in first.backend
 
 
@@ -115,10 +118,13 @@ def check_or_write(paths: RunPaths, now: Orchestration) -> Orchestration:
     path = paths.orchestration
     try:
         first = msgspec.json.decode(read_regular(path, DATA_FILES), type=Orchestration)
+    # Written once: a later start may have another layout, and its manifests say which.
     except FileNotFoundError:
         write_file(path, msgspec.json.format(msgspec.json.encode(now), indent=1) + b"\n")
+        # Read-only for people, too; nothing ever writes it again.
         os.chmod(path, 0o400)
         return now
+    # Its content is wrong. An OSError says nothing about it and goes up: another start may read it.
     except UNREADABLE as error:
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",

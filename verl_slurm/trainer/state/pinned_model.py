@@ -51,6 +51,7 @@ class PinnedModel:
         """
         for name in sorted(self._recorded):
             folder, _, _ = name.rpartition("/")
+            # Loaders look at the top of the directory, and for templates into this one folder below it.
             if folder not in ("", _TEMPLATES):
                 continue
             try:
@@ -64,15 +65,20 @@ class PinnedModel:
                 ) from error
 
     def _take(self, name: str) -> None:
+        # O_NONBLOCK: a FIFO that was put in its place would block the rank.
         fd = os.open(self._original / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         place = self.path / name
         if name.endswith(".safetensors"):
+            # Before the loading: a write while it is read leaves another ctime, which no program can set back.
             stamp = _stamp(fd)
             self._held[name] = fd, stamp, self._pool.submit(hash_fd, fd)
+            # The open file, whatever has its name by now: safetensors maps it by this path.
             place.symlink_to(f"/proc/self/fd/{fd}")
             return
         with open(fd, "rb") as file:
+            # Copied as it was hashed: from_pretrained opens these files by name.
             data = file.read(_SMALL_BYTES + 1)
+        # Weights of another format, which nothing here reads.
         if len(data) > _SMALL_BYTES:
             return
         if (found := hashlib.sha256(data).hexdigest()) != self._recorded[name]:
@@ -88,6 +94,7 @@ class PinnedModel:
             OSError: a file could not be read to its end.
         """
         for name, (fd, before, hashing) in self._held.items():
+            # The digest alone is not enough: the loader may have read between two writes.
             _, found = hashing.result()
             if found != self._recorded[name]:
                 raise self._drift(name, f"SHA-256 {found[:16]}")
@@ -96,6 +103,7 @@ class PinnedModel:
 
     def close(self) -> None:
         """Closes the descriptors."""
+        # First: its threads read through these descriptors, whose numbers the next open file would get.
         self._pool.shutdown(cancel_futures=True)
         for fd, _, _ in self._held.values():
             os.close(fd)
@@ -103,6 +111,7 @@ class PinnedModel:
     def blamed(self, error: VerlSlurmError) -> VerlSlurmError:
         """Returns the error with the user's directory instead of the private one, or with its cause."""
         try:
+            # A file that was swapped is a better answer than the loader's error about it.
             self.verify()
         except DatasetDrift as drift:
             return drift

@@ -73,6 +73,7 @@ class StepShape:
         """Returns the shape that `config` asks for; `config.load` has checked that everything divides."""
         train, rollout = config.train, config.rollout
         return cls(
+            # Divides: a generation micro-batch is the unit of the ledger, and a part of one has no record.
             generations=train.batch_size_per_device // rollout.micro_batch_size_per_device,
             scores=-(-train.batch_size_per_device // train.micro_batch_size_per_device),
             updates=train.ppo_epochs * (train.batch_size_per_device // train.mini_batch_size_per_device),
@@ -109,6 +110,7 @@ class StepShape:
 
 def after(position: Position, shape: StepShape) -> Position:
     """Returns the position that follows once the work of `position` is done."""
+    # Within a phase the index alone moves.
     if position.index + 1 < shape.pieces(position.phase):
         return replace(position, index=position.index + 1)
     match position.phase:
@@ -121,6 +123,7 @@ def after(position: Position, shape: StepShape) -> Position:
             return Position(position.step, "advantage")
         case "advantage":
             return Position(position.step, "update")
+        # Before the step's end, so that its numbers are in the step's row, and a best checkpoint can be chosen by them.
         case "update" if shape.evaluates(position.step):
             return Position(position.step, "evaluate")
         case "update" | "evaluate":
@@ -129,6 +132,7 @@ def after(position: Position, shape: StepShape) -> Position:
 
 def safe_point(position: Position, shape: StepShape) -> int:
     """Returns the safe points passed since the last whole step; the number in a checkpoint's name."""
+    # Counted from the last whole step, so that names of checkpoints within a step rise.
     before = {
         "step_end": 0,
         "generate": 0,
@@ -137,6 +141,7 @@ def safe_point(position: Position, shape: StepShape) -> int:
         "update": shape.generations + shape.scores + 1,
         "evaluate": shape.generations + shape.scores + 1 + shape.updates,
     }
+    # Rises by one from place to place: a checkpoint's name has it, and names must sort as the run goes.
     return before[position.phase] + position.index
 
 
@@ -145,6 +150,7 @@ def rollout_offset(position: Position, shape: StepShape) -> int:
 
     A group lies in one micro-batch, so the prompts of the data are always this divided by `samples_per_prompt`.
     """
+    # Over all ranks: the number means the same when the run goes on with more or fewer of them.
     per_generation = shape.prompts_per_generation * shape.dp_size
     return position.step * shape.prompts + first_generation(position, shape) * per_generation
 
@@ -153,6 +159,7 @@ def first_generation(position: Position, shape: StepShape) -> int:
     """Returns a rank's first unfinished generation micro-batch of the running step (G: all are finished)."""
     match position.phase:
         case "step_end" | "generate":
+            # The next one is not done yet, so as many are finished.
             return position.index
         case _:
             return shape.generations
@@ -164,6 +171,7 @@ def check_position(position: Position, shape: StepShape, *, where: object) -> No
     Raises:
         CheckpointCorrupt: the index lies outside its phase.
     """
+    # The index becomes a slice of buffers and data: beyond its phase it would be an empty one, without an error.
     if not 0 <= position.index < shape.pieces(position.phase):
         raise CheckpointCorrupt(
             "the checkpoint stands at a place that this configuration does not have",

@@ -39,12 +39,15 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
     """
     first = saved[0]
     position = Position(first.step, first.phase, first.index)
+    # Global micro-batches that are there: the leaders stand at one position, so all have as many.
     blocks = _num_rows(first.rollouts) // old.prompts_per_generation * old.dp_size
     if first.phase == "generate":
+        # As many as all new ranks can have alike: a position is one number for all. The ledger has the rest.
         blocks -= blocks % new.dp_size
         done = blocks // new.dp_size
         position = Position(first.step, "generate", done) if done else Position(first.step)
     elif first.phase == "score":
+        # From its beginning, with the very weights that it began with: a micro-batch has another size now.
         position = Position(first.step, "score")
 
     def deal(group: Sequence[Arrays]) -> Arrays:
@@ -53,6 +56,7 @@ def reshard(saved: Sequence[RuntimeState], old: StepShape, new: StepShape, rank:
 
     rewards: Arrays = {}
     if first.phase not in _BEFORE_SCORES:
+        # Rows are dealt out; the update metrics are sums, and the kept scores are divided below.
         rows = [{k: v for k, v in split(state.rewards)[1].items() if k != "updates"} for state in saved]
         rewards = deal(rows)
         if "updates" in first.rewards:
@@ -82,6 +86,7 @@ def _kept_scores(saved: Sequence[Arrays], dp_size: int, rank: int) -> Arrays:
     return {
         name: array
         if name == "switch"
+        # Each response on one rank: a warm start sums over ranks, and would count a copy twice.
         else np.concatenate([part[name] for part in saved])[rank::dp_size].copy()
         for name, array in saved[0].items()
     }
@@ -91,6 +96,7 @@ def _deal(parts: Sequence[np.ndarray], old: StepShape, new: StepShape, blocks: i
     """Deals rows of one column of all former ranks to `rank`; a block is one global micro-batch."""
     size = old.prompts_per_generation
     by_rank = np.stack(parts).reshape(old.dp_size, -1, size, *parts[0].shape[1:])
+    # Rank r of N has every N-th micro-batch, so the global order goes over the ranks first.
     in_order = by_rank.swapaxes(0, 1).reshape(-1, *by_rank.shape[2:])
     mine = in_order[:blocks][rank :: new.dp_size]
     return np.ascontiguousarray(mine.reshape(-1, *mine.shape[2:]))

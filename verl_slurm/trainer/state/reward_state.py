@@ -54,15 +54,18 @@ class RewardState:
 
     def map_at(self, step: int) -> Affine:
         """Returns the map of the present reward's scores in `step`."""
+        # From the step's number alone: a step that is done again has the same map.
         return blended(self.full, step - self.since_step, self.warm_steps)
 
     @property
     def numbers(self) -> dict[str, float]:
         """Returns the columns of a step's row that identify the reward of its numbers."""
+        # Numbers of different rewards are of different scales: the best checkpoints are ranked among one reward's rows.
         return {REWARD_NUMBER: float(self.number)} if self.number else {}
 
     def remember(self, rollouts: Batch, scored: Batch) -> "RewardState":
         """Returns the state with a finished step's scores kept."""
+        # clone: a slice would keep the whole step's memory.
         whole = rollouts | scored
         return replace(self, cached={name: whole[name][:CACHED_ROWS].clone() for name in _COLUMNS})
 
@@ -83,6 +86,7 @@ def reward_record(state: RewardState, step: int) -> dict[str, object]:
 def pack(state: RewardState) -> Arrays:
     """Packs the state into arrays of the runtime state. Shares memory with `state`."""
     arrays: Arrays = {_CACHED + name: column.numpy() for name, column in state.cached.items()}
+    # A run whose reward was never replaced has the arrays of one that knows no replacements.
     if state.number:
         numbers = (state.number, state.since_step, state.warm_steps, state.full.scale, state.full.offset)
         arrays[_SWITCH] = np.array(numbers, dtype=np.float64)
@@ -105,6 +109,7 @@ def unpack(arrays: Arrays, *, where: object) -> RewardState:
     found = {name: (str(array.dtype), array.ndim) for name, array in kept.items()}
     rows = {array.shape[0] for array in kept.values() if array.ndim}
     switch = arrays.get(_SWITCH, np.zeros(5))
+    # What a checkpoint says is checked before it is used as an index or a factor.
     good = (not kept or (found == _COLUMNS and len(rows) == 1)) and switch.shape == (5,)
     if not good or switch.dtype != np.float64 or not np.isfinite(switch).all() or (switch[:4] < 0).any():
         raise CheckpointCorrupt(
@@ -115,6 +120,7 @@ def unpack(arrays: Arrays, *, where: object) -> RewardState:
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         )
     number, since, steps = (int(value) for value in switch[:3])
+    # `spec` and `digest` are not saved here: the run's record has them by number (`start_reward`).
     full = Affine(float(switch[3]), float(switch[4])) if number else IDENTITY
     cached = {name: torch.from_numpy(np.array(array)) for name, array in kept.items()}
     return RewardState(number=number, since_step=since, warm_steps=steps, full=full, cached=cached)

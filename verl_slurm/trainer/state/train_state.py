@@ -84,12 +84,14 @@ class TrainState:
 
     def remember(self, row: dict[str, float]) -> None:
         """Adds a finished step's metrics."""
+        # A new list: one that was handed to a save does not change while it is written.
         self.history = [*self.history, row][-HISTORY_ROWS:]
 
 
 def fresh_state(config: RunConfig) -> TrainState:
     """Returns the state of a run that has done nothing."""
     train = config.train
+    # From the configuration; `restore_state` puts coefficient and window of the checkpoint in.
     kl = AdaptiveKL(
         coef=train.kl_coef,
         target=train.kl_target,
@@ -108,9 +110,12 @@ def capture_state(
         world_size: ranks in all; None: data parallel alone.
     """
     position, buffers = state.position, state.buffers
+    # One array for all micro-batches: another shape cuts the rows in another way.
     rewards = to_arrays(stacked(buffers.scored)) | to_arrays(buffers.estimates)
     if buffers.updates:
+        # float64, which Python's floats are: a resume has the very same numbers.
         rewards["updates"] = np.array(buffers.updates, dtype=np.float64)
+    # Follows from the position. Saved as well, so that a reader without the trainer has it, and a resume checks it.
     consumed = rollout_offset(position, shape)
     return RuntimeState(
         rank=rank,
@@ -138,16 +143,20 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
         CheckpointCorrupt: the parts do not fit the position, or the position does not fit the configuration.
     """
     position = Position(saved.step, saved.phase, saved.index)
+    # First: an index outside its phase would make all numbers below meaningless.
     check_position(position, shape, where=where)
+    # Both follow from the position. Said twice, they show a state of other batch sizes.
     found = (saved.safe_point, saved.rollout_offset)
     expected = (safe_point(position, shape), rollout_offset(position, shape))
     if found != expected:
         raise _misfit(where, f"(safe point, prompts consumed) {found} at {position}", expected)
+    # One table on disk: what is left when all known columns are taken out are the scored ones.
     reward, rewards = split(saved.rewards)
     updates = rewards.pop("updates", np.zeros((0, len(update_metrics(config.train)))))
     estimates = to_batch({name: rewards.pop(name) for name in ("advantages", "returns") if name in rewards})
     scored, rollouts = to_batch(rewards), to_batch(saved.rollouts)
     buffers = Buffers(
+        # As one piece: later phases stack the pieces, whatever their number.
         rollouts=[rollouts] if rollouts else [],
         scored=[scored] if scored else [],
         estimates=estimates,
@@ -158,6 +167,7 @@ def restore_state(saved: RuntimeState, config: RunConfig, shape: StepShape, *, w
     state = fresh_state(config)
     state.position, state.buffers, state.history = position, buffers, list(saved.history)
     state.reward = unpack(reward, where=where)
+    # Target and window size stay those of the configuration; the coefficient is what the run has come to.
     state.kl = replace(state.kl, coef=saved.kl_coef, window=tuple(saved.kl_window))
     return state
 
@@ -168,6 +178,7 @@ def _check_rows(
     """Checks the number of rows of every buffer against the position."""
     batch = shape.generations * shape.prompts_per_generation
     past = ("generate", "score", "advantage", "update", "evaluate").index
+    # Between two steps the buffers are empty.
     at = -1 if position.phase == "step_end" else past(position.phase)
     done = position.index
 
@@ -188,6 +199,7 @@ def _check_rows(
     }
     if found != expected:
         raise _misfit(where, f"rows at {position}: {found}", expected)
+    # Columns have no names on disk: another number of them would be read as other metrics.
     num_metrics = len(update_metrics(config.train))
     if any(len(row) != num_metrics for row in buffers.updates):
         raise _misfit(where, "another number of update metrics", num_metrics)
@@ -195,6 +207,7 @@ def _check_rows(
 
 def _num_rows(batch: Batch) -> int:
     """Returns the rows of a batch whose columns agree; -1 where they do not."""
+    # Columns of different lengths come from a damaged file; -1 fits no position.
     sizes = {len(column) for column in batch.values()}
     return 0 if not sizes else sizes.pop() if len(sizes) == 1 else -1
 
