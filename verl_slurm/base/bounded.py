@@ -114,6 +114,7 @@ def open_regular(path: Path | str, *, follow: bool = False) -> int:
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
     fd = os.open(path, flags)
     try:
+        # Of the descriptor: the name may be exchanged between a look and the opening.
         _require_regular(os.fstat(fd))
     except BaseException:
         os.close(fd)
@@ -143,8 +144,10 @@ def read_fd(fd: int, limit: Limit) -> bytes:
     """
     info = os.fstat(fd)
     _require_regular(info)
+    # Before memory is taken for it: a sparse file of any size costs its maker nothing.
     if info.st_size > limit.num_bytes:
         raise TooMuch(f"{info.st_size} bytes, at most {limit.num_bytes}")
+    # The size at the opening: a file that grows without end is read up to there.
     data = bytearray(info.st_size)
     done = 0
     while done < len(data):
@@ -165,6 +168,7 @@ def check_json(data: bytes, limit: Limit) -> None:
         raise TooMuch(f"{len(data)} bytes, at most {limit.num_bytes}")
     if len(data) > _MAX_UNICODE and not data.isascii():
         raise TooMuch(f"{len(data)} bytes that are not ASCII, at most {_MAX_UNICODE}")
+    # Commas in strings count as well: too many at worst, without a look at the JSON's structure.
     values = data.count(b",") + data.count(b"[") + data.count(b"{")
     if values > limit.num_values:
         raise TooMuch(f"{values} JSON values, at most {limit.num_values}")
@@ -179,6 +183,7 @@ def decode_json(data: bytes, form: type[T], limit: Limit, *, doubles: bool = Tru
     Raises:
         ValueError, RecursionError: it has one of those, is no JSON, or is not of this form.
     """
+    # Counted in the bytes: no object exists yet.
     check_json(data, limit)
     if doubles:
         refuse_doubled_keys(data)
@@ -203,6 +208,7 @@ def refuse_doubled_keys(data: bytes) -> None:
     Raises:
         ValueError: a key is doubled, or objects are nested deeper than any of ours.
     """
+    # One set of keys for each object that is open.
     keys: list[set[bytes]] = []
     for match in _TOKEN.finditer(data):
         bracket = match[3]
@@ -213,9 +219,11 @@ def refuse_doubled_keys(data: bytes) -> None:
         elif bracket == b"}":
             if keys:
                 keys.pop()
+        # Followed by a colon: the string is a key.
         elif match[2] and keys:
             key = match[1]
             if b"\\" in key:
+                # An escape may spell the same key in another way.
                 key = msgspec.json.decode(b'"%b"' % key, type=str).encode("utf-8", "surrogatepass")
             if key in keys[-1]:
                 raise ValueError("a key is there twice")

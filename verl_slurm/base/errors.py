@@ -36,12 +36,10 @@ __all__ = [
 ]
 
 
+# Their own errors are ValueErrors, as is the error for text that is not UTF-8. Nesting that is too deep is a
+# RecursionError.
 UNREADABLE = (ValueError, RecursionError)
-"""Errors of msgspec and json for bytes that they cannot read.
-
-Their own errors are ValueErrors, as is the error for text that is not UTF-8. Nesting that is too deep is a
-RecursionError.
-"""
+"""Errors of msgspec and json for bytes that they cannot read."""
 
 
 _MOST = 2000
@@ -50,6 +48,7 @@ _MOST = 2000
 
 def _shown(part: object) -> str:
     text = str(part)
+    # Cut before it is escaped: a server's answer may have any length.
     return printable(text if len(text) <= _MOST else f"{text[:_MOST]}... ({len(text)} characters)")
 
 
@@ -81,6 +80,7 @@ class VerlSlurmError(Exception):
 
     def one_line(self) -> str:
         """Returns the error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
+        # Each part is escaped by itself: text from outside cannot end its part and begin another.
         line = _shown(self.what)
         if self.where is not None:
             line += f": {_shown(self.where)}"
@@ -198,31 +198,33 @@ class Diverged(VerlSlurmError):
     exit_code = ExitCode.DIVERGED
 
 
+# Without ENOENT and EACCES: they stay until somebody acts, and a run that ends at once is noticed sooner than one that
+# uses up its starts.
 _TRANSIENT = frozenset(
     {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOLCK}
     | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # others free room; a file system is remounted after a fault
     | {errno.ENXIO, errno.ENODEV, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN}
     | {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 )
-"""Errors of a storage or a node that may be gone at the next start. ENOENT and EACCES are not among them: they stay
-until somebody acts, and a run that ends at once is noticed sooner than one that uses up its starts."""
+"""Errors of a storage or a node that may be gone at the next start."""
 
 
 def restart_may_help(error: VerlSlurmError) -> bool:
     """Decides whether another start of the ranks may help after an error. Every training loop asks here.
 
-    A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start replaces.
-
     Returns:
         True: the ranks end as after a crash, which uses up one of a bounded number of starts in a row. False: they send
         `Refused`, which ends the run.
     """
+    # A defect (INTERNAL) may depend on timing. A lost connection (WIRE) belongs to an agent that the next start
+    # replaces.
     return error.exit_code in (ExitCode.INTERNAL, ExitCode.WIRE) or is_transient_storage_error(error)
 
 
 def underlying(error: VerlSlurmError) -> VerlSlurmError:
     """Returns this rank's own error if `error` (RanksFailed) tells all ranks that one of them failed; else `error`."""
     cause = error.__cause__
+    # By the code, not the class: `RanksFailed` lies above this package.
     if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
         return cause
     return error
@@ -235,5 +237,6 @@ def is_transient_storage_error(error: BaseException | None) -> bool:
         if isinstance(error, OSError) and error.errno in _TRANSIENT:
             return True
         seen.add(id(error))  # `raise error from error` makes a cycle
+        # As Python prints a chain: `from None` hides the context, and so it does not count here.
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return False

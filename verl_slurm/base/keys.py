@@ -5,9 +5,7 @@ read too) or from an environment variable (64 hex digits). The configuration hol
 never the key. The key itself encrypts and signs nothing: every use derives a key of its own by HKDF-SHA256 (RFC 5869),
 told apart by `info`. Its id, which is public, is the first 8 bytes (hex) of HMAC-SHA256(key, "verl-slurm key id v1").
 
-Ways to leak a key are closed. `repr` gives the id, and pickling and copying are refused (each process loads the key
-from its source). Errors quote none of the bytes that were read, and core dumps are off from the moment a key is in
-memory.
+Ways to leak a key are closed: `repr`, pickling and copying, errors, core dumps.
 """
 
 import hashlib
@@ -45,10 +43,12 @@ class Secret:
         """Returns HMAC-SHA256 of `data` under these bytes, hex."""
         return hmac.new(self._value, data, hashlib.sha256).hexdigest()
 
+    # Errors and logs show objects by their repr.
     def __repr__(self) -> str:
         return f"{type(self).__name__}(...)"
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
+        # Also what `copy` and multiprocessing use: each process loads the key from its source.
         raise TypeError("a secret is neither pickled nor copied: load it from where it is")
 
 
@@ -65,6 +65,7 @@ class MasterKey:
         if len(key) != KEY_BYTES:
             raise ValueError(f"a key has {KEY_BYTES} bytes, not {len(key)}")
         self._secret = Secret(key)
+        # An HMAC, so that the public id tells nothing of the key.
         self.id = self._secret.hmac(_ID_TEXT)[: 2 * _ID_BYTES]
 
     def derive(self, info: bytes, salt: bytes = b"") -> Secret:
@@ -82,6 +83,7 @@ class MasterKey:
                 where="cryptography",
                 remedy="pip install cryptography, or take checkpoint.encryption out of the configuration",
             ) from None
+        # The key itself encrypts and signs nothing, so no two purposes share one.
         kdf = HKDF(algorithm=SHA256(), length=KEY_BYTES, salt=salt or None, info=info)
         return Secret(kdf.derive(self._secret.reveal()))
 
@@ -110,6 +112,7 @@ class Keyring:
         Raises:
             KeyRefused: no key of ours has it.
         """
+        # By the id in the data: a wrong key is told as such, and not as damage.
         key = self._keys.get(key_id)
         if key is None:
             raise KeyRefused(
@@ -147,11 +150,13 @@ def load_keys(config: KeyPlaces | None) -> Keyring | None:
     """
     if config is None:
         return None
+    # Before a key is read: a crash from here on could write it to a core file.
     forbid_core_dumps()
     if config.key_file is not None:
         current = read_key_file(Path(config.key_file))
     else:
         current = _key_of_variable(config.key_env or "")
+    # All of them now: an old key that is missing is found at the start, not at the checkpoint that needs it.
     old = tuple(read_key_file(Path(path)) for path in config.old_key_files)
     return Keyring(current, old, accept_unsigned=config.accept_unsigned)
 
@@ -169,6 +174,7 @@ def read_key_file(path: Path) -> MasterKey:
     except PermissionRefused:
         raise
     except OSError as error:
+        # The system's words alone: an error quotes none of the bytes that were read.
         raise KeyRefused(
             "the key file cannot be read",
             where=path,
@@ -192,12 +198,14 @@ def new_key_file(path: Path) -> MasterKey:
     """
     _require_safe_folder(path.parent)
     key = secrets.token_bytes(KEY_BYTES)
+    # Never over an existing one: what it encrypts would be lost with it.
     if not create_file(path, key.hex().encode() + b"\n"):
         raise KeyRefused(
             "there is a file of that name already",
             where=path,
             remedy="choose another name: without its key a checkpoint is lost",
         )
+    # Read back by the checks of every later use: mode, owner and folder are known to be right now.
     return read_key_file(path)
 
 
@@ -213,8 +221,10 @@ def _key_of_variable(name: str) -> MasterKey:
 
 
 def _from_hex(data: bytes, where: object) -> MasterKey:
+    # One newline, as `new_key_file` and editors write it; any other character makes it no key.
     text = data.removesuffix(b"\n")
     try:
+        # `bytes.fromhex` skips blanks.
         if len(text) != 2 * KEY_BYTES or not text.isalnum():
             raise ValueError
         key = bytes.fromhex(text.decode("ascii"))

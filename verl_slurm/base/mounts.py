@@ -1,9 +1,4 @@
-"""Reads what the kernel tells about mounted file systems: their kind, their source, and what their stamps are worth.
-
-A device number is a name that one kernel gave. For a disk it identifies the disk. For a network file system it is made
-up at each mount, and another node of the same job has another: there the server's name is better. Some file systems
-(btrfs, overlay) give their files numbers that no mount has: for those the mount above the file is looked up.
-"""
+"""Reads what the kernel tells about mounted file systems: their kind, their source, and what their stamps are worth."""
 
 import os
 import re
@@ -55,6 +50,7 @@ class Mount(NamedTuple):
     @property
     def name(self) -> str | None:
         """Returns a name that is the same on every node; None if there is none."""
+        # Not the device number: for a network file system each kernel makes one up at each mount.
         return f"{self.kind} {self.source}" if self.kind in _SHARED and ":" in self.source else None
 
 
@@ -66,6 +62,7 @@ def mounts() -> dict[int, Mount]:
 def mount_of(path: str | Path) -> Mount | None:
     """Returns the mount that `path` lies on; None if the kernel does not tell."""
     try:
+        # O_PATH: it neither waits for a FIFO nor needs permission to read.
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             told = Path(f"/proc/self/fdinfo/{fd}").read_text()
@@ -73,6 +70,7 @@ def mount_of(path: str | Path) -> Mount | None:
             os.close(fd)
     except OSError:
         return None
+    # Not by the device number: some file systems (btrfs, overlay) give their files numbers that no mount has.
     found = re.search(r"^mnt_id:\s*(\d+)$", told, re.MULTILINE)
     return next((m for number, _, m in _listed() if found and number == found[1]), None)
 
@@ -90,6 +88,7 @@ def parse_mounts(text: str) -> list[tuple[str, int, Mount]]:
             continue
         major, _, minor = words[2].partition(":")
         if major.isdecimal() and minor.isdecimal() and max(len(major), len(minor)) < 10:
+            # The kernel writes blanks, tabs, newlines and backslashes of names as octal escapes.
             source = _OCTAL.sub(lambda match: chr(int(match[1], 8)), last[1])
             found.append((words[0], os.makedev(int(major), int(minor)), Mount(last[0], source)))
     return found

@@ -22,6 +22,7 @@ def counted(number: int, noun: str) -> str:
 
 def printable(text: str) -> str:
     """Returns `text` with Python's escapes for each character that cannot be printed."""
+    # Nearly all text is plain ASCII and needs no look at each character.
     if _PLAIN.fullmatch(text):
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
@@ -38,8 +39,10 @@ def json_line(value: object) -> bytes:
         data = msgspec.json.encode(value)
     except UnicodeEncodeError:
         data = msgspec.json.encode(_without_surrogates(msgspec.to_builtins(value)))
+    # DEL is ASCII and cannot be printed; JSON does not escape it.
     if data.isascii() and b"\x7f" not in data:
         return data
+    # After the encoding: outside strings JSON has none of these characters, so each one stands in a string.
     return "".join(c if c.isprintable() else _u(c) for c in data.decode()).encode()
 
 

@@ -49,6 +49,7 @@ class RunPaths:
 
     def __init__(self, root: Path | str, run: Path | None = None) -> None:
         self.root = Path(root)
+        # Partial saves have a root of their own; checks for links on the way begin at the run's directory.
         self.run = run or self.root
 
     @property
@@ -144,6 +145,7 @@ class RunPaths:
         return self.root / "ledger"
 
     def ledger_segment(self, epoch: int, rank: int) -> Path:
+        # The attempt in the name: where file locks do not work, it keeps two attempts from one file.
         return self.ledger / f"epoch_{epoch:06d}.rank_{rank:04d}.ledger"
 
     @property
@@ -157,6 +159,7 @@ class RunPaths:
 
     def staging(self, final: Path, nonce: str) -> Path:
         """The directory in which `final` is written before the rename publishes it."""
+        # In the same directory: the rename stays within one file system.
         return final.parent / f".{final.name}.{nonce}.tmp"
 
     @property
@@ -175,6 +178,7 @@ class RunPaths:
     def work(self, epoch: int) -> Path:
         """The directory in which a guest's loop of one attempt writes; whole files are moved into a checkpoint from
         there."""
+        # One for each attempt: a fenced one that still writes meets nobody else's files.
         return self.root / "work" / f"epoch_{epoch:06d}"
 
     @property

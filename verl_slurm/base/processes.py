@@ -1,13 +1,8 @@
 """Identifies processes, and sets what the kernel does at their end.
 
-A process is told from a later one with the same number by the boot and the clock tick in which it began. Dates do not
-tell. psutil counts a process's creation time from a boot time that moves whenever the clock is set. Two
-machines, or one machine before and after its clock was set, disagree about it.
+A process is told from a later one with the same number by the boot and the clock tick in which it began.
 
-No core file may hold a key or a token. `RLIMIT_CORE` 0 stops those that go to a file. If `kernel.core_pattern` is a
-program (systemd-coredump, apport), the kernel ignores the limit (core(5)). Then `/proc/self/coredump_filter` 0 leaves
-all memory out of the dump. Children inherit both. PR_SET_DUMPABLE would also do it, but each exec resets it, and it
-hides a process's /proc from its own user, where the agent finds its ranks.
+No core file may hold a key or a token (`forbid_core_dumps`).
 """
 
 import ctypes
@@ -56,8 +51,11 @@ def birth_of(pid: int) -> str:
     """Returns `BOOT_ID:TICKS` of a live process. Empty: no process has that number, or it has ended and waits for its
     parent, or the system does not tell.
     """
+    # Not dates: psutil counts a process's creation from a boot time that moves whenever the clock is set. Two machines,
+    # or one machine before and after that, disagree about it.
     try:
         fields = stat_fields(pid)
+        # A zombie keeps its number, and does nothing more.
         return "" if fields[0] in "ZX" else f"{boot_id()}:{fields[_START_TIME]}"
     except OSError:
         return ""
@@ -104,7 +102,11 @@ def forbid_core_dumps(*, for_good: bool = False) -> None:
     Args:
         for_good: no process that this one starts may raise the limit again.
     """
+    # The soft limit alone by default: a user's own program may raise it again.
     hard = 0 if for_good else resource.getrlimit(resource.RLIMIT_CORE)[1]
     resource.setrlimit(resource.RLIMIT_CORE, (0, hard))
+    # If `kernel.core_pattern` is a program (systemd-coredump, apport), the kernel ignores the limit (core(5)); the
+    # filter then leaves all memory out of the dump. Not PR_SET_DUMPABLE: each exec resets it, and it hides a process's
+    # /proc from its own user, where the agent finds its ranks.
     with suppress(OSError):
         Path("/proc/self/coredump_filter").write_text("0")

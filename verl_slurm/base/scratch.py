@@ -28,8 +28,10 @@ class Scratch:
     """
 
     def __init__(self, prefix: str, root: str | Path | None = None) -> None:
+        # Before ours is made: killed processes cannot clean up after themselves.
         _sweep(Path(root or tempfile.gettempdir()), prefix)
         while True:
+            # The pid spares a sweep the opening of directories whose process it can see.
             self.path = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}-", dir=root))
             with contextlib.suppress(FileNotFoundError):  # another process removed it before it was locked
                 self._lock = os.open(self.path, _OPEN)
@@ -37,12 +39,15 @@ class Scratch:
                     OSError
                 ):  # no locks on this file system: a sweep removes nothing there, either
                     fcntl.flock(self._lock, fcntl.LOCK_EX)
+                # Asked under the lock: between the two a sweep in another PID namespace may have taken it for a
+                # leftover.
                 if self.path.exists():
                     return
                 os.close(self._lock)
 
     def close(self) -> None:
         """Removes the directory with its content. Call it once."""
+        # Before the lock goes: no sweep works in it meanwhile.
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
@@ -57,6 +62,7 @@ def _sweep(root: Path, prefix: str) -> None:
         except OSError:  # no directory, another user's, or gone
             continue
         with contextlib.suppress(OSError):  # locked: its process lives in another PID namespace
+            # In /tmp other users' directories may have this prefix.
             if os.fstat(lock).st_uid == os.geteuid():
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(left, ignore_errors=True)

@@ -29,6 +29,7 @@ def clean_environment(environ: dict[str, str]) -> dict[str, str]:
     if not dropped:
         return environ
     rest = {name: value for name, value in environ.items() if name != PYTHONPATH}
+    # Absent, not empty: an empty value would be an empty element.
     return rest | {PYTHONPATH: kept} if kept else rest
 
 
@@ -47,8 +48,10 @@ def leave_working_directory(program: str, module_name: str) -> None:
     here = os.getcwd() if as_module and not sys.flags.safe_path else ""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     ours = os.path.dirname(package)
+    # Not in a checkout that is itself the working directory: it is where this package lies.
     if here and sys.path[:1] == [here] != [ours]:
         del sys.path[0]  # `python -m` put it there
+    # Read from the environment, not from `sys.path`, where the elements can no longer be told from others.
     _, dropped = absolute_only(os.environ.get(PYTHONPATH, ""))
     if not dropped:
         return

@@ -38,6 +38,7 @@ _MODEL = ".model"
 
 def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     keys = keys_for(options.checkpoint, options.key_file)
+    # Between the verification and this another checkpoint may have taken the name.
     if read_manifest(options.checkpoint, keys=keys).digest != options.digest:
         raise CheckpointCorrupt("the checkpoint has changed since it was verified", where=options.checkpoint)
     dtype = _DTYPES[options.dtype]
@@ -45,10 +46,12 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
     skeletons: dict[Role, Skeleton] = {}
     model = options.staging / _MODEL
     model.mkdir(mode=0o700)
+    # Libraries see these copies alone: the model directory may be another user's, and change.
     take_small_files(options.model, model)
     for role in options.roles:
         entries = source.entries(role)
         skeletons[role] = build_skeleton(model, role, len(entries), where=options.model)
+        # For all roles before the first tensor is read: a wrong model is told in seconds.
         check_fit(skeletons[role], entries, where=options.checkpoint / role)
     roles: list[Role] = list(skeletons)
     total = sum(entry.num_bytes for role in roles for entry in source.entries(role).values())
@@ -56,6 +59,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
         role = roles[0]
         entries = source.entries(role)
         shards = plan_shards(source, role, skeletons[role], dtype)
+        # One shard is in memory at a time, and the largest one decides.
         peak = max(sum(cast_bytes(entries[name], dtype) for name in names) for names in shards.values())
         say({"total": total, "peak": peak})
         write_hf(source, role, skeletons[role], model, options.staging, dtype=dtype, where=options.model)
@@ -70,6 +74,7 @@ def _run(options: argparse.Namespace, say: Callable[[object], Any]) -> None:
             dtype=dtype,
             weight_decay=options.weight_decay,
         )
+    # These copies served the libraries, and are no part of the export.
     shutil.rmtree(model)
 
 
@@ -92,6 +97,7 @@ def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
     try:
         try:
             _run(options, say)
+        # The parent cannot see an errno: here it becomes the error that a user reads.
         except OSError as error:
             raise PermissionRefused(
                 "the export could not be written",
@@ -99,6 +105,7 @@ def answer(options: argparse.Namespace, say: Callable[[object], Any]) -> int:
                 found=error.strerror or error,
                 remedy="make room or choose another --out",
             ) from error
+    # By its parts: the parent makes the same error of them, and adds nothing.
     except VerlSlurmError as error:
         facts = {name: getattr(error, name) for name in ("what", "where", "found", "expected", "remedy")}
         shown = {name: None if value is None else str(value) for name, value in facts.items()}

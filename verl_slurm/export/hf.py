@@ -43,6 +43,7 @@ def plan_shards(
     """Maps each file to its tensors, cut by Hugging Face's own rule, without reading any."""
     entries = source.entries(role)
     shapes = {
+        # On the meta device: sizes without memory.
         name: torch.empty(shape, dtype=cast_dtype(entries[name], dtype), device="meta")
         for name, shape in skeleton.shapes.items()
     }
@@ -84,16 +85,20 @@ def write_hf(
         tensors = dict(source.tensors(role, names, dtype))
         total += sum(tensor.nbytes for tensor in tensors.values())
         _save_shard(tensors, out / file)
+        # Before the next shard is read: one is in memory at a time.
         del tensors
     if len(shards) > 1:
         weight_map = {name: file for file, names in shards.items() for name in names}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         (out / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    # By the headers: the bytes were checked on their way from the checkpoint, and the names decide whether a reader
+    # finds them.
     _read_back(out, shards, skeleton)
 
 
 def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     try:
+        # As `save_pretrained` of transformers marks its own files.
         save_file(tensors, str(path), metadata={"format": "pt"})
     except SafetensorError as error:
         # Names and types were checked before, so this is a storage error, reported as text.
@@ -137,8 +142,10 @@ def _write_configs(
     dtype: torch.dtype | None,
 ) -> None:
     first = source.entries(role)[skeleton.parameters[0]]
+    # Of the first parameter: an export has one type for all floating-point weights, unless it keeps them as saved.
     skeleton.config.dtype = cast_dtype(first, dtype)
     skeleton.config.save_pretrained(str(out))
+    # A critic generates nothing.
     if role == "actor":
         if (model_dir / "generation_config.json").is_file():
             generation = GenerationConfig.from_pretrained(str(model_dir), local_files_only=True)

@@ -97,12 +97,14 @@ def write_layout(
     written = {*skeletons, "scheduler"} | ({"optimizer"} if source.has("optimizer") else set())
     for what in written:
         files[what].parent.mkdir(mode=0o700, exist_ok=True)
+    # Read before the models are written: what is refused is refused early.
     schedules = _schedules(source, list(skeletons))
     for role, skeleton in skeletons.items():
         state = dict(source.tensors(role, skeleton.shapes, dtype))
         # As in the model's own state dict: one storage under both names, which torch.save writes once.
         state |= {alias: state[first] for alias, first in skeleton.aliases.items()}
         _save(state, files[role])
+        # One model is in memory at a time, and none beside the optimizer's state.
         del state
     if "optimizer" in written:
         _save(
@@ -117,6 +119,7 @@ def write_layout(
 
 def _save(value: object, path: Path) -> None:
     try:
+        # "x": the directory is ours and new; a name that is taken already is an error in this module.
         with path.open("xb") as file:
             torch.save(value, file)
     except RuntimeError as error:
@@ -138,9 +141,11 @@ def adamw_state(
     keys: dict[str, list[str]] = {}
     for name in source.entries("optimizer"):
         if name.startswith(prefix):
+            # The key is the last part; names of parameters contain dots.
             parameter, _, key = name.removeprefix(prefix).rpartition(".")
             keys.setdefault(parameter, []).append(key)
     strange = sorted(keys.keys() - set(skeleton.parameters))
+    # Left out silently, its moments would be lost.
     if strange:
         raise _unknown(source.directory / "optimizer", f"state of {strange[0]}", f"parameters of the {role}")
     # A frozen parameter has no state, and did not belong to the optimizer.
@@ -161,9 +166,11 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
     """Returns the argument of `torch.optim.lr_scheduler.LambdaLR.load_state_dict`."""
     return {
         "last_epoch": schedule.step,
+        # torch's schedulers count one step when they are made.
         "_step_count": schedule.step + 1,
         "base_lrs": [schedule.base_lr],
         "_last_lr": [schedule.lr],
+        # What torch writes for a lambda: it saves no function. The schedule stands under `record`.
         "lr_lambdas": [None],
         "record": msgspec.to_builtins(schedule),
     }
@@ -171,6 +178,7 @@ def lambda_lr_state(schedule: Schedule) -> dict[str, Any]:
 
 def largest_file(source: Source, roles: list[Role], dtype: torch.dtype | None) -> int:
     """Returns the bytes of the tensors of the largest file, which are in memory at once."""
+    # torch.save needs the whole of a file in memory, and one file is made at a time.
     models = [sum(cast_bytes(entry, dtype) for entry in source.entries(role).values()) for role in roles]
     return max([*models, moments_bytes(source, roles)])
 

@@ -1,8 +1,7 @@
 """Copies the small files of a model directory for an export, before any library looks at them.
 
-The directory may be another user's. So no links are followed except those of Hugging Face's cache, from a snapshot into
-its own `blobs/`. Only regular files within a limit are copied. Keys of config.json that name code to fetch and run are
-dropped. transformers then sees the copies alone.
+The directory may be another user's. Only regular files within a limit are copied, and transformers sees the copies
+alone.
 """
 
 import os
@@ -47,6 +46,7 @@ def take_small_files(model_dir: Path, into: Path) -> None:
         DataError: there is no config.json, or one of the files that are needed is a link that leads elsewhere, no
             regular file, too large or unreadable for us.
     """
+    # The user's own path may lead through links; from here on none is followed.
     directory = model_dir.resolve()
     if not os.path.lexists(directory / "config.json"):
         raise DataError(
@@ -57,6 +57,7 @@ def take_small_files(model_dir: Path, into: Path) -> None:
         )
     try:
         with open_directory(directory) as root:
+            # By suffix: weights, code and pickles are never copied.
             names = sorted(name for name in os.listdir(root) if name.endswith(_SUFFIXES))
             for name in names:
                 try:
@@ -75,23 +76,29 @@ def _read(directory: Path, root: int, name: str) -> bytes:
     is_json = name.endswith(".json")
     limit = MODEL_CONFIG if name == "config.json" else TOKENIZER
     with ExitStack() as opened:
+        # No link is followed but those of Hugging Face's cache, from a snapshot into its own `blobs/`: one that leads
+        # elsewhere would put any file of ours into the export.
         if os.path.islink(directory / name):
             blob = _BLOB.fullmatch(os.readlink(name, dir_fd=root))
             if blob is None:
                 raise ValueError("a link that leads out of the directory")
+            # Opened by the hash from the link, not through it: the link may be exchanged meanwhile.
             blobs = opened.enter_context(open_directory(directory.parent.parent / "blobs"))
             fd = opened.enter_context(open_below(blobs, blob[1]))
         else:
             fd = opened.enter_context(open_below(root, name))
         data = read_fd(fd, Limit(num_bytes=limit.num_bytes))
+    # By the number of values too: a library makes objects of all of them.
     if is_json:
         check_json(data, limit)
     if name == "config.json":
+        # Written anew: with a doubled key transformers might take another value than the one that was looked at.
         return msgspec.json.encode(_harmless(decode_json(data, dict[str, Any], limit, doubles=False)))
     return data
 
 
 def _harmless(value: Any) -> Any:
+    # Keys that name code or kernels to fetch and run are dropped, at any depth.
     if isinstance(value, Mapping):
         return {key: _harmless(inner) for key, inner in value.items() if key not in _FETCHED}
     return [_harmless(inner) for inner in value] if isinstance(value, list) else value

@@ -80,15 +80,19 @@ def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path
     expected = "a Hugging Face model directory with config.json"
     remedy = "name the directory of the base model with --model DIR"
     try:
+        # Before transformers sees the config: it would build the layers first.
         _require_size_of(model_dir, num_tensors)
         with bounded_work(_SKELETON_BYTES + _TENSOR_BYTES * num_tensors):
+            # Neither a download nor code of the model directory: it may be another user's.
             config = AutoConfig.from_pretrained(
                 str(model_dir), local_files_only=True, trust_remote_code=False
             )
             if role == "critic":
+                # One value per token, as the critic's head has it.
                 config.num_labels = 1
             model = _empty(AutoModelForCausalLM, config)
             if role == "critic":
+                # The trainer's own class, so that the critic's names are those of the checkpoint.
                 model = ValueModel(model)
             architecture = type(model).__name__ if role == "actor" else _critic_class(model, config)
     except Exception as error:  # of any class: transformers checks little of its input
@@ -96,7 +100,9 @@ def build_skeleton(model_dir: Path, role: Role, num_tensors: int, *, where: Path
         raise DataError(
             "the model config cannot be used", where=where, found=found, expected=expected, remedy=remedy
         ) from error
+    # The class that was built: a critic's is not the base model's.
     config.architectures = [architecture]
+    # By identity: a tied weight is one object under two names.
     first = {parameter: name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
     return Skeleton(
@@ -122,6 +128,7 @@ def _critic_class(model: nn.Module, config: Any) -> str:
     """
     if type(config) in AutoModelForTokenClassification._model_mapping:
         theirs = _empty(AutoModelForTokenClassification, config)
+        # Their head may have other names or a bias; a reader of that class would then find weights missing.
         if model_tensors(theirs).keys() == model_tensors(model).keys():
             return type(theirs).__name__
     return type(next(iter(model.children()))).__name__
@@ -133,6 +140,7 @@ def _require_size_of(model_dir: Path, num_tensors: int) -> None:
     Raises:
         ValueError: it is one.
     """
+    # Nested maps too: configs of several models in one have one below each part.
     for key, value in _numbers(read_model_config(model_dir)):
         # A layer has at least two tensors.
         layers, parts = _LAYERS.search(key), _PARTS.search(key)
@@ -200,18 +208,21 @@ def bounded_work(num_bytes: int, seconds: float = _MOST_SECONDS) -> Iterator[Non
 
     # Not RLIMIT_AS: a thread reserves 64 MB of addresses that it never touches.
     data = int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize() + num_bytes
+    # Counted from what the process has used up: the kernel's limit is on its whole life.
     cpu = math.ceil(time.process_time() + 2 * seconds)
     before = {kind: resource.getrlimit(kind) for kind in (resource.RLIMIT_DATA, resource.RLIMIT_CPU)}
     former = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         for kind, wanted in ((resource.RLIMIT_DATA, data), (resource.RLIMIT_CPU, cpu)):
+            # Never above a limit that is set already. The hard limit stays, so that the soft one can be raised again.
             limits = [one for one in (wanted, *before[kind]) if one != resource.RLIM_INFINITY]
             resource.setrlimit(kind, (min(limits), before[kind][1]))
         yield
     except _Overtime:
         raise TimeoutError(f"no end after {seconds:g} s") from None
     finally:
+        # Before the handler goes: an alarm in between would end the process.
         signal.setitimer(signal.ITIMER_REAL, 0)
         for kind, limits_before in before.items():
             resource.setrlimit(kind, limits_before)

@@ -45,6 +45,7 @@ def encode(state: RuntimeState) -> bytes:
         # float(): numpy scalars and integers take the one canonical encoding
         kl_coef=float(state.kl_coef),
         kl_window=[float(x) for x in state.kl_window],
+        # The newest rows, as many as a reader accepts; empty ones have no place in the format.
         history=[{str(k): float(v) for k, v in row.items()} for row in state.history[-HISTORY_ROWS:] if row],
         arrays=[
             *specify("rollouts", state.rollouts),
@@ -53,6 +54,7 @@ def encode(state: RuntimeState) -> bytes:
         ],
         frames=[],
     )
+    # In the order of `arrays`: `pack` matches them by place.
     blobs: list[Blob] = [*state.rollouts.values(), *state.rewards.values(), *state.rng.values()]
     return pack(header, blobs)
 
@@ -69,6 +71,7 @@ def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
     header, groups = unpack(data, StateHeader, where=where)
     _check(header, where)
     arrays: dict[str, Arrays] = {
+        # `_check` has refused bytes outside of `rng`, so nothing is left out.
         group: {name: blob for name, blob in groups.get(group, {}).items() if isinstance(blob, np.ndarray)}
         for group in ("rollouts", "rewards")
     }
@@ -117,6 +120,7 @@ def facts(read: Read, num_bytes: int, *, where: object) -> dict[str, object]:
     found: dict[str, object] = {
         name: msgspec.msgpack.encode(getattr(header, name))
         for name in StateHeader.__struct_fields__
+        # Lengths of frames depend on the compressor, not on the state; arrays are compared by their digests.
         if name not in ("arrays", "frames")
     }
     return found | {f"{group}/{name}": fact for group in groups for name, fact in groups[group].items()}
@@ -130,6 +134,7 @@ def _check(header: StateHeader, where: object) -> None:
     for spec in header.arrays:
         if spec.group not in GROUPS:
             raise _refused(where, f"array group {spec.group!r}", f"one of {', '.join(GROUPS)}")
+        # Generators have opaque states; rollouts and rewards are arrays that are computed with.
         if spec.group != "rng" and spec.dtype == "bytes":
             raise _refused(where, f"{spec.group}.{spec.name} of dtype bytes", "an array")
 

@@ -47,6 +47,7 @@ _START = struct.Struct("<II8sI")
 _START_MAGIC, _PADDING_MAGIC = 0x184D2A5B, 0x184D2A5C
 _NAME = b"VSLRTST2"
 _PADDING = struct.Struct("<II")
+# Enough for arrays of the greatest size that compress to nothing.
 _MAX_PADDING = _PADDING.size + MAX_CONTENT_BYTES // MAX_EXPANSION
 HEAD_BYTES = MAX_HEADER_BYTES + (64 << 10)
 """Bytes that `unpack_header` needs of a file: compression hardly makes the header longer."""
@@ -64,6 +65,7 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
     specs = []
     for name, blob in blobs.items():
         if isinstance(blob, bytes):
+            # All 8 bits of opaque bytes are stored, so that `bytes` come back by a plain copy.
             specs.append(_spec(group, name, "bytes", (len(blob),), 8))
             continue
         dtype = _DTYPE_NAMES.get(blob.dtype) or blob.dtype.name  # the other byte order has the same name
@@ -75,7 +77,7 @@ def specify(group: str, blobs: Mapping[str, Blob]) -> list[ArraySpec]:
 
 @lru_cache(maxsize=MAX_ARRAYS)
 def _spec(group: str, name: str, dtype: str, shape: tuple[int, ...], bits: int) -> ArraySpec:
-    """Cached: the batches of a run are all alike."""
+    # Cached: the batches of a run are all alike.
     if not NAME.fullmatch(name):
         raise ValueError(f"{group}: {name!r} is no name for an array")
     return ArraySpec(group=group, name=name, dtype=dtype, shape=list(shape), bits=bits)
@@ -98,6 +100,7 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
     writer = FrameWriter()
     for spec, blob in zip(specs, blobs, strict=True):
         array = np.frombuffer(blob, np.uint8) if isinstance(blob, bytes) else blob
+        # Small arrays in one go: what a ledger record costs is the number of numpy's calls, not its bytes.
         small = small_planes(array, spec.bits)
         if small is not None:
             writer.add_small(small)
@@ -105,14 +108,17 @@ def pack(header: msgspec.Struct, blobs: Iterable[Blob], *, limit: int = MAX_CONT
         for piece in split(array, spec.bits):
             writer.add(piece, floats=array.dtype.kind == "f")
     writer.close()
+    # The header comes last, since it names the length of each frame.
     head = msgspec.msgpack.encode(
         msgspec.structs.replace(header, frames=[len(frame) for frame in writer.frames])
     )
     if len(head) > MAX_HEADER_BYTES:
         raise ValueError(f"header of {len(head)} bytes, at most {MAX_HEADER_BYTES}")
+    # Before anything is written: a header that the readers would refuse must not reach the disk.
     _require_agreement(head)
     first = compress(head)
     parts = [_START.pack(_START_MAGIC, _START.size - 8, _NAME, len(first)), first, *writer.frames]
+    # Arrays that are nearly empty compress beyond MAX_EXPANSION, where a reader takes them for a bomb.
     missing = (size - FREE_BYTES) // MAX_EXPANSION - sum(len(part) for part in parts)
     if missing >= 0:
         parts.append(_PADDING.pack(_PADDING_MAGIC, missing + 1) + bytes(missing + 1))
@@ -143,6 +149,7 @@ def unpack(
         view = memoryview(data)
         begin = _end_of_header(view)
         header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type)
+        # Slices of a view: a frame is not copied before it is decompressed.
         specs, reader = _content(header, lambda at, size: view[at : at + size], begin, len(data), limit)
         groups: dict[str, dict[str, Blob]] = {}
         for spec in specs:
@@ -175,6 +182,7 @@ def digests(
         groups: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = {}
         for spec in specs:
             digest, left = hashlib.sha256(), math.prod(spec.shape)
+            # In pieces of a chunk, as `split` cut them: the array is never in memory as a whole.
             while left:
                 part = np.empty(min(left, CHUNK_ITEMS), np.uint8 if spec.dtype == "bytes" else spec.dtype)
                 join(part, spec.bits, reader.take)
@@ -237,9 +245,11 @@ def _content(
     specs = cast(list[ArraySpec], header.arrays)  # type: ignore[attr-defined]
     sizes = cast(list[int], header.frames)  # type: ignore[attr-defined]
     end = begin + sum(sizes)
+    # Before the padding is read: its length follows from what the file says of itself.
     if not 0 <= num_bytes - end <= _MAX_PADDING:
         raise ValueError("the frames do not end where the data does")
     _check_padding(read(end, num_bytes - end), num_bytes - end)
+    # The container's own size bounds its arrays: a few bytes cannot ask for gigabytes.
     _check_specs(specs, min(limit, FREE_BYTES + MAX_EXPANSION * num_bytes))
     return specs, FrameReader(read, begin, sizes)
 
@@ -250,6 +260,7 @@ def _check_padding(rest: memoryview, size: int) -> None:
         return
     if size < _PADDING.size or _PADDING.unpack_from(rest) != (_PADDING_MAGIC, size - _PADDING.size):
         raise ValueError("the frames do not end where the data does")
+    # Zeros alone: one content has one form, and nothing can be hidden there.
     if np.frombuffer(rest, np.uint8)[_PADDING.size :].any():
         raise ValueError("padding that is not zero")
 
@@ -262,11 +273,14 @@ def _check_specs(specs: list[ArraySpec], limit: int) -> None:
     for spec in specs:
         if not NAME.fullmatch(spec.name) or not NAME.fullmatch(spec.group):
             raise ValueError(f"{spec.group!r}.{spec.name!r} is no name for an array")
+        # The later one would silently replace the earlier.
         if (spec.group, spec.name) in seen:
             raise ValueError(f"array {spec.group}.{spec.name} is there twice")
         seen.add((spec.group, spec.name))
         if spec.dtype not in DTYPES:
             raise ValueError(f"array {spec.name}: dtype {spec.dtype!r} is not allowed")
+        # More bits than an item has would be shifted out of it, and a width that `rounded` does not give has no
+        # packing.
         most = 1 if spec.dtype == "bool" else 8 * _itemsize(spec)
         if spec.bits > most or rounded(spec.bits) != spec.bits:
             raise ValueError(f"array {spec.name}: {spec.bits} bits of an item")
@@ -286,6 +300,7 @@ def _num_bytes(spec: ArraySpec) -> int:
 
 
 def _header(data: bytes, header_type: type[Header]) -> Header:
+    # Typed: an untyped decoding makes objects of whatever the bytes describe.
     header = msgspec.msgpack.decode(data, type=header_type)
     if msgspec.msgpack.encode(header) != data:
         raise ValueError("the header is not canonical (duplicate key, other number type, trailing bytes)")
@@ -303,6 +318,7 @@ def _require_agreement(data: bytes) -> None:
         ValueError: msgspec does not write the same bytes for what msgpack has read.
     """
     try:
+        # Compared as bytes: Python's equality calls 1, 1.0 and True the same.
         same = msgspec.msgpack.encode(msgpack.unpackb(data)) == data
     except (ValueError, TypeError, msgpack.UnpackException):
         same = False
@@ -311,6 +327,7 @@ def _require_agreement(data: bytes) -> None:
 
 
 def _array(spec: ArraySpec, reader: FrameReader) -> Blob:
+    # Not zeroed: `join` writes every item.
     out = np.empty(spec.shape, np.uint8 if spec.dtype == "bytes" else spec.dtype)
     join(out, spec.bits, reader.take)
     return out.tobytes() if spec.dtype == "bytes" else out

@@ -115,6 +115,7 @@ class FrameReader:
             content = decompress(self._read(self._at, size), MAX_FRAME_BYTES, self._unpacker)
             self._at += size
             self._content, self._used = np.frombuffer(content, np.uint8), 0
+        # A piece lies in one frame, so a reader needs no buffer to join two.
         if self._used + count > len(self._content):
             raise ValueError(
                 f"a piece of {count} bytes where its frame has {len(self._content) - self._used}"
@@ -152,8 +153,10 @@ def decompress(data: memoryview, limit: int, unpacker: zstandard.ZstdDecompresso
         size = frame.content_size
         if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
             raise ValueError("a zstd frame does not say its content size")
+        # The window is memory, too: a small frame may ask the decoder for gigabytes of it.
         if not 0 < size <= limit or frame.window_size > max(limit, 1 << 20):
             raise ValueError(f"a zstd frame of {size} bytes decompressed, at most {limit}")
+        # Without the checksum a flipped bit could pass as content.
         if not frame.has_checksum or frame.dict_id:
             raise ValueError("a zstd frame without a checksum, or with a dictionary")
         # zstd refuses a declared size that the data does not reach, and one that it exceeds.

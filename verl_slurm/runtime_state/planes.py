@@ -1,7 +1,6 @@
 """Cuts arrays into byte planes and back (`format.py`, section 1): plain arithmetic on numpy, no bytes of a file.
 
-Byte k of every item in a chunk forms a plane. Planes are taken by shift and cast, which numpy does with vector
-instructions; the equivalent transposed copy took three times as long.
+Byte k of every item in a chunk forms a plane.
 """
 
 import sys
@@ -21,10 +20,12 @@ _LITTLE = sys.byteorder == "little"
 def used_bits(array: np.ndarray) -> int:
     """Returns how many low bits of its items are ever set, as a width that planes can have."""
     if array.dtype.kind == "b":
+        # A bool by view may hold any byte, and counts as one bit.
         return 1 if array.any() else 0
     if not array.size:
         return 0
     items = array.view(_UINT[array.itemsize]) if array.dtype.isnative else _unsigned(array)
+    # One pass: the highest bit of all items together is the widest item's.
     return rounded(int(np.bitwise_or.reduce(items, axis=None)).bit_length())
 
 
@@ -32,13 +33,13 @@ def small_planes(array: np.ndarray, bits: int) -> bytes | None:
     """Returns all pieces of a small array, end to end, as `split` gives them, in a fraction of the time; None if it is
     large.
 
-    A journal record has six of them, and its cost grows with the number of calls to numpy. A small array has one chunk.
-
     Args:
         bits: from `used_bits`.
     """
+    # On another byte order a slice would give the planes in reverse.
     if array.nbytes > min(_SMALL_BYTES, CHUNK_ITEMS) or not (_LITTLE and array.dtype.isnative):
         return None
+    # A ledger record has six of them, and its cost grows with the number of calls to numpy: slices of bytes instead.
     items, size = array.tobytes(), array.itemsize
     whole, rest = divmod(bits, 8)
     planes = [items[shift::size] for shift in range(whole)]
@@ -62,11 +63,13 @@ def split(array: np.ndarray, bits: int) -> Iterator[np.ndarray]:
         bits: from `used_bits`.
     """
     flat = _unsigned(array)
+    # One scratch for all chunks, in the second-level cache (`format.CHUNK_ITEMS`).
     scratch = np.empty(min(flat.size, CHUNK_ITEMS), flat.dtype)
     plane = np.empty(scratch.size + 7, np.uint8)
     for start in range(0, flat.size if bits else 0, CHUNK_ITEMS):
         chunk = flat[start : start + CHUNK_ITEMS]
         for shift in range(0, bits, 8):
+            # The plane is the chunk itself: no copy.
             if flat.itemsize == 1:
                 low = chunk
             elif shift == 0:
@@ -74,6 +77,7 @@ def split(array: np.ndarray, bits: int) -> Iterator[np.ndarray]:
                 np.copyto(low, chunk, casting="unsafe")
             else:
                 low = plane[: chunk.size]
+                # Shift and cast, which numpy does with vector instructions: a transposed copy took three times as long.
                 np.right_shift(chunk, flat.dtype.type(shift), out=scratch[: chunk.size])
                 np.copyto(low, scratch[: chunk.size], casting="unsafe")
             width = min(8, bits - shift)
@@ -88,6 +92,7 @@ def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
         take: returns the next `n` bytes as uint8 [n]; they need to stay valid until the next call.
     """
     flat = _unsigned(out)
+    # Nothing is stored for an array of zeros.
     if not bits:
         flat[:] = 0
         return
@@ -112,6 +117,7 @@ def join(out: np.ndarray, bits: int, take: Callable[[int], np.ndarray]) -> None:
             else:
                 np.copyto(step[:count], part)
                 whole |= np.left_shift(step[:count], narrow.type(shift), out=step[:count])
+        # Wider than what is stored, the upper bits become 0.
         if whole is not chunk:
             np.copyto(chunk, whole, casting="unsafe")
 
@@ -160,5 +166,6 @@ def _unpack(packed: np.ndarray, width: int, count: int) -> np.ndarray:
     spread = word.copy()
     for nth in range(1, per_byte):
         spread |= word << (nth * (8 - width))
+    # The shifts leave bits of the neighbours above each item.
     spread &= int.from_bytes(bytes([(1 << width) - 1]) * per_byte, "little")
     return spread.view(np.uint8)[:count]

@@ -10,8 +10,7 @@ step. `sealed` is the first form, sealed like a record of the ledger (`sealing.p
 base64.
 
 A step that is repeated after an interruption has one line per attempt; the newest counts. At 8 MiB the file becomes
-`samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes. Nothing depends on these
-files, so they are not forced to disk.
+`samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes.
 """
 
 import base64
@@ -35,6 +34,7 @@ __all__ = ["Sample", "StepSamples", "append_samples", "clipped", "read_samples"]
 MAX_FILE_BYTES = 8 << 20
 _MAX_LINE_BYTES = 4 << 20
 _MAX_CHARS = 4000
+# So that no record of the ledger opens as samples, and no samples as a record.
 _NO_RANK = 0xFFFFFFFF
 
 _Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
@@ -68,6 +68,7 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
     sealed: str
 
 
+# Raw: the form of a line is told by its keys, before anything in it becomes an object.
 _EITHER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STEP = msgspec.json.Decoder(StepSamples)
 _SEALED = msgspec.json.Decoder(_Sealed)
@@ -107,10 +108,12 @@ def append_samples(
         sealed = base64.b64encode(seal_record(keys.current, (epoch, _NO_RANK, step, 0), plain)).decode()
         plain = msgspec.json.encode(_Sealed(time=now, epoch=epoch, step=step, sealed=sealed))
     try:
+        # Before the append: so a file stays within the limit.
         if paths.samples.stat().st_size + len(plain) > MAX_FILE_BYTES:
             rename(paths.samples, paths.old_samples, durable=False)
     except FileNotFoundError:
         pass
+    # Nothing depends on these files, so they are not forced to disk.
     append_line(paths.samples, plain, durable=False)
 
 
@@ -124,11 +127,13 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
         OSError: a file cannot be read.
     """
     found: dict[int, StepSamples] = {}
+    # The older file first: the order of lines tells which attempt of a step is the newest.
     for path in (paths.old_samples, paths.samples):
         for line in _lines(path):
             step = _parse(line, keys, path)
             if step is not None:
-                # In order, so that the newest are last: searching all of them for each line would take hours.
+                # An earlier attempt may have gone further: what it trained beyond this step is not part of the run. In
+                # order, so that the newest are last: searching all of them for each line would take hours.
                 while found and next(reversed(found)) >= step.step:
                     found.popitem()
                 found[step.step] = step
@@ -141,6 +146,7 @@ def _lines(path: Path) -> Iterator[bytes]:
     except FileNotFoundError:
         return
     with open(fd, "rb") as file:
+        # Bounded: a file of a run that was handed over may have any size.
         left = 2 * MAX_FILE_BYTES
         while left > 0 and (line := file.readline(_MAX_LINE_BYTES)):
             left -= len(line)
@@ -153,9 +159,11 @@ def _parse(line: bytes, keys: Keyring | None, path: Path) -> StepSamples | None:
             # With a key, any writer of the file could have made a line without a seal.
             return _STEP.decode(line) if keys is None else None
         outside = _SEALED.decode(line)
+        # validate: without it characters outside of the alphabet are skipped.
         data = base64.b64decode(outside.sealed, validate=True)
         place = (outside.epoch, _NO_RANK, outside.step, 0)
         inside = _STEP.decode(open_record(keys, place, data, sealed=True, where=path))
+        # What is shown outside the seal is not trusted: the step orders the lines.
         return inside if (inside.epoch, inside.step) == (outside.epoch, outside.step) else None
     except (*UNREADABLE, binascii.Error, CheckpointCorrupt):
         return None

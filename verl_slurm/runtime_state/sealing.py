@@ -5,14 +5,13 @@ payload of a frame with magic VSLE:   id of the key, 8 bytes | salt, 32 bytes | 
 ```
 
 AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v1"). The salt is
-random, so the nonce is fixed (12 zero bytes) and the number of records is not limited. Associated data are epoch, rank,
-step and micro-batch: a record in another place or of another segment does not open. Its offset is not bound, since
-compaction moves records. A missing record, or a cut at the end, is not noticed here and need not be: rollouts that the
-journal lacks are generated again, identically.
+random, the nonce fixed (12 zero bytes). Associated data are epoch, rank, step and micro-batch: a record in another
+place or of another segment does not open. A missing record, or a cut at the end, is not noticed here and need not be:
+rollouts that the journal lacks are generated again, identically.
 
 Samples (`samples.py`) are sealed in the same way, at the rank 2^32 - 1.
 
-With a key configured an unsealed record counts as damage: any process that can write the file could have made it.
+With a key configured an unsealed record counts as damage.
 """
 
 import secrets
@@ -28,7 +27,9 @@ _TAG_BYTES = 16
 _KEY_ID_BYTES = 8
 OVERHEAD_BYTES = _KEY_ID_BYTES + _SALT_BYTES + _TAG_BYTES
 _INFO = b"verl-slurm ledger v1"
+# Fixed, as each record has a random salt and so a key of its own; the number of records is not limited by it.
 _NONCE = bytes(12)
+# Without the record's offset: compaction moves records.
 _PLACE = struct.Struct(">IIQI")
 
 Place = tuple[int, int, int, int]
@@ -39,6 +40,8 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
     """Returns `payload` as it is written."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+    # A salt for each record, and with it a key: a record that is appended again after a death shares no nonce with the
+    # first.
     salt = secrets.token_bytes(_SALT_BYTES)
     sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _PLACE.pack(*place))
     return bytes.fromhex(key.id) + salt + sealed
@@ -58,6 +61,7 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
     if not sealed:
         if keys is None:
             return data
+        # Any process that can write the file could have made it.
         raise CheckpointCorrupt(
             "a ledger record is not encrypted, and a key is configured",
             where=where,
@@ -71,8 +75,10 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
             found=f"key id {key_id}",
             remedy="set checkpoint.encryption={key_file: FILE}",
         )
+    # After the question for a key: without one that is what is told, whatever else is wrong.
     if len(data) < OVERHEAD_BYTES:
         raise CheckpointCorrupt("an encrypted ledger record is too short", where=where)
+    # Imported where a sealed record is opened: without a key `cryptography` is never loaded.
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

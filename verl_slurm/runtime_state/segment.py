@@ -20,6 +20,7 @@ _HEAD_MAGIC = b"VSLEDGR1"
 _FRAME = struct.Struct("<4sIQII")
 _FRAME_MAGIC = b"VSLR"
 _SEALED_MAGIC = b"VSLE"
+# The beginning of both frames' magic, so that one search finds either.
 _ANY_MAGIC = b"VSL"
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size
@@ -51,6 +52,7 @@ class Frame:
 
     def payload(self, fd: int) -> bytes | None:
         """Returns its payload, or None when it is cut short or does not match its CRC."""
+        # pread: scans of one descriptor do not move each other's place.
         data = os.pread(fd, self.length, self.offset + FRAME_BYTES)
         return data if len(data) == self.length and zlib.crc32(data) == self.payload_crc else None
 
@@ -73,11 +75,13 @@ def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) 
     """Returns one record, ready to append."""
     magic = _SEALED_MAGIC if sealed else _FRAME_MAGIC
     fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload))
+    # The header has a CRC of its own: a length must be believed before the payload, whose end it gives, can be checked.
     return fields + _CRC.pack(zlib.crc32(fields)) + payload
 
 
 def open_segment(path: Path) -> int:
     """Opens a segment for reading; a link in its place is an OSError (ELOOP)."""
+    # O_NONBLOCK: a FIFO in its place would wait for a writer.
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
 
 
@@ -85,6 +89,7 @@ def is_locked(fd: int) -> bool:
     """Returns whether a live writer has locked the segment. False on a file system without locks, where it is
     unknown."""
     try:
+        # A free lock is held from here until `fd` is closed, so no writer begins meanwhile.
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -103,6 +108,7 @@ def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterato
     Yields:
         Every good record, and a Gap for each region without one, in order of their offsets.
     """
+    # The size once: a living writer may append without end, and its last record is half there.
     size = os.fstat(fd).st_size
     patience = _Patience(size)
     offset = HEAD_BYTES
@@ -113,6 +119,7 @@ def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterato
         offset = gap.end
     while offset < size:
         found = _frame_at(fd, offset, size)
+        # Payloads of earlier steps are not needed: their frames' own CRCs lead from one to the next.
         if found is not None and found.step >= check_from_step and found.payload(fd) is None:
             patience.left -= found.length
             found = None
@@ -133,6 +140,7 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
     (header_crc,) = _CRC.unpack_from(raw, _FRAME.size)
     if magic not in (_FRAME_MAGIC, _SEALED_MAGIC) or header_crc != zlib.crc32(raw[: _FRAME.size]):
         return None
+    # Before the payload is read: a length with a right CRC may be made up as well.
     if length > MAX_RECORD_BYTES or offset + FRAME_BYTES + length > size:
         return None
     return Frame(
@@ -166,6 +174,7 @@ def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Ga
         while at >= 0:
             found = _frame_at(fd, offset + at, size)
             if found is not None:
+                # A frame with a damaged payload does not end the gap: a reader could not use it.
                 if found.payload(fd) is not None:
                     return Gap(offset=start, end=found.offset, torn=False)
                 patience.left -= found.length

@@ -1,9 +1,7 @@
 """A rank's ledger segment as a file: found by its name (`format.py`, section 3), locked by one writer, made durable.
 Knows names and descriptors, and nothing of the content.
 
-The kernel drops the lock when its holder dies. `BackgroundSync` runs one fdatasync while the writer continues. A thread
-that only syncs replaces `concurrent.futures`: a hand-over takes 12 us of CPU here and 30 us there, and every
-micro-batch has one.
+The kernel drops the lock when its holder dies. `BackgroundSync` runs one fdatasync while the writer continues.
 """
 
 import fcntl
@@ -22,6 +20,7 @@ from verl_slurm.base.paths import RunPaths
 
 __all__ = ["BackgroundSync", "SegmentHeld", "lock_segment", "owner", "segments"]
 
+# ASCII: without it `\d` matches the digits of all scripts, and one segment could have two names.
 _SEGMENT = re.compile(r"epoch_(\d{6,})\.rank_(\d{4,})\.ledger", re.ASCII)
 
 
@@ -38,6 +37,7 @@ def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
         entries = list(os.scandir(paths.ledger))
     except FileNotFoundError:
         return []
+    # By number, not by name: epochs have six digits or more.
     return sorted(
         (*owner(Path(entry.path)), Path(entry.path))
         for entry in entries
@@ -59,14 +59,13 @@ class SegmentHeld(VerlSlurmError):
 def lock_segment(fd: int, path: Path) -> None:
     """Locks an open segment; the lock ends when the last copy of `fd` is closed.
 
-    Polls: a blocking flock has no time limit, and on NFS is a loop of its own.
-
     Raises:
         SegmentHeld: another process holds it and does not end.
     """
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         try:
+            # Polls: a blocking flock has no time limit, and on NFS is a loop of its own.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() < deadline:
@@ -99,8 +98,11 @@ class BackgroundSync:
     def begin(self, fd: int) -> None:
         """Starts to make the present content of `fd` durable; `fd` must stay open until `wait` was called."""
         assert not self._under_way, "the one before was not waited for"
+        # At the first sync: a ledger that is read and never written has no thread.
         if not self._started:
-            # The thread must not reference this object, whose end is also its own.
+            # A thread that only syncs, and no `concurrent.futures`: a hand-over takes 12 us of CPU here and 30 us
+            # there, and every micro-batch has one. The thread must not reference this object, whose end is also its
+            # own.
             threading.Thread(
                 target=_sync, args=(self._todo, self._done), name="ledger-sync", daemon=True
             ).start()
@@ -118,6 +120,7 @@ class BackgroundSync:
         if not self._under_way:
             return
         error = self._done.get()
+        # Before the error is raised: it is told once, and another sync may begin.
         self._under_way = False
         if error is not None:
             raise error

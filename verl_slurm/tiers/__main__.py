@@ -40,6 +40,7 @@ def main(args: list[str] | None = None) -> int:
             )
             _say({"name": fetched.name, "reasons": fetched.reasons})
             return ExitCode.OK
+        # A pass runs beside the training.
         lower_priority()
         done = sync(paths, config)
     except VerlSlurmError as error:

@@ -63,6 +63,7 @@ class Memory:
         try:
             data = read_regular(paths.tier_records, RECORD)
             return cls(paths, dict(decode_json(data, TierRecords, RECORD, doubles=False).tiers))
+        # Losing it costs one reading of everything, nothing else.
         except (OSError, *UNREADABLE):
             return cls(paths)
 
@@ -75,6 +76,7 @@ class Memory:
             self.records.get(tier, {}).pop(name, None)
         else:
             self.records.setdefault(tier, {})[name] = record
+        # Written at once, not at the end of the pass: a mover may be killed after hours of reading.
         private_dir(self.paths.control)
         write_file(self.paths.tier_records, msgspec.json.encode(TierRecords(self.records)) + b"\n")
 
@@ -87,12 +89,15 @@ def local_state(paths: RunPaths, memory: Memory, keys: Keyring | None = None) ->
     """
     copies = []
     for info in list_checkpoints(paths):
+        # Torn ones are the start's to judge, and quarantined ones are no copies.
         if info.kind != "committed":
             continue
         try:
             manifest = read_manifest(info.path)
         except (OSError, VerlSlurmError):
             continue  # pruned since the listing
+        # After the manifest was read: if it is exchanged in between, the record does not fit and the checkpoint counts
+        # as unread.
         stamp = local_stamp(paths, info.name)
         refused = signature_problem(manifest, keys)
         record = memory.get(LOCAL_TIER, info.name)
@@ -124,6 +129,7 @@ def local_stamp(paths: RunPaths, name: str) -> str:
         info = (paths.checkpoints / name / MANIFEST).stat()
     except OSError:
         return ""
+    # A checkpoint that is saved again comes by a rename, with another inode; times alone may repeat.
     return f"{info.st_ino}.{info.st_mtime_ns}"
 
 
@@ -138,7 +144,9 @@ def tier_state(tier: OpenTier, memory: Memory, keys: Keyring | None = None) -> T
     """
     assert tier.backend is not None
     found: dict[str, dict[str, ObjectInfo]] = {}
+    # One listing for all checkpoints: in a bucket each request has its price and its round trip.
     for info in tier.backend.list(tier.run):
+        # What is not of our form belongs to others (`layout.py`, section 1) and is neither counted nor removed.
         if (parsed := parse_key(tier.run, info.key)) is not None:
             name, path = parsed
             found.setdefault(name, {})[path] = info
@@ -160,6 +168,8 @@ def _copy(
         return TierCopy(name=name, committed=False, litter=True, detail=detail)
     num_bytes = sum(info.size for info in objects.values())
     record = memory.get(tier.config.name, name)
+    # The listing shows that manifest, sizes and number are those of the last reading: no request for the manifest is
+    # needed.
     if record is not None and _counts(record, record_object.stamp, num_bytes, len(objects), keys):
         return TierCopy(
             name=name,
@@ -171,16 +181,19 @@ def _copy(
             num_bytes=num_bytes,
             detail=record.detail,
         )
+    # One byte beyond the limit, so that `parse` refuses a larger one; the server names the size.
     data = backend.read(record_object.key, 0, min(record_object.size, MAX_MANIFEST_BYTES + 1))
     try:
         manifest = parse(data, where=record_object.key)
     except (CheckpointCorrupt, SchemaMismatch) as error:
+        # Not litter: another version of this code may read it (`plan.py`, rule 6).
         return TierCopy(name=name, committed=False, detail=error.what)
     problem = _incomplete(manifest, name, objects)
     refused = signature_problem(manifest, keys)
     return TierCopy(
         name=name,
         committed=not problem,
+        # Never True here: a listing proves sizes, not bytes.
         verified=False if refused else None,
         refused=bool(refused),
         digest=manifest.digest,
@@ -193,6 +206,7 @@ def _copy(
 
 def _counts(record: TierRecord, stamp: str, num_bytes: int, num_objects: int, keys: Keyring | None) -> bool:
     """Returns whether a record still matches the object and answers all that is asked now."""
+    # A record from before the key was set did not check who made the manifest.
     asked = record.signature == "good" if keys is not None else record.signature != "refused"
     return asked and (record.stamp, record.num_bytes, record.num_objects) == (stamp, num_bytes, num_objects)
 
@@ -225,6 +239,7 @@ def survey(
             try:
                 states.append(tier_state(tier, memory, keys))
                 continue
+            # One tier's fault is its own: the others are surveyed, and the plan knows that this one may hold anything.
             except VerlSlurmError as error:
                 problem = error.one_line()
         states.append(
@@ -248,6 +263,7 @@ def record_of(
     Args:
         keys: that its signature was checked with.
     """
+    # Listed anew after the reading: the record must describe what the next survey will see.
     objects = {info.key: info for info in backend.list(checkpoint_prefix(run, manifest.name))}
     record_object = objects.get(checkpoint_prefix(run, manifest.name) + MANIFEST)
     if record_object is None:
@@ -257,6 +273,7 @@ def record_of(
         epoch=manifest.epoch,
         created_utc=manifest.created_utc,
         stamp=record_object.stamp,
+        # Of everything that is listed, strangers included: another object there makes the record count no longer.
         num_bytes=sum(info.size for info in objects.values()),
         num_objects=len(objects),
         ok=ok,
@@ -279,4 +296,5 @@ def _time(text: str) -> datetime | None:
         time = datetime.fromisoformat(text)
     except ValueError:
         return None
+    # A time without a zone cannot be compared with the present, and would raise.
     return time if time.tzinfo is not None else None

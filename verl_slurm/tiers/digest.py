@@ -1,7 +1,6 @@
 """Tells whether a stream of bytes has the digest in its manifest entry.
 
-The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests. The first wrong chunk
-ends the check: a damaged terabyte is fetched only up to the damage.
+The digest is that of `checkpoint.store.chunks`: of the content, or of its 4 MiB chunks' digests.
 """
 
 import hashlib
@@ -26,9 +25,11 @@ class ContentCheck:
         view = memoryview(data)
         while view and not self._problem:
             room = CHUNK_BYTES - self._size % CHUNK_BYTES
+            # Blocks are cut at the borders of chunks, whatever their size.
             self._hash.update(view[:room])
             self._size += len(view[:room])
             view = view[room:]
+            # A server may send without end: the first byte too many ends it.
             if self._size > self._entry.size:
                 self._problem = f"more than the expected {self._entry.size} bytes"
             elif self._size % CHUNK_BYTES == 0 or self._size == self._entry.size:
@@ -46,6 +47,7 @@ class ContentCheck:
     def _end_of_chunk(self) -> None:
         leaves = self._entry.leaves
         expected = leaves[self._chunk] if leaves else self._entry.sha256
+        # The first wrong chunk ends the check: a damaged terabyte is fetched only up to the damage.
         found = self._hash.hexdigest()
         if found != expected:
             place = f" in the chunk at byte {self._chunk * CHUNK_BYTES}" if leaves else ""

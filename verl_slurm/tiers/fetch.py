@@ -69,6 +69,7 @@ def fetch(
         TierError: they stopped answering.
         KeyRefused: it is not signed with a key of the run; and PermissionRefused: `keys.load_keys`.
     """
+    # The name becomes a path and a key.
     if checkpoint_order(name) is None:
         raise NotFound("not a checkpoint's name", where=name, expected="e.g. step_000012")
     opened = open_tiers(paths, config) if tiers is None else tiers
@@ -107,18 +108,22 @@ def fetch_newest(
         if copy.refused
     ]
     reasons += refused
+    # Without tier 0: the caller found nothing there that verifies.
     names = newest_first(states[1:])
     for name in names:
+        # Twice the time of a fetch: what has arrived is read back from the disk as well.
         claimed = max(copy.num_bytes for state in states[1:] for copy in state.copies if copy.name == name)
         on_limit(2 * (_FETCH_S + claimed / _BYTES_PER_S))
         try:
             tier = _fetch(paths, opened, states, name, keys)
         except VerlSlurmError as error:
+            # An older one that verifies is better than none.
             reasons.append(f"{name}: {error.one_line()}")
             continue
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
     for state in away:
+        # A tier that never had a checkpoint of this run, as at a first start, does not stop it.
         known = [name for name, record in memory.records.get(state.name, {}).items() if record.ok]
         if known:
             raise TierError(
@@ -128,6 +133,7 @@ def fetch_newest(
                 expected=max(known, key=lambda n: checkpoint_order(n) or (-1, -1)),
                 remedy="start again when it answers; checkpoint.resume_from=null begins afresh",
             )
+    # There were checkpoints: to begin afresh is the user's decision.
     if names or refused:
         raise TierError(
             "no checkpoint is left in the run, and none in a tier could be fetched",
@@ -154,6 +160,7 @@ def _fetch(
         verdict = verify(final, keys=keys)
         if verdict.ok:
             return ""
+        # Not damage: with the right key it may be good.
         if verdict.needs_key:
             raise KeyRefused(
                 "the run's own copy was not made with our key, and is left where it is",
@@ -161,6 +168,7 @@ def _fetch(
                 found=verdict.one_line(),
                 remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
             )
+        # Storage that fails now, or an owner who is not us, is no reason to replace it.
         if not verdict.damaged:
             raise CheckpointCorrupt(
                 "the run's own copy cannot be judged, and is left where it is",
@@ -168,6 +176,7 @@ def _fetch(
                 found=verdict.one_line(),
                 remedy="look at its owner and its storage",
             )
+    # From the nearest tier on.
     by_name = {tier.config.name: tier for tier in tiers}
     failure: VerlSlurmError | None = None
     for state in states[1:]:
@@ -179,10 +188,12 @@ def _fetch(
             num_bytes = _bring(paths, tier.backend, tier.run, name, keys)
         except (VerlSlurmError, OSError) as error:
             failure = error if isinstance(error, VerlSlurmError) else _failed(final, error)
+            # The next tier may have it whole.
             append_event(paths, TierFailed(state.name, name, "fetch", failure.one_line()))
             continue
         append_event(paths, TierFetched(name, state.name, num_bytes))
         return state.name
+    # The last tier's failure says more than "nobody has it": some tier listed it.
     if failure is not None:
         raise failure
     refused = [(s, copy) for s in states[1:] for copy in s.copies if copy.name == name and copy.refused]
@@ -206,6 +217,7 @@ def _failed(where: Path, error: OSError) -> TierError:
 
 def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring | None) -> int:
     """Fetches into staging, verifies there (with keys, the signature too) and renames; returns the bytes."""
+    # The manifest first: all that follows is checked against it.
     data = TierOrigin(backend, run, name).manifest()
     manifest = parse(data, where=f"{name}/{MANIFEST}")
     if manifest.name != name:
@@ -215,7 +227,9 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     private_dir(paths.checkpoints)
     final = paths.checkpoints / name
     _require_room(paths.checkpoints, manifest)
+    # For all files together: a tier that is slow in each of thousands would pass a limit for one.
     deadline = time.monotonic() + _FETCH_S + manifest.num_bytes / _BYTES_PER_S
+    # Damaged copies of our own with this very manifest: what the tier has lost of a file, one of them may still have.
     copies = set_aside_copies(paths, name, data)
 
     def bring(entry: FileEntry) -> None:
@@ -231,6 +245,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
     inner.mkdir(mode=0o700, parents=True)
     outer.chmod(0o700)
     try:
+        # Sorted: a folder comes before those in it.
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}):
             (inner / folder).mkdir(mode=0o700)
         with ThreadPoolExecutor(max_workers=_FILES_AT_ONCE, thread_name_prefix="fetch") as pool:
@@ -239,12 +254,16 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
                 for file in bringing:
                     file.result()
             except BaseException:
+                # Thousands of files may wait: those that have not begun are not fetched any more.
                 pool.shutdown(cancel_futures=True)
                 raise
+        # The bytes as they came, not rendered anew: the mover compares them with those in the tiers.
         write_file(inner / MANIFEST, data)
         for folder in sorted({p for entry in manifest.files for p in _folders(entry.path)}, reverse=True):
+            # Deepest first: the names in a directory are durable before its own.
             fsync_path(inner / folder)
         fsync_path(inner)
+        # Read back from the medium, although each byte was checked on its way: this copy is resumed from next.
         verdict = verify(inner, keys=keys)
         if not verdict.ok:
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
@@ -255,16 +274,18 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
             move_to_quarantine(final, [str(problem) for problem in there.problems])
         rename(inner, final)
     finally:
+        # After the rename it is an empty shell.
         shutil.rmtree(outer, ignore_errors=True)
     return manifest.num_bytes
 
 
 def _require_room(folder: Path, manifest: Manifest) -> None:
-    """Requires room for it. A manifest may claim any size: without a key nothing proves that it is ours.
+    """Requires room for it.
 
     Raises:
         NoRoom: the checkpoint does not fit.
     """
+    # A manifest may claim any size: without a key nothing proves that it is ours.
     need = need_of_next(manifest.num_bytes, len(manifest.files), basis="what its manifest claims", margin=0.0)
     room = room_for(folder, need)
     if room.enough is False:
@@ -286,6 +307,7 @@ def _bring_file(
         for block in backend.blocks(key):
             if check.update(block):  # a server that never stops must not fill the disk
                 return
+            # Between two blocks: a backend bounds each of its own reads.
             if time.monotonic() > deadline:
                 raise TierError("the tier is too slow", where=key, found=f"below {_BYTES_PER_S >> 20} MiB/s")
             yield block

@@ -108,6 +108,7 @@ def run_prefix(prefix: str, run_name: str, run_id: str) -> str:
 
 def checkpoint_prefix(run: str, name: str) -> str:
     """Returns the prefix of one checkpoint's objects; ends with `/`. `run` is a `run_prefix`."""
+    # A prefix of another form would list, and remove, keys that are not a checkpoint's.
     assert checkpoint_order(name) is not None, name
     return f"{run}{name}/"
 
@@ -118,6 +119,7 @@ def object_key(run: str, name: str, path: str) -> str:
     Raises:
         ValueError: no manifest may name that path.
     """
+    # Paths come from manifests, which others may have written.
     problem = path_problem(path)
     if problem is not None:
         raise ValueError(f"{problem}: {path!r}")
@@ -136,6 +138,7 @@ def parse_key(run: str, key: str) -> tuple[str, str] | None:
     name, slash, path = key.removeprefix(run).partition("/")
     if not slash or checkpoint_order(name) is None:
         return None
+    # `path_problem` refuses the manifest's own name, which is an object here.
     if path != MANIFEST and path_problem(path) is not None:
         return None
     return name, path

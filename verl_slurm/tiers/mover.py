@@ -70,11 +70,9 @@ def _now() -> datetime:
 
 
 def lower_priority() -> None:
-    """Lowers the process's priority for processor and disk: training comes first.
-
-    Best effort 7 and not idle: on a busy disk the idle class may never get anything.
-    """
+    """Lowers the process's priority for processor and disk: training comes first."""
     os.nice(19)
+    # Best effort 7 and not idle: on a busy disk the idle class may never get anything.
     try:
         psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)
     except (psutil.Error, OSError):
@@ -122,6 +120,7 @@ def sync(
     if dry_run:
         return look(paths, config, now=now)
     keys = load_keys(config.checkpoint.encryption)
+    # The survey is made under the lock: a plan of what another mover changes meanwhile would be wrong.
     with mover_lock(paths):
         opened = open_tiers(paths, config) if tiers is None else tiers
         return _Mover(paths, opened, now, keys).run()
@@ -149,6 +148,7 @@ class _Mover:
             if copy.refused:
                 self._say_refused(copy.name, copy.detail)
         plan = plan_tiers(states, self._now())
+        # Copies before removals: a pass that is killed leaves too much rather than too little.
         done = [self._do(action, self._copy) for action in plan if action.kind == "copy"]
         done += [self._do(action, self._remove) for action in plan if action.kind == "drop"]
         for state in states[1:]:
@@ -160,6 +160,7 @@ class _Mover:
         began = time.monotonic()
         try:
             sent = act(action)
+        # One checkpoint that fails, or one tier that goes away, does not keep the others from being copied.
         except (VerlSlurmError, OSError) as error:
             problem = error.one_line() if isinstance(error, VerlSlurmError) else f"{error}"
             append_event(
@@ -182,20 +183,25 @@ class _Mover:
         if action.source == action.tier:
             problems = self._read_back(action.tier, name)
             if problems:
+                # The result is remembered by now, so the next pass plans to mend it.
                 raise TierError("does not verify there", where=f"{action.tier}: {name}", found=problems[0])
             return 0
         if action.replace:
             self._require_whole(action.source, name)  # or both would be lost
+            # The commit record first: objects of two checkpoints under one manifest must never count.
             backend.delete(manifest_key(tier.run, name))
             backend.forget(checkpoint_prefix(tier.run, name))  # uploads of the other one
         try:
             origin = self._origin(action.source, name)
             copied = copy_checkpoint(origin, backend, tier.run, name, keys=self._keys)
         except CheckpointCorrupt as error:
+            # Remembered, so that the next pass takes another source instead of the same bytes again.
             self._condemn(action.source, name, error.one_line())
             raise
         record = record_of(copied.manifest, backend, tier.run, ok=True, now=self._now, keys=self._keys)
         self._memory.set(action.tier, name, record)
+        # Every byte was read and hashed on its way, so tier 0's copy is verified. With files that were there already it
+        # was not.
         if action.source == LOCAL_TIER and copied.sent == copied.num_bytes:
             self._remember_local(name, ok=True)
         return copied.sent
@@ -208,6 +214,7 @@ class _Mover:
     def _require_whole(self, source: str, name: str) -> None:
         if source == LOCAL_TIER:
             verdict = verify(self._paths.checkpoints / name, keys=self._keys, threads=1)
+            # Not for a file that could not be read: that tells about the storage of now, not about the checkpoint.
             if verdict.damaged:
                 self._remember_local(name, ok=False, detail=verdict.one_line())
             problems = [str(problem) for problem in verdict.problems]
@@ -217,8 +224,10 @@ class _Mover:
             raise TierError("its successor does not verify", where=f"{source}: {name}", found=problems[0])
 
     def _say_refused(self, name: str, detail: str) -> None:
-        """Writes one line to the journal for each unsigned checkpoint, once and not in every pass."""
+        """Writes one line to the journal for each unsigned checkpoint."""
+        # Once and not in every pass: what is remembered as refused was reported.
         record = self._memory.get(LOCAL_TIER, name)
+        # The stamp changes with the manifest: another refused checkpoint of that name is reported again.
         if record is None or (record.signature, record.stamp) != ("refused", local_stamp(self._paths, name)):
             append_event(self._paths, TierFailed(LOCAL_TIER, name, "copy", detail))
             self._remember_local(name, ok=False, detail=detail)
@@ -256,6 +265,7 @@ class _Mover:
         try:
             parsed = parse(TierOrigin(backend, tier.run, name).manifest(), where=name)
         except VerlSlurmError:
+            # No manifest that parses: there is nothing that a record could be compared with.
             self._memory.set(tier_name, name, None)
             return problems
         detail = problems[0] if problems else ""
@@ -273,7 +283,9 @@ class _Mover:
     def _remove(self, action: Action) -> int:
         for witness in action.witnesses:
             if witness not in self._witnesses:
+                # Once in a pass: one witness often stands in for several removals.
                 self._witnesses[witness] = self._read_back(*witness)
+            # A plan may be hours old when its last removal comes: what it relied upon may have changed since.
             if self._witnesses[witness]:
                 raise TierError(
                     "kept: what was to stand in for it no longer verifies",
@@ -284,14 +296,17 @@ class _Mover:
         tier, backend = self._tiers[action.tier], self._backend(action.tier)
         backend.delete(manifest_key(tier.run, action.name))
         self._memory.set(action.tier, action.name, None)
+        # The manifest is gone, so a death from here on leaves a checkpoint that does not exist.
         prefix = checkpoint_prefix(tier.run, action.name)
         for info in list(backend.list(prefix)):
+            # Keys of another form were not made by us, and stay.
             if parse_key(tier.run, info.key) is not None:
                 backend.delete(info.key)
         return 0
 
     def _forget(self, tier_name: str, plan: Sequence[Action]) -> None:
-        """Abandons uploads of checkpoints that no pass copies any more: they would cost money until aborted."""
+        """Abandons uploads of checkpoints that no pass copies any more."""
+        # Parts of an upload cost money until it is aborted. Those that this pass has not finished are continued.
         tier = self._tiers[tier_name]
         wanted = [
             checkpoint_prefix(tier.run, action.name)
@@ -300,6 +315,7 @@ class _Mover:
         ]
         try:
             self._backend(tier_name).forget(tier.run, wanted)
+        # Uploads that stay cost money, not data: the pass is a success all the same.
         except TierError as error:
             append_event(self._paths, TierFailed(tier_name, what="forget", problem=error.one_line()))
 

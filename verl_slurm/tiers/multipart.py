@@ -36,20 +36,20 @@ _ROUND = 1 << 20
 
 def part_size(size: int) -> int:
     """Returns the bytes per part for an object of `size` bytes: the smallest, in whole MiB, with which MAX_PARTS
-    suffice.
-
-    A pure function of the size: the next attempt cuts at the same places. 8 MiB up to 78 GiB, 105 MiB for 1 TiB.
+    suffice. 8 MiB up to 78 GiB, 105 MiB for 1 TiB.
     """
+    # From the size alone: the next attempt must cut at the same places to use the parts that are there.
     needed = -(-size // MAX_PARTS)
     return max(MIN_PART_BYTES, -(-needed // _ROUND) * _ROUND)
 
 
 def require_content(key: str, problem: str) -> None:
-    """Refuses to send bytes that differ from their manifest: with `verify: checksum` no later check would find it.
+    """Refuses to send bytes that differ from their manifest.
 
     Raises:
         CheckpointCorrupt: there is a problem.
     """
+    # With `verify: checksum` no later check would find it.
     if problem:
         raise CheckpointCorrupt("the source is damaged", where=key, found=problem)
 
@@ -109,13 +109,18 @@ class MultipartUpload:
         with ThreadPoolExecutor(max_workers=in_flight, thread_name_prefix="parts") as pool:
             try:
                 for number, offset in enumerate(range(0, self._source.size, self._size), start=1):
+                    # Parts that are there already are read as well: their MD5 is compared, and the digest is of the
+                    # whole.
                     data = self._source.read(offset, min(self._size, self._source.size - offset))
                     require_content(self._where["Key"], check.update(data))
+                    # MD5 because S3's ETags are. Against damage on the way it suffices; SHA-256 judges the content.
                     md5 = hashlib.md5(data, usedforsecurity=False)
+                    # Counts with this very number, size and MD5; anything else there is sent anew.
                     known = there.get(number)
                     if known is not None and known == (len(data), md5.hexdigest()):
                         etags[number] = f'"{md5.hexdigest()}"'
                         continue
+                    # The oldest first, before another part is held in memory.
                     if len(waiting) == in_flight:
                         sent += settle()
                     future = pool.submit(self._send, upload_id, number, data, md5.digest())
@@ -124,8 +129,10 @@ class MultipartUpload:
                     sent += settle()
             except BaseException:
                 for _, _, _, future in waiting:
+                    # Parts that have not begun are not sent; what has arrived serves the next attempt.
                     future.cancel()
                 raise
+        # Before the completion: until then the object does not exist, so damaged bytes never get a name.
         require_content(self._where["Key"], check.problem())
         self._complete(upload_id, etags)
         return sent
@@ -135,15 +142,18 @@ class MultipartUpload:
         found = [
             upload
             for upload in _uploads(self._client, self._where["Bucket"], self._where["Key"])
+            # The prefix also matches longer keys.
             if upload["Key"] == self._where["Key"]
         ]
         found.sort(key=lambda upload: upload["Initiated"])
+        # The one begun last continues. Parts of the others would cost money until they are aborted.
         for upload in found[:-1]:
             self._client.abort_multipart_upload(**self._where, UploadId=upload["UploadId"])
         for upload in found[-1:]:
             try:
                 return upload["UploadId"], self._parts(upload["UploadId"])
             except botocore.exceptions.ClientError as error:
+                # Completed or aborted since the listing: a new one is begun.
                 if error.response.get("Error", {}).get("Code") != "NoSuchUpload":
                     raise
         created = self._client.create_multipart_upload(**self._where, **self._extra)
@@ -169,6 +179,7 @@ class MultipartUpload:
         return etag
 
     def _complete(self, upload_id: str, etags: dict[int, str]) -> None:
+        # S3 wants them in ascending order.
         parts = [{"PartNumber": number, "ETag": etags[number]} for number in sorted(etags)]
         try:
             self._client.complete_multipart_upload(
@@ -184,6 +195,7 @@ class MultipartUpload:
 def abort_uploads(client: Any, bucket: str, prefix: str, keep: tuple[str, ...]) -> int:
     """Abandons the uploads below `prefix`, except below `keep`; returns how many."""
     count = 0
+    # Listed whole first: an abort changes what the next page would show.
     for upload in list(_uploads(client, bucket, prefix)):
         if upload["Key"].startswith(keep):
             continue

@@ -44,6 +44,7 @@ def open_backend(tier: TierConfig) -> Backend:
         backend: Backend = make(tier)
         return backend
     if is_s3(tier):
+        # boto3 is an extra: without a bucket it is not imported.
         from verl_slurm.tiers.s3 import S3Backend
 
         return S3Backend(tier)
@@ -54,6 +55,7 @@ def open_backend(tier: TierConfig) -> Backend:
 
 def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
     """Opens the configured tiers, nearest first. One that cannot be opened is included, with the reason."""
+    # Before `run_id`, which makes the file: a run without tiers needs none.
     if not config.tiers:
         return []
     number = run_id(paths)
@@ -62,6 +64,7 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
         run = run_prefix(tier.prefix, config.name, number)
         try:
             tiers.append(OpenTier(config=tier, run=run, backend=open_backend(tier)))
+        # Listed with its problem: what it holds counts as unknown, not as gone.
         except VerlSlurmError as error:
             tiers.append(OpenTier(config=tier, run=run, backend=None, problem=error.one_line()))
         except ImportError as error:
@@ -74,16 +77,16 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
 def mover_lock(paths: RunPaths) -> Iterator[None]:
     """Ensures one mover per run, by a lock of the kernel: it ends with its process, however that ends.
 
-    The lock saves work, and safety does not rest on it: if a file system does not share locks between nodes, two movers
-    write the same bytes under the same keys.
-
     Raises:
         TierError: another mover of this run is at work.
     """
     private_dir(paths.control)
+    # O_CLOEXEC: a child that inherited the descriptor would hold the lock after our end.
     fd = os.open(paths.tier_lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
+            # It saves work, and safety does not rest on it: if a file system does not share locks between nodes, two
+            # movers write the same bytes under the same keys.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise TierError(
@@ -93,4 +96,5 @@ def mover_lock(paths: RunPaths) -> Iterator[None]:
             ) from None
         yield
     finally:
+        # The file stays: removing it would let two movers lock two files of one name.
         os.close(fd)

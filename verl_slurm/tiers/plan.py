@@ -132,6 +132,7 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
     ranks = _ranks(states)
     names = sorted(ranks, key=lambda name: ranks[name], reverse=True)
     found = {state.name: {copy.name: copy for copy in state.copies} for state in states}
+    # Over all tiers, not in each: what is newest somewhere may be missing or damaged in the others.
     best = last_good(states)
     needed = {best, *newest_first(states)[:1]}  # whatever their age
     planned: dict[tuple[str, str], Action] = {}
@@ -144,10 +145,13 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
         if not state.reachable:
             for name in names:
                 copies = [found[s.name][name] for s in states[:index] if name in found[s.name]]
+                # It may lack a copy that it should get: an earlier tier must not drop the one that it would be made
+                # from.
                 if any(copy.usable and _age(copy, now) <= _limit(state) for copy in copies):
                     waiting.setdefault(name, {})[state.name] = "which does not answer"
             continue
         here = found[state.name]
+        # Rule 1 for this tier by itself: it must not be emptied because another tier has more.
         newest_here = max((n for n, c in here.items() if c.good), key=lambda n: ranks[n], default=None)
         # Newest first, so that a newer one of this tier is known to stay before it serves as a witness.
         for name in names:
@@ -161,7 +165,9 @@ def plan_tiers(states: Sequence[TierState], now: datetime) -> list[Action]:
                 continue
             planned[state.name, name] = action
             if action.kind == "copy":
+                # The tiers before this one are planned after it and keep their copy until this one has been read back.
                 waiting.setdefault(name, {})[state.name] = "which is to have it"
+            # A copy that is still to be made is no witness: it may fail.
             if copy is not None and copy.good and action.kind == "keep":
                 staying[state.name][name] = copy.digest
     return [planned[s.name, name] for s in states for name in names if (s.name, name) in planned]
@@ -178,15 +184,19 @@ def _copying(
 ) -> Action | None:
     """Decides whether `name` is to be copied here; None if the question does not arise."""
     state = states[index]
+    # Tier 0 is filled by the run, and by `fetch` on demand.
     if state.local:
         return None
+    # What could be copied from.
     elsewhere = [(s, found[s.name].get(name)) for s in states if s.name != state.name and s.reachable]
     # A verified source before one that nobody checked, then the nearest.
     sources = sorted(
         ((s, c) for s, c in elsewhere if c is not None and c.usable), key=lambda pair: not pair[1].good
     )
     replace = False
+    # What is here is judged first: whole and read back, it needs nothing.
     if copy is not None and copy.committed:
+        # Of one name with another digest: the run was thrown back and saved this step again.
         later = [(s, c) for s, c in sources if c.digest != copy.digest and _succeeds(s, c, copy)]
         if later:
             newest = max(c.epoch for _, c in later)
@@ -198,7 +208,9 @@ def _copying(
             reason = "there, but nobody has read it back"
             return Action(kind="copy", name=name, tier=state.name, source=state.name, reason=reason)
         else:
+            # Damaged here: mended from the same checkpoint alone. Another one of that name would be a replacement.
             sources = [(s, c) for s, c in sources if c.digest == copy.digest]
+    # Nothing to copy from: kept as it is, or left to `_removal`.
     if not sources:
         if copy is None:
             refused = [c for s, c in elsewhere if c is not None and c.refused]
@@ -207,6 +219,7 @@ def _copying(
             return Action(kind="skip", name=name, tier=state.name, reason=f"not copied: {refused[0].detail}")
         reason = f"not good here ({copy.detail or 'incomplete'}), and nowhere whole to mend it from"
         old = copy.saved is not None and _age(copy, now) > _limit(state)
+        # None leaves it to `_removal`.
         return None if copy.litter or (old and not copy.committed) else _keep(state, name, reason)
     if copy is None or not copy.committed:
         # An older attempt would be replaced by the newest at the next pass, and may be too old by then to stay.
@@ -214,6 +227,7 @@ def _copying(
         sources = [(s, c) for s, c in sources if c.epoch == newest]
     source, best_copy = sources[0]
     if copy is None or not copy.committed:
+        # Or the next pass would remove what this one copied.
         if name not in needed and state.keep_days is not None and _age(best_copy, now) > _limit(state):
             if copy is not None:
                 return None  # the remains of an upload that nobody needs any more
@@ -229,6 +243,7 @@ def _copying(
 
 def _succeeds(state: TierState, other: TierCopy, copy: TierCopy) -> bool:
     """Returns whether `other`, of the same name, was saved after `copy`: the run went back and passed here again."""
+    # Within one attempt the run's own directory has the later one: tiers are filled from it.
     return other.epoch > copy.epoch or (state.local and other.epoch == copy.epoch)
 
 
@@ -247,11 +262,14 @@ def _removal(
     state, name = states[index], copy.name
     if state.local:
         return _keep(state, name, "tier 0: checkpoint.keep_last decides")
+    # Rule 1.
     if name == best:
         return _keep(state, name, "the last good checkpoint")
     if name == newest_here:
         return _keep(state, name, "the newest verified one of this tier")
+    # Rule 6, from an archive too: it stands before rule 2.
     if copy.litter:
+        # By step: litter has no manifest that tells its attempt.
         newer = [n for n in staying[state.name] if _order(n) > _order(name)]
         if not newer:
             return _keep(state, name, f"{copy.detail}; nothing newer is verified here yet")
@@ -262,8 +280,10 @@ def _removal(
             reason=f"{copy.detail}: an upload that nobody can complete any more",
             witnesses=((state.name, max(newer, key=_order)),),
         )
+    # Rule 2: an archive.
     if state.keep_days is None:
         return _keep(state, name, "for ever")
+    # Without a time there is no age. Nothing is removed by a guess.
     if copy.saved is None:
         return _keep(state, name, copy.detail or "its manifest does not say when it was saved")
     age = f"{_days(copy, now)} old, kept {state.keep_days} days"
@@ -271,6 +291,7 @@ def _removal(
         return _keep(state, name, age)
     for other, why in waiting.items():
         return _keep(state, name, f"{age}, but needed for {other}, {why}")
+    # Rule 3: the same digest, since a step that was saved again has the same name.
     later = [s for s in states[index + 1 :] if staying[s.name].get(name) == copy.digest]
     if later:
         return Action(
@@ -281,6 +302,7 @@ def _removal(
             witnesses=((later[0].name, name),),
         )
     beyond = states[index + 1] if index + 1 < len(states) else state
+    # By rank, not by step: after a run was thrown back, a lower step of a later attempt is the newer one.
     newer = [n for n in staying[beyond.name] if ranks[n] > ranks[name]]
     if newer:
         witness = max(newer, key=lambda n: ranks[n])
@@ -302,6 +324,8 @@ def _ranks(states: Sequence[TierState]) -> dict[str, _Rank]:
     """Ranks how new each checkpoint is: by the last attempt that saved it, then by its step and safe point."""
     epochs: dict[str, int] = {}
     for copy in (copy for state in states for copy in state.copies):
+        # One rank for a name in all tiers, by its newest copy: the older one in some tier is to be replaced, not
+        # ranked.
         epochs[copy.name] = max(epochs.get(copy.name, -1), copy.epoch)
     return {name: (epoch, *_order(name)) for name, epoch in epochs.items()}
 
@@ -315,6 +339,7 @@ def _limit(state: TierState) -> timedelta:
 
 
 def _age(copy: TierCopy, now: datetime) -> timedelta:
+    # As if new: what does not say its age is never too old.
     return timedelta(0) if copy.saved is None else now - copy.saved
 
 

@@ -4,7 +4,6 @@ Objects are files below `path`/PREFIX. Each is written under a name that no mani
 fsynced, renamed, and its directory fsynced. An interrupted attempt continues after its last byte, since `holds` reads
 the bytes back from the medium in the end and they are discarded if they do not match.
 
-`path` itself is never made: if a disk is not mounted, its mount point would fill the root file system instead.
 `verl_slurm.base.files` tells what POSIX, NFS and Lustre promise.
 """
 
@@ -29,6 +28,7 @@ from verl_slurm.tiers.backend import ObjectInfo, Source
 __all__ = ["PosixBackend"]
 
 _BLOCK = 4 << 20
+# exFAT, some FUSE file systems and some shares have no hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}
 
 
@@ -49,6 +49,7 @@ class PosixBackend:
             except FileNotFoundError:
                 return
         for entry in entries:
+            # Unfinished parts are no objects: `~` is in no path that a manifest may hold.
             if entry.kind == "file" and not entry.path.rpartition("/")[2].startswith("~"):
                 yield _info(prefix.rstrip("/") + "/" + entry.path, entry.info)
 
@@ -74,6 +75,8 @@ class PosixBackend:
 
     def put(self, key: str, source: Source, entry: FileEntry) -> int:
         final = self._root / key
+        # The digest in the name: only bytes for the same content are continued. 200 of the name's characters, as 255
+        # are allowed.
         part = final.parent / f"~{final.name[:200]}.{entry.sha256[:16]}.part"
         with self._errors(key):
             self._require_root()
@@ -89,11 +92,13 @@ class PosixBackend:
                 raise
             finally:
                 os.close(fd)
+            # A reader of the tier meets the whole file or none.
             rename(part, final)
         return sent
 
     def commit(self, key: str, data: bytes) -> bool:
         final = self._root / key
+        # A nonce, unlike for a part: two movers must not write into one file.
         temp = final.parent / f"~{final.name}.{secrets.token_hex(8)}.part"
         with self._errors(key):
             self._make_parents(key)
@@ -102,18 +107,21 @@ class PosixBackend:
                 return self._link(temp, final)
             finally:
                 temp.unlink(missing_ok=True)
+                # After the unlink, which it makes durable together with the new name.
                 fsync_path(final.parent)
 
     @staticmethod
     def _link(temp: Path, final: Path) -> bool:
-        """A link fails if the name is taken; a rename would replace it."""
         try:
+            # A link fails if the name is taken; a rename would replace it.
             os.link(temp, final, follow_symlinks=False)
         except FileExistsError:
             return False
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
+            # Not one step: without links two movers at the same moment could both commit. `copy_checkpoint` reads the
+            # record back.
             if os.path.lexists(final):
                 return False
             rename(temp, final, durable=False)
@@ -146,6 +154,7 @@ class PosixBackend:
                 path.unlink()
             except (FileNotFoundError, NotADirectoryError):
                 return
+            # Durable before the next removal: a crash must not bring a commit record back whose objects are gone.
             fsync_path(path.parent)
             # Remove directories that are empty now; the tier's own prefix may stay.
             for folder in list(path.parents)[: key.count("/") - 1]:
@@ -174,6 +183,7 @@ class PosixBackend:
             yield fd
 
     def _require_root(self) -> None:
+        # Never made: if a disk is not mounted, its mount point would fill the root file system instead.
         if not self._root.is_dir():
             raise TierError(
                 "the tier's directory is not there",
@@ -191,6 +201,7 @@ class PosixBackend:
                 private_dir(folder)
                 fsync_path(folder.parent)
                 continue
+            # Another user's directory, or a link, could be exchanged under what is written there.
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.geteuid():
                 raise TierError(
                     "a place in the tier is another user's, or no directory",
@@ -220,11 +231,13 @@ def _info(key: str, info: os.stat_result) -> ObjectInfo:
 def _continue(fd: int, source: Source) -> int:
     """Appends what is missing; returns the bytes appended."""
     here = os.fstat(fd).st_size
+    # Its bytes are believed for now: `holds` reads all of them back in the end.
     offset = here if here <= source.size else 0
     os.ftruncate(fd, offset)
     began = offset
     while offset < source.size:
         block = memoryview(source.read(offset, min(_BLOCK, source.size - offset)))
+        # The source was cut since its size was asked: without this the loop would not end.
         if not block:
             raise OSError(errno.EIO, "the source ended early")
         while block:

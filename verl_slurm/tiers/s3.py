@@ -30,6 +30,7 @@ from verl_slurm.tiers.s3_client import BROKEN, BoundedClient
 __all__ = ["S3Backend"]
 
 _BLOCK = 4 << 20
+# Below the piece: a read that a reset interrupts gives less than a whole piece.
 _PIECE, _PROGRESS = 32 << 10, 16 << 10
 _CONNECT_S, _READ_S = 10, 60
 _ATTEMPTS = 5
@@ -37,6 +38,7 @@ _ATTEMPTS = 5
 connections."""
 _IN_FLIGHT = 4
 """Parts sent at once; each is held in memory."""
+# A HEAD request has no body, so its errors are bare numbers; other requests have the server's words.
 _MISSING = {"404", "NoSuchKey", "NotFound"}
 _BEYOND = {"InvalidRange", "416"}
 _TAKEN = {"PreconditionFailed", "ConditionalRequestConflict", "412", "409"}
@@ -56,6 +58,7 @@ class S3Backend:
     ) -> None:
         assert tier.bucket is not None, "config.tier_checks"
         self._tier, self._bucket = tier, tier.bucket
+        # Region and profile are looked up here, and may be wrong.
         with self._errors(""):
             client = boto3.session.Session().client(
                 "s3",
@@ -130,11 +133,13 @@ class S3Backend:
 
     def _stream(self, key: str, offset: int, size: int | None) -> Iterator[bytes]:
         last = "" if size is None else str(offset + size - 1)
+        # Without a range for a whole object: an empty one has no byte that a range could begin at.
         span = {"Range": f"bytes={offset}-{last}"} if offset or last else {}
         with self._errors(key):  # botocore has already retried it in vain
             try:
                 answer = self._client.get_object(Bucket=self._bucket, Key=key, **span)
             except botocore.exceptions.ClientError as error:
+                # Beyond the end nothing is read, as from a file.
                 if last and _code(error) in _BEYOND:
                     return
                 raise
@@ -159,7 +164,8 @@ class S3Backend:
         answer["Body"].close()
 
     def _require_range(self, key: str, answer: dict[str, Any], offset: int) -> None:
-        """Requires the right range: a server that ignores it would send the bytes of another place."""
+        """Requires the range that was asked for."""
+        # A server that ignores it would send the bytes of another place.
         if offset and not str(answer.get("ContentRange", "")).startswith(f"bytes {offset}-"):
             raise self._failure(key, "another range than was asked for")
 
@@ -176,6 +182,7 @@ class S3Backend:
                 )
                 return upload.run(in_flight=_IN_FLIGHT)
             data = source.read(0, source.size)
+            # Checked as it is sent: with `verify: checksum` no byte is fetched again.
             require_content(key, check_blocks([data], entry))
             answer = self._client.put_object(
                 Bucket=self._bucket, Key=key, Body=data, ContentMD5=_md5_64(data), **extra
@@ -201,6 +208,7 @@ class S3Backend:
 
         with self._errors(key):
             try:
+                # The server decides, in one step, whether the name is free: of two movers one commits.
                 put(IfNoneMatch="*")
             except botocore.exceptions.ClientError as error:
                 if _code(error) in _TAKEN:
@@ -222,10 +230,12 @@ class S3Backend:
             # Set when the upload began; the object exists only after every part's ETag had matched.
             told = head.get("Metadata", {}).get("sha256")
             return "" if told == entry.sha256 else f"sha256 {told} in its metadata, expected {entry.sha256}"
+        # Fetched and hashed: what the server says about content proves nothing.
         return check_blocks(self.blocks(key), entry)
 
     def delete(self, key: str) -> None:
         with self._errors(key):
+            # Deleting what is not there succeeds in S3, so a removal can be repeated after a death.
             self._client.delete_object(Bucket=self._bucket, Key=key)
 
     def forget(self, prefix: str, keep: Collection[str] = ()) -> int:
@@ -268,6 +278,7 @@ _REMEDIES = {
 def _code(error: botocore.exceptions.ClientError) -> str:
     """Returns the server's own code, as a word: nothing else of its answer is repeated."""
     code = str(error.response.get("Error", {}).get("Code", "unknown"))
+    # The server chooses it, and it stands in our logs.
     return code if code.isascii() and code.replace("-", "").isalnum() and len(code) <= 64 else "unknown"
 
 

@@ -52,6 +52,7 @@ class BoundedClient:
     ) -> None:
         self._client, self._where, self._call_s, self._most_keys = client, where, call_s, most_keys
         self._session = client._endpoint.http_session
+        # A handler that returns a response takes the place of the request's sending.
         client.meta.events.register("before-send.s3", self._send)
 
     @property
@@ -79,12 +80,14 @@ class BoundedClient:
                 return
             num_pages += 1
             num_keys += sum(len(page.get(kind, ())) for kind in _ENTRIES)
+            # A server can also announce one more page without end, each of them empty.
             if num_keys > self._most_keys or num_pages > num_keys + _SPARE_PAGES:
                 raise self._refused(
                     "a listing does not end",
                     f"{num_pages} pages with {num_keys} keys",
                     f"at most {self._most_keys} keys, and few pages without any",
                 )
+            # Each page may be in time and the listing still never end.
             if time.monotonic() - began > self._call_s + num_keys / _KEYS_PER_S:
                 raise self._refused(
                     "a listing is too slow", f"{num_keys} keys in {self._call_s:.0f} s or more"
@@ -106,14 +109,16 @@ class BoundedClient:
                     if len(block) >= size:
                         return bytes(block), None, False
             except BROKEN as error:
+                # With what arrived before: `_resumed` goes on behind it, instead of asking for it again.
                 return bytes(block), error, True
             return bytes(block), None, True
 
         return self._in_time(collect, size / _BYTES_PER_S)
 
     def _in_time(self, call: Callable[[], _T], more_s: float = 0.0) -> _T:
-        """Runs `call` on a thread, which is abandoned if it takes too long: no socket time-out ends a read that gets a
-        byte now and then."""
+        """Runs `call` on a thread, which is abandoned if it takes too long."""
+        # No socket time-out ends a read that gets a byte now and then.
+        # A queue of its own for each call: a late answer of an abandoned one reaches nobody.
         answers: queue.SimpleQueue[tuple[_T | None, BaseException | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -122,6 +127,7 @@ class BoundedClient:
             except BaseException as error:  # noqa: BLE001 - raised again below
                 answers.put((None, error))
 
+        # A daemon thread: one that was abandoned must not keep the process from ending.
         threading.Thread(target=run, daemon=True, name="s3").start()
         limit_s = self._call_s + more_s
         try:
@@ -137,6 +143,7 @@ class BoundedClient:
         is_object = request.stream_output
         request.stream_output = True  # otherwise botocore reads it
         response = self._session.send(request)
+        # An error's body is no object, whatever was asked for.
         if not is_object or response.status_code >= 300:
             response.raw = _Capped(response.raw, self._refused)
             try:
@@ -161,6 +168,7 @@ class _Capped:
         for data in self._raw.stream():
             num_bytes += len(data)
             if num_bytes > MOST_BODY_BYTES:
+                # Closed, not drained: the rest may have any length.
                 self._raw.close()
                 raise self._refused("an answer is too long", f"over {num_bytes} bytes", f"{MOST_BODY_BYTES}")
             yield data

@@ -45,6 +45,7 @@ class DirectoryOrigin:
 
     def manifest(self) -> bytes:
         with self.open(MANIFEST) as source:
+            # One byte beyond the limit, so that `parse` refuses it.
             return source.read(0, min(source.size, MAX_MANIFEST_BYTES + 1))
 
     @contextmanager
@@ -63,6 +64,7 @@ class _FileSource:
     def read(self, offset: int, size: int) -> bytes:
         parts = []
         try:
+            # One pread gives 2 GiB at most, and less if a signal comes.
             while size and (block := os.pread(self._fd, size, offset)):
                 parts.append(block)
                 offset, size = offset + len(block), size - len(block)
@@ -72,7 +74,7 @@ class _FileSource:
 
 
 def _unreadable(where: Path, error: OSError) -> TierError:
-    """Not `CheckpointCorrupt`: a file that cannot be read now may be whole, or was pruned while we read."""
+    # Not `CheckpointCorrupt`: a file that cannot be read now may be whole, or was pruned while we read.
     return TierError(
         "the checkpoint cannot be read",
         where=where,
@@ -99,6 +101,8 @@ class TierOrigin:
         key = object_key(self._run, self._name, path)
         info = self._backend.stat(key)
         if info is None:
+            # Here it is damage: the manifest was read from the same tier and names it. The mover then takes another
+            # source.
             raise CheckpointCorrupt("an object of the checkpoint is missing", where=key)
         yield _ObjectSource(self._backend, key, info.size)
 
@@ -152,7 +156,9 @@ def copy_checkpoint(
     if manifest.name != name:
         raise CheckpointCorrupt("the manifest is another checkpoint's", where=name, found=manifest.name)
     if keys is not None:
+        # Before any byte is sent: a copy of what nobody signed would justify the removal of others.
         authenticate(manifest, keys, where=f"{name}/{MANIFEST}")
+    # Committed there already? Then it is whole, or mended as one that does not exist.
     record = manifest_key(run, name)
     there = backend.stat(record)
     if there is not None:
@@ -165,7 +171,10 @@ def copy_checkpoint(
         sent += _copy_file(origin, backend, object_key(run, name, entry.path), entry)
         if on_file is not None:
             on_file(entry.path)
+    # Before the commit: from then on the checkpoint is judged by what is listed below it.
     _remove_strangers(backend, run, manifest)
+    # The manifest last: it vouches for everything that was read back above. The same bytes there are this copy's own,
+    # or another mover's of it.
     if not backend.commit(record, data) and backend.read(record, 0, len(data) + 1) != data:
         # Another process committed another checkpoint of that name meanwhile: a former attempt that still runs.
         raise TierError(
@@ -183,13 +192,16 @@ def copy_checkpoint(
 def _copy_file(origin: Origin, backend: Backend, key: str, entry: FileEntry) -> int:
     """Puts one file and has it read back; repeats from the start when other bytes come back."""
     there = backend.stat(key)
+    # Left by a pass that died: whole ones are kept, and only after they were read back.
     if there is not None and there.size == entry.size and not backend.holds(key, entry):
         return 0
     sent, problem = 0, ""
     with origin.open(entry.path) as source:
+        # Before a byte is sent: this much of the damage costs no transfer.
         if source.size != entry.size:
             found = f"size {source.size}, expected {entry.size}"
             raise CheckpointCorrupt("the source is damaged", where=key, found=found)
+        # Twice: what was damaged on the way once is sent again; a tier that damages it twice is at fault.
         for _ in range(2):
             sent += backend.put(key, source, entry)
             problem = backend.holds(key, entry)
@@ -217,9 +229,11 @@ def _check_source(source: Source, entry: FileEntry) -> str:
 
 
 def _remove_strangers(backend: Backend, run: str, manifest: Manifest) -> None:
-    """Removes objects of an earlier attempt with other files: a checkpoint is exactly what its manifest names."""
+    """Removes objects that the manifest does not name."""
+    # An earlier attempt with other files left them: a checkpoint is exactly what its manifest names.
     prefix = checkpoint_prefix(run, manifest.name)
     wanted = {prefix + entry.path for entry in manifest.files}
+    # Listed whole before anything is removed: a removal would change what is still being listed.
     for info in list(backend.list(prefix)):
         if info.key not in wanted:
             backend.delete(info.key)

@@ -78,6 +78,7 @@ def latest_reward(infos: Iterable[CheckpointInfo], best: Best) -> float:
 def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
     """Ranks the best `best.keep` committed checkpoints that have the metric, by the last reward: name → place."""
     infos = list(infos)
+    # Once there is a number by the present reward, numbers by former ones say nothing about it.
     latest = latest_reward(infos, best)
     found = [
         (info.metrics[best.metric], info)
@@ -85,6 +86,7 @@ def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
         if info.kind == "committed" and best.metric in info.metrics and reward_of(info.metrics) == latest
     ]
     sign = -1.0 if best.mode == "max" else 1.0
+    # By order within equal values: the earlier one stays, and the kept set does not change without need.
     found.sort(key=lambda pair: (sign * pair[0], pair[1].order))
     return {
         info.name: Rank(number=number, value=value)
@@ -93,16 +95,15 @@ def rank_best(infos: Iterable[CheckpointInfo], best: Best) -> dict[str, Rank]:
 
 
 def is_new_best(history: Sequence[Mapping[str, float]], best: Best) -> bool:
-    """Returns whether the newest row has a metric of the evaluation that beats all earlier rows of the same reward.
-
-    It applies to metrics of the evaluation: evaluations are rare and made for judging. Another metric may set a new
-    best at every step, and a save at every step is not wanted.
-    """
+    """Returns whether the newest row has a metric of the evaluation that beats all earlier rows of the same reward."""
+    # Evaluations are rare and made for judging. Any other metric may set a new best at every step, and a save at every
+    # step is not wanted.
     if not best.keep or not history or not best.metric.startswith(EVAL_PREFIX):
         return False
     newest, reward = history[-1].get(best.metric), reward_of(history[-1])
     if newest is None or not math.isfinite(newest):
         return False
+    # Of the same reward: numbers by another one cannot be compared.
     earlier = (row.get(best.metric, math.nan) for row in history[:-1] if reward_of(row) == reward)
     return all(best.beats(newest, value) for value in earlier if math.isfinite(value))
 
@@ -115,4 +116,5 @@ def metrics_of(row: Mapping[str, float]) -> dict[str, float]:
         for name, value in row.items()
         if name != "step" and len(name) <= _MAX_NAME and math.isfinite(value)
     ]
+    # Within the manifest's own limits: a manifest that no reader accepts would lose the checkpoint.
     return dict(kept[:_MAX_METRICS])

@@ -15,8 +15,7 @@ lost work. Young (1974) found sqrt(2 C M) seconds for a save that costs C and a 
 C is the training time that one save takes (`trainer.pace`), not the time until it is durable. M is counted
 from the journal (`interruptions.py`). No save begins while another is being written. Between two saves there is a step
 without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
-repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom. The interval is at
-most `every_steps`, whatever is measured.
+repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
 
 At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
 rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
@@ -27,10 +26,7 @@ from the values before it, by the modified z-score
 
     z = |x - median(B)| / max(1.4826 * MAD(B), 0.01 * |median(B)|)        outlier: z > 3.5, or x not finite
 
-with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|. 1.4826 makes MAD
-the standard deviation of normal values. 3.5 is the cut of Iglewicz and Hoaglin, "How to detect and handle outliers"
-(1993). A coefficient of variation would not work: the policy loss of PPO lies around zero. B leaves out the newest
-values, so that a burst does not excuse itself.
+with B the BASELINE values that precede the newest NEWEST ones, and MAD the median of |b - median(B)|.
 
 The verdict has hysteresis: volatile from ENTER outliers among the NEWEST values of a metric, until there is none. Rows
 older than the history (256) are forgotten, so a loss that stays at a new level becomes the new normal. The history is
@@ -66,9 +62,13 @@ NEWEST = 8
 ENTER = 3
 BASELINE = 32
 _LEAST_BASELINE = 16
+# Of Iglewicz and Hoaglin, "How to detect and handle outliers" (1993).
 _CUT = 3.5
+# Makes MAD the standard deviation of normal values.
 _NORMAL = 1.4826
+# A loss that hardly moves has a MAD near zero: its level bounds the scale from below.
 _LEAST_SPREAD = 0.01
+# For a baseline of zeros, which has neither spread nor level.
 _TINY = 1e-12
 
 
@@ -82,11 +82,13 @@ class Volatility:
 
 def outliers(values: Sequence[float]) -> int | None:
     """Counts the outliers among the NEWEST of `values` (oldest first); None: too few values to tell."""
+    # Without the newest values, so that a burst does not excuse itself.
     baseline = [value for value in values[:-NEWEST][-BASELINE:] if math.isfinite(value)]
     if len(baseline) < _LEAST_BASELINE:
         return None
     middle = median(baseline)
     spread = _NORMAL * median(abs(value - middle) for value in baseline)
+    # Not a coefficient of variation: the policy loss of PPO lies around zero.
     scale = max(spread, _LEAST_SPREAD * abs(middle), _TINY)
     return sum(not math.isfinite(value) or abs(value - middle) > _CUT * scale for value in values[-NEWEST:])
 
@@ -97,6 +99,7 @@ def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
     Args:
         history: rows of metrics, oldest first; a metric that a row lacks counts as not finite.
     """
+    # A row without the metric counts as an outlier, as a loss that is not finite does.
     found = {name: _judge([row.get(name, math.nan) for row in history]) for name in METRICS}
     volatile = [
         f"{name} ({count} of the last {NEWEST} outliers)" for name, (on, count) in found.items() if on
@@ -110,8 +113,10 @@ def judge_volatility(history: Sequence[Mapping[str, float]]) -> Volatility:
 
 def _judge(values: Sequence[float]) -> tuple[bool, int]:
     on, count = False, 0
+    # Replayed from the oldest row: the verdict is a function of the history alone, so a resume comes to the same one.
     for end in range(_LEAST_BASELINE + NEWEST, len(values) + 1):
         count = outliers(values[max(0, end - NEWEST - BASELINE) : end]) or 0
+        # Hysteresis: one value near the limit must not switch the interval to and fro.
         on = count >= ENTER or (on and count > 0)
     return on, count
 
@@ -155,8 +160,10 @@ def daly_interval_s(save_s: float, mtbi_s: float) -> float:
     Args:
         save_s: C, at least 0. mtbi_s: M, above 0, may be infinite.
     """
+    # Outside of the series' range, which holds for C < 2M.
     if save_s >= 2 * mtbi_s:
         return mtbi_s
+    # Before the arithmetic: infinity times zero is no number.
     if math.isinf(mtbi_s):
         return math.inf
     part = save_s / (2 * mtbi_s)
@@ -203,6 +210,7 @@ def decide(
     """
     if step <= 0:
         return Due(save=False, reason="nothing has been done yet")
+    # Before the cadence: the end of a run is a result, whatever its number.
     if step == total_steps:
         return Due(save=True, reason="the last step")
     if config.cadence == "fixed":
@@ -217,6 +225,7 @@ def decide(
     if config.cadence == "adaptive" and step % interval.steps == 0:
         return Due(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
     since = step - last_save
+    # Training would wait for the save before: the arena holds one state.
     if under_way and config.cadence == "young_daly" and since < config.every_steps:
         return Due(save=False, reason="the save before is still being written")
     if since >= interval.steps:
@@ -255,11 +264,13 @@ def _from_costs(config: CheckpointConfig, costs: Costs) -> Interval:
         return Interval(steps=shortest, reason="the first save, to learn what one costs")
     wanted_s = daly_interval_s(costs.save_s, costs.mtbi_s)
     reason = f"Young/Daly: a save costs {costs.save_s:.3g} s, work is lost every {costs.mtbi_s / 3600:.3g} h"
+    # One step between two saves has no save in it: by that step the cost of a save is measured.
     if costs.durable_s is not None and costs.durable_s + costs.step_s > wanted_s:
         wanted_s = costs.durable_s + costs.step_s
         reason = f"a save is durable only after {costs.durable_s:.3g} s, and one step without a save follows"
     # Compared as floats: the quotient may be too large for an int.
     steps = wanted_s / costs.step_s
+    # Bounded by the configuration, whatever was measured.
     if steps >= longest:
         return Interval(steps=longest, reason=f"{reason}; at least every_steps={longest}")
     if steps <= shortest:
@@ -269,6 +280,7 @@ def _from_costs(config: CheckpointConfig, costs: Costs) -> Interval:
 
 def _halved(interval: Interval, config: CheckpointConfig, history: Sequence[Mapping[str, float]]) -> Interval:
     half = max(interval.steps // 2, min(config.min_every_steps, interval.steps), 1)
+    # Before the history is judged, which takes a median for each of up to 256 rows.
     if half == interval.steps:
         return interval
     verdict = judge_volatility(history)

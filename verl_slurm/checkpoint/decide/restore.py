@@ -35,10 +35,11 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
         verdicts: results of the verifications so far.
 
     A damaged checkpoint is skipped and set aside. One that cannot be read now, or that others may write, is skipped and
-    left in place. If no others are left, the answer is `refuse`: starting over would throw away what may be good. One
-    of an unknown format version is never skipped, since the run would silently resume from an older state.
+    left in place.
     """
     candidates = sorted(
+        # Torn ones, too: a final name whose manifest is damaged is judged and set aside, not passed over in silence.
+        # Staging directories have no such name.
         (i for i in infos if i.kind in {"committed", "torn"} and checkpoint_order(i.name) is not None),
         key=lambda i: i.order,
         reverse=True,
@@ -52,16 +53,19 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
 
     for info in candidates:
         verdict = verdicts.get(info.name)
+        # One at a time, newest first: each verification reads all bytes, and the first good one ends it.
         if verdict is None:
             return decision("verify", info.name)
         reasons.append(verdict.one_line())
         if verdict.ok:
             reasons.append(f"{info.name} is the newest checkpoint that verifies")
             return decision("use", info.name)
+        # Never skipped: the run would silently resume from an older state.
         if any(p.kind == "version" for p in verdict.problems):
             reasons.append(f"{info.name} is newer than this code: nothing older is used in its place")
             return decision("refuse", info.name)
         (damaged if verdict.damaged else doubtful).append(info.name)
+    # Not `fresh`: starting over would throw away what may be good.
     if doubtful:
         reasons.append(f"{doubtful[0]} may be good but cannot be used now, and nothing else verifies")
         return decision("refuse", doubtful[0])

@@ -4,11 +4,10 @@ keep and drop together are all committed checkpoints; torn, quarantined and fore
 keeps, in this order of reasons:
 
 1. the newest `keep_last`;
-2. older ones, while too few of the kept ones are verified: the newest is not relied upon before it has been read back.
-   So a trainer with `keep_last=1` keeps two: the one it has just written, which is not read back yet, and the one
-   before. One stays if it was verified for the plan (`verl-slurm prune`);
-3. with `keep_every=K`, permanently: the first at or after each multiple of K. If saves fall on multiples of K, that is
-   every K-th step. If they do not (an adaptive cadence, 30 for K=25), it is still one in every K steps;
+2. older ones, while too few of the kept ones are verified. So a trainer with `keep_last=1` keeps two: the one it has
+   just written, which is not read back yet, and the one before. One stays if it was verified for the plan
+   (`verl-slurm prune`);
+3. with `keep_every=K`, permanently: the first at or after each multiple of K;
 4. with `keep_best=N`, the best N by a metric of their step (`best.py`);
 5. checkpoints in use.
 
@@ -42,8 +41,7 @@ class PrunePlan:
 
     Attributes:
         assured: a kept checkpoint is known to verify, so `apply_prune` need not check that itself.
-        working: names kept by rules 1 and 2. A run resumes from these, so they need the rollouts that were journaled
-            since. From one that is kept permanently the rollouts can be sampled again.
+        working: names kept by rules 1 and 2: a run resumes from these.
     """
 
     keep: tuple[Reasoned, ...]
@@ -97,6 +95,7 @@ def plan_prune(
         name = info.name
         if number <= keep_last:
             reason = f"number {number} of the newest {keep_last}"
+        # The newest is not relied upon before it has been read back.
         elif verified is not None and good < needed:
             reason = f"of the newer ones {good} are known to be whole, before that is {needed} nothing goes"
         elif name in for_ever:
@@ -109,8 +108,11 @@ def plan_prune(
         else:
             drop.append(Reasoned(name=name, reason=_why_dropped(info, keep_last, keep_every, best, latest)))
             continue
+        # These need the rollouts that the ledger recorded since. From one that is kept permanently they can be sampled
+        # again.
         if number <= keep_last or (verified is not None and good < needed):
             working.add(name)
+        # Counted after the decision, from the newest on: each name is judged by those that are newer.
         good += verified is not None and name in verified
         keep.append(Reasoned(name=name, reason=reason))
     return PrunePlan(keep=tuple(keep), drop=tuple(drop), assured=good >= needed, working=frozenset(working))
@@ -135,8 +137,11 @@ def _for_ever(newest_first: Sequence[CheckpointInfo], keep_every: int) -> dict[s
     """Maps each name to the multiple of `keep_every` that it stands for."""
     if not keep_every:
         return {}
+    # Not the multiples themselves: an adaptive cadence may never save at one (30 for K=25), and is still to leave one
+    # in every K steps.
     first: dict[int, str] = {}
     for info in newest_first:
+        # 0 is no multiple: the steps before the first one have nothing to stand for.
         if multiple := info.step // keep_every * keep_every:
             first[multiple] = info.name  # the oldest comes last and stays
     return {name: multiple for multiple, name in first.items()}

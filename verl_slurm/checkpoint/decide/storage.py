@@ -1,15 +1,11 @@
 """Judges whether a save fits and whether the medium is healthy: verdicts with reasons. Pure; `medium.py` asks the
 system.
 
-ROOM. A file system's free space is not what a user may take: on most file systems statvfs leaves out quotas of users,
-groups and projects, and thin pools (Lustre, GPFS and NFS show the whole; some XFS project quotas do show). So `enough`
-is never a promise, and its reason says so; `not enough` is certain as far as the file system knows. Some report no
-inodes (Btrfs, FUSE): then those are not judged.
+ROOM. `enough` is never a promise, and its reason says so; `not enough` is certain as far as the file system knows.
 
 SPEED. A save is SLOW when its bytes per second lie below SLOW_FRACTION of the median of the earlier saves, and it lost
-at least LEAST_LOSS_S by that: a fifth of a second more or less for a small save says nothing about a disk. The medium
-is slow when the newest SLOW_SAVES are, each measured against the saves that precede all of them. A medium is FAILING
-when the newest save on it ended with an error, whatever came before.
+at least LEAST_LOSS_S by that. The medium is slow when the newest SLOW_SAVES are, each measured against the saves that
+precede all of them. A medium is FAILING when the newest save on it ended with an error, whatever came before.
 """
 
 from collections.abc import Sequence
@@ -32,6 +28,7 @@ __all__ = [
 
 SLOW_FRACTION = 0.5
 SLOW_SAVES = 3
+# A fifth of a second more or less for a small save says nothing about a disk.
 LEAST_LOSS_S = 1.0
 _LEAST_HISTORY = 3
 _WINDOW = 32
@@ -118,17 +115,21 @@ def need_of_next(
 
 def judge_room(free: FreeSpace, need: Need) -> Room:
     """Compares the need with the free space."""
+    # Not known is not "not enough": a save that may well fit is tried.
     if free.problem or (free.bytes is None and free.inodes is None):
         reason = free.problem or "the file system does not say how much is free"
         return Room(enough=None, reason=reason, free=free, need=need)
     if free.bytes is not None and free.bytes < need.bytes:
         reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis})"
         return Room(enough=False, reason=reason, free=free, need=need)
+    # Some file systems report no inodes (Btrfs, FUSE): then these are not judged.
     if free.inodes is not None and free.inodes < need.inodes:
         reason = f"{free.inodes} inodes free, {need.inodes} needed ({need.basis})"
         return Room(enough=False, reason=reason, free=free, need=need)
     if free.bytes is None:
         return Room(enough=None, reason="the file system counts inodes only", free=free, need=need)
+    # On most file systems statvfs leaves out quotas of users, groups and projects, and thin pools: Lustre, GPFS and NFS
+    # show the whole; some XFS project quotas do show.
     reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis}); quotas are not seen"
     return Room(enough=True, reason=reason, free=free, need=need)
 
@@ -145,19 +146,23 @@ def judge_health(outcomes: Sequence[Outcome]) -> Health:
     if not outcomes:
         return Health(kind="unknown", reason="nothing has been saved yet")
     failures = 0
+    # From the newest back: the failures in a row are counted for the message.
     for outcome in reversed(outcomes):
         if not outcome.error:
             break
         failures += 1
+    # Whatever came before: a save that failed now is what a run must know.
     if failures:
         times = "the last save" if failures == 1 else f"the last {failures} saves"
         return Health(kind="failing", reason=f"{times} failed: {outcomes[-1].error}")
     good = [outcome for outcome in outcomes if not outcome.error and _speed(outcome) is not None]
     now = _speed(good[-1]) if good else None
+    # Without the newest: a disk that has just become slow must not lower what it is measured by.
     usual = usual_speed(good[:-SLOW_SAVES])
     if now is None or usual is None:
         return Health(kind="unknown", reason="too few saves to know its usual speed", bytes_per_s=now)
     newest = good[-SLOW_SAVES:]
+    # All of them: one slow save may be another job's doing.
     if all(_is_slow(outcome, usual) for outcome in newest):
         reason = (
             f"{_mb(now)} a second, less than {SLOW_FRACTION:g} of its usual {_mb(usual)}, "

@@ -27,7 +27,9 @@ def partial_domains(config: CheckpointConfig) -> Components:
     left out.
     """
     wanted: Sequence[str] = config.components
+    # One domain for all models: AdamW's state of a component that is left out goes along.
     optimizer: Components = ("optimizer",) if wanted and config.include_optimizer else ()
+    # In the format's order, however the user listed them.
     return tuple(domain for domain in ("actor", "critic") if domain in wanted) + optimizer
 
 
@@ -38,6 +40,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
         ConfigError: the checkpoint's run trained other models than `config` does, or its loop was another one.
     """
     saved = None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
+    # First: models are compared where the loop is ours, and a guest's manifest names none.
     if saved != _GUEST_OF[config.trainer.backend]:
         raise ConfigError(
             "the checkpoint is of another kind of loop",
@@ -46,6 +49,7 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
             expected=f"trainer.backend={next(b for b, guest in _GUEST_OF.items() if guest == saved)}",
             remedy="go on with the trainer.backend that wrote it, or start with checkpoint.resume_from=null",
         )
+    # A guest's loop knows its own models.
     if saved is not None:
         return
     trained = trained_roles(config.train)
@@ -69,6 +73,7 @@ def require_full(manifest: Manifest, where: object) -> None:
     Raises:
         ConfigError: it is partial.
     """
+    # Empty means full.
     if manifest.components:
         raise ConfigError(
             "a partial checkpoint cannot be resumed from",

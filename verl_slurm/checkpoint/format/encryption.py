@@ -70,6 +70,7 @@ __all__ = [
     "seal_bytes",
 ]
 
+# So many random bits that two attempts never draw the same: the key of a file, and with it each nonce, is used once.
 SALT_BYTES = 32
 _FILE_KEY = b"verl-slurm file v1"
 _ASSOCIATED = struct.Struct(">QQB")
@@ -79,6 +80,7 @@ class _Chunks:
     """Shared geometry of one file for sealing and opening: its chunks, nonces and associated data."""
 
     def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+        # Imported where a key is used: without one no process pays for the package.
         from cryptography.hazmat.primitives.ciphers import algorithms
 
         self._aes = algorithms.AES(key.reveal())
@@ -95,6 +97,7 @@ class _Chunks:
     def associated(self, index: int) -> bytes:
         """Returns the data that a chunk's tag covers in addition to its bytes."""
         last = index == self.num_chunks - 1
+        # Size and last flag bind the file's length: one that was cut at a chunk's border does not open.
         return _ASSOCIATED.pack(index, self.plain_size, last) + self._path
 
     def _check(self, index: int, data: memoryview, out: memoryview) -> None:
@@ -114,6 +117,7 @@ class ChunkSealer(_Chunks):
 
     def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
         super().__init__(key, path, plain_size, chunk_bytes=chunk_bytes)
+        # Each chunk once (section 4): two plaintexts under one nonce would give away their difference.
         self._done: set[int] = set()
         self._lock = threading.Lock()
 
@@ -133,12 +137,15 @@ class ChunkSealer(_Chunks):
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
         self._check(index, plaintext, out)
+        # Marked before the encryption: one that fails midway has used the nonce as well.
         with self._lock:
             if index in self._done:
                 raise ValueError(f"chunk {index} was sealed before: its nonce must not be used again")
             self._done.add(index)
+        # The index may be the nonce because the key serves for this file of this attempt, and each index once.
         encryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"))).encryptor()
         encryptor.authenticate_additional_data(self.associated(index))
+        # Into the caller's buffer: GCM's output is as long as its input, so every byte keeps its offset.
         encryptor.update_into(plaintext, out)
         encryptor.finalize()
         return encryptor.tag
@@ -159,11 +166,13 @@ class ChunkOpener(_Chunks):
         from cryptography.hazmat.primitives.ciphers import Cipher, modes
 
         self._check(index, ciphertext, out)
+        # A shorter tag is easier to forge.
         if len(tag) != TAG_BYTES:
             raise ValueError(f"a tag has {TAG_BYTES} bytes, not {len(tag)}")
         decryptor = Cipher(self._aes, modes.GCM(index.to_bytes(12, "big"), tag)).decryptor()
         decryptor.authenticate_additional_data(self.associated(index))
         try:
+            # It writes plaintext before the tag is checked: nobody may look at `out` until `finalize` has returned.
             decryptor.update_into(ciphertext, out)
             decryptor.finalize()
         except InvalidTag:
@@ -190,6 +199,7 @@ class CheckpointCipher:
     @classmethod
     def begin(cls, key: MasterKey, name: str) -> Self:
         """Makes the cipher for a new attempt to save `name`: rank 0 makes it and sends `record` to the other ranks."""
+        # New for each attempt: a second attempt at the same name may seal other bytes under the same paths.
         return cls(key, name, Encryption(key_id=key.id, salt=secrets.token_hex(SALT_BYTES)))
 
     @classmethod
@@ -215,6 +225,7 @@ class CheckpointCipher:
 
     def file_key(self, path: str) -> Secret:
         """Returns the key of one file; it seals or opens that file alone."""
+        # No name and no path holds a NUL, so two files never give the same text.
         info = b"\0".join((_FILE_KEY, self._name.encode("ascii"), path.encode("ascii")))
         return self._key.derive(info, bytes.fromhex(self.record.salt))
 
@@ -232,6 +243,8 @@ class CheckpointCipher:
 
     def open(self, entry: FileEntry, data: bytes) -> bytes:
         """Returns the plain bytes of a sealed file; a file that the manifest calls plain unchanged."""
+        # Not a way round the encryption: `manifest.parse` refuses an encrypted checkpoint that calls any file plain but
+        # those of PLAIN_FILES.
         if entry.plain_size is msgspec.UNSET:
             return data
         return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)
@@ -259,12 +272,14 @@ def open_bytes(
         CheckpointCorrupt: the bytes are not what was sealed.
     """
     opener = ChunkOpener(key, path, plain_size, chunk_bytes=chunk_bytes)
+    # Before the buffer is made: `plain_size` is what the manifest says.
     if len(data) != sealed_size(plain_size, chunk_bytes):
         raise _wrong_size(len(data), sealed_size(plain_size, chunk_bytes))
     sealed, out = memoryview(data), memoryview(bytearray(plain_size))
     for index in range(opener.num_chunks):
         start, at = index * chunk_bytes, plain_size + index * TAG_BYTES
         end = start + opener.length(index)
+        # An error leaves with all of `out`: no part of a file is returned that does not open whole.
         opener.open_into(index, sealed[start:end], bytes(sealed[at : at + TAG_BYTES]), out[start:end])
     return bytes(out)
 

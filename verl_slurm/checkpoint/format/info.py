@@ -62,6 +62,7 @@ class Verdict:
     def damaged(self) -> bool:
         """Returns whether its bytes differ beyond doubt from those that were committed; nothing else permits setting it
         aside."""
+        # One file that cannot be read now leaves it open whether the storage also gave the damage.
         return any(p.kind == "damaged" for p in self.problems) and not any(
             p.kind in {"unreadable", "version"} for p in self.problems
         )

@@ -33,6 +33,7 @@ __all__ = [
 
 def canonical(value: object) -> bytes:
     """Returns the canonical JSON text of `value`, from which digests are computed."""
+    # NaN is no JSON: another reader of the same text would refuse it, or take it for something else.
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
     return text.encode("ascii")
 
@@ -55,6 +56,7 @@ def signed_bytes(manifest: Manifest) -> bytes:
 
 def sealed(manifest: Manifest) -> Manifest:
     """Returns `manifest` with its files sorted and its digest filled in."""
+    # Sorted: the digest must not depend on the order in which ranks reported their files.
     files = tuple(sorted(manifest.files, key=lambda entry: entry.path))
     manifest = msgspec.structs.replace(manifest, files=files)
     return msgspec.structs.replace(manifest, digest=manifest_digest(manifest))
@@ -63,6 +65,7 @@ def sealed(manifest: Manifest) -> Manifest:
 def render(manifest: Manifest) -> bytes:
     """Returns the bytes of manifest.json."""
     return (
+        # Indented, for people: the digest is of the canonical text, so the layout of the file is free.
         json.dumps(msgspec.to_builtins(manifest), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
     )
 
@@ -70,6 +73,7 @@ def render(manifest: Manifest) -> bytes:
 def checkpoint_order(name: str) -> tuple[int, int] | None:
     """Returns (step, safe point) of a checkpoint's name; None if it is no such name."""
     match = CHECKPOINT_NAME.fullmatch(name)
+    # Compared as numbers: the digits are at least six, so text would sort step 1,000,000 before 999,999.
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
@@ -81,7 +85,10 @@ def parse(data: bytes, *, where: object) -> Manifest:
         CheckpointCorrupt: anything else that violates `specification.py`.
     """
     try:
+        # The version first: another one may have any other fields. Size, number of values and doubled keys are checked
+        # here for both decodings.
         version = bounded.decode_json(data, _Version, bounded.MANIFEST).format_version
+        # A bool is an int as well, and no version: it is refused below as corrupt.
         if type(version) is int and version != FORMAT_VERSION:
             raise SchemaMismatch(
                 "the checkpoint is of another format version",
@@ -116,10 +123,12 @@ def _check(manifest: Manifest) -> None:
     actual = manifest_digest(manifest)
     if manifest.digest != actual:
         raise ValueError(f"manifest digest is {actual}, it says {manifest.digest}")
+    # What is newest, and what is dropped, goes by the name.
     if checkpoint_order(manifest.name) != (manifest.step, manifest.safe_point):
         raise ValueError(f"name {manifest.name} for step {manifest.step}, safe point {manifest.safe_point}")
     seen: dict[str, str] = {}
     for entry in manifest.files:
+        # On a file system that ignores case both would be one file.
         other = seen.setdefault(entry.path.casefold(), entry.path)
         if other is not entry.path:
             raise ValueError(f"two files of one name: {other!r}, {entry.path!r}")
@@ -139,6 +148,7 @@ def _sealing_problem(entry: FileEntry, *, encrypted: bool) -> str | None:
     """Returns why an entry does not fit the manifest of an encrypted, or unencrypted, checkpoint."""
     plain = entry.plain_size
     if isinstance(plain, msgspec.UnsetType):
+        # All or none: a save with a key seals everything but PLAIN_FILES.
         return "not encrypted" if encrypted and entry.path not in PLAIN_FILES else None
     if not encrypted or entry.path in PLAIN_FILES:
         return "encrypted where nothing is"

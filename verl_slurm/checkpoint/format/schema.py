@@ -56,6 +56,7 @@ TRAINER_COMPONENTS: dict[str, dict[str, str]] = {
     },
 }
 
+# A change of a field here changes the schema id, so older checkpoints are refused unless OLDER_LAYOUTS has theirs.
 _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ArraySpec,
     FileEntry,
@@ -102,6 +103,7 @@ def current_schema() -> SchemaVersion:
 
 def schema_of(classes: dict[str, dict[str, str]], code_version: str = __version__) -> SchemaVersion:
     """Returns the schema with these classes; the id follows from them."""
+    # Canonical: the id must not depend on the order in which classes or fields are listed.
     digest = hashlib.sha256(canonical(classes)).hexdigest()
     return SchemaVersion(code_version=code_version, schema_id=digest, classes=classes)
 
@@ -119,6 +121,7 @@ def parse_schema(data: bytes, *, where: object) -> SchemaVersion:
     """
     try:
         schema = bounded.decode_json(data, SchemaVersion, bounded.SMALL)
+        # The id decides whether the state is read, and the classes explain a refusal: they must belong together.
         expected = schema_of(schema.classes).schema_id
         if schema.schema_id != expected:
             raise ValueError(f"schema id {schema.schema_id}, its classes give {expected}")
@@ -177,6 +180,8 @@ def check_schema(saved: SchemaVersion, current: SchemaVersion, *, where: object)
     Raises:
         SchemaMismatch: the layout differs; the error lists every difference.
     """
+    # An entry was judged for one layout of this code. After the next change it no longer counts until it is looked at
+    # again.
     read_too = {older.schema_id for older in OLDER_LAYOUTS if older.read_by == current.schema_id}
     if saved.schema_id not in read_too | {current.schema_id}:
         raise SchemaMismatch(
@@ -198,16 +203,19 @@ def _signature(struct: type[msgspec.Struct]) -> dict[str, str]:
 def _type_name(hint: Any) -> str:
     """Returns a type as text that is the same on every Python version; limits are left out."""
     origin, args = get_origin(hint), get_args(hint)
+    # Limits may be tightened or widened without a new layout.
     if origin is Annotated:
         return _type_name(args[0])
     if origin is Literal:
         return "Literal[" + ", ".join(repr(a) for a in args) + "]"
+    # `X | Y` and `Union[X, Y]` have different origins and are one type.
     if origin in {Union, types.UnionType}:
         return " | ".join(_type_name(a) for a in args)
     if hint is type(None) or hint is None:
         return "None"
     if hint is Ellipsis:
         return "..."
+    # The stand-in, and a numpy that is loaded, must give the same text.
     if getattr(origin or hint, "__name__", "") == "ndarray":
         return "ndarray"
     if origin is not None:

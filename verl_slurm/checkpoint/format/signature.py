@@ -27,6 +27,7 @@ _MANIFEST_KEY = b"verl-slurm manifest v1"
 def sign(manifest: Manifest, key: MasterKey) -> Manifest:
     """Returns `manifest`, already sealed, with its HMAC."""
     record = manifest.encryption
+    # A reader finds the key by this id: with another one nobody could check the HMAC.
     if isinstance(record, msgspec.UnsetType) or record.key_id != key.id:
         raise ValueError("a manifest is signed with the key that its files were encrypted with")
     return msgspec.structs.replace(manifest, hmac=key.derive(_MANIFEST_KEY).hmac(signed_bytes(manifest)))
@@ -40,8 +41,10 @@ def authenticate(manifest: Manifest, keys: Keyring, *, where: object) -> None:
         CheckpointCorrupt: its HMAC does not match.
     """
     record, mac = manifest.encryption, manifest.hmac
+    # Whichever of the two a forger leaves out, the check does not pass.
     if isinstance(record, msgspec.UnsetType) or isinstance(mac, msgspec.UnsetType):
         accepted = keys.accept_unsigned
+        # By the digest, which `manifest.parse` has compared with the content.
         if accepted is not None and hmac.compare_digest(manifest.digest, accepted):
             return
         raise KeyRefused(
@@ -52,6 +55,7 @@ def authenticate(manifest: Manifest, keys: Keyring, *, where: object) -> None:
             remedy="if you know it to be yours, set checkpoint.encryption.accept_unsigned to that digest",
         )
     key = keys.find(record.key_id, where=where)
+    # Constant time: how much of a guess is right must not show.
     if not hmac.compare_digest(mac, key.derive(_MANIFEST_KEY).hmac(signed_bytes(manifest))):
         raise CheckpointCorrupt(
             "the manifest was not made with our key",

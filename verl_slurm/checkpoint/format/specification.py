@@ -126,6 +126,7 @@ Guest = Literal["verl", "loop"]
 """The loop that saved it: one of verl's trainers, or one that called `verl_slurm.run`."""
 
 # A staging directory, as RunPaths.staging names it.
+# The leading dot: no reader takes a half-written directory for a checkpoint, whose name begins with `step_`.
 STAGING_NAME = re.compile(r"\.(step_\d{6,}(?:_sp\d{4,})?)\.([0-9a-f]{8,})\.tmp", re.ASCII)
 
 # 100 000 files of 200 bytes of JSON each are 20 MB; the leaves of 1 TB of tensors are 17 MB.
@@ -140,6 +141,7 @@ PLAIN_FILES = frozenset({SCHEMA_VERSION})
 SEALED_CHUNK_BYTES: Literal[4194304] = 4194304
 TAG_BYTES = 16
 
+# No escape in JSON is needed for these, which `manifest.signed_bytes` relies on. 255 is what Linux allows a name.
 _COMPONENT = re.compile(r"[A-Za-z0-9_.=+@\-]{1,255}")
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
@@ -150,6 +152,7 @@ _Metrics = Annotated[
 ]
 _Roles = Annotated[tuple[Literal["actor", "critic"], ...], msgspec.Meta(min_length=1, max_length=2)]
 _Text = Annotated[str, msgspec.Meta(max_length=1024)]
+# `\Z`: `$` would let a newline follow.
 _Sha256 = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 
 
@@ -232,6 +235,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Returns the directories of tensors that it must have; a guest's own files are not checked."""
         if self.guest is not msgspec.UNSET:
             return ()
+        # Partial ones name theirs; a full one has what its run trains.
         return self.components or (*self.roles, "optimizer")
 
     @property
@@ -244,13 +248,16 @@ def path_problem(path: str) -> str | None:
     if not path or len(path) > MAX_PATH_CHARS:
         return "empty or too long a path"
     names = path.split("/")
+    # `tree.list_tree` enters no directory below that: a deeper file could not be found again.
     if len(names) > MAX_DEPTH:
         return "too deep a path"
     for name in names:
+        # Before the pattern, which both match.
         if name in {".", ".."}:
             return "a path with . or .."
         if not _COMPONENT.fullmatch(name):
             return "a path with an empty name or characters outside [A-Za-z0-9_.=+@-]"
+    # It is written last, with everybody's digests in it: it cannot hold its own.
     if path == MANIFEST:
         return "the manifest names itself"
     return None
@@ -276,9 +283,11 @@ def missing_parts(manifest: Manifest) -> list[str]:
     paths = {entry.path for entry in manifest.files}
     tops = {path.split("/", 1)[0] for path in paths if "/" in path}
     if not isinstance(manifest.guest, msgspec.UnsetType):
+        # A guest's files are its own: required is that its directory has any.
         own = guest_directory(manifest.guest, manifest.step)
         missing = [name for name in GUEST_FILES if name not in paths]
         return missing if own in tops else [*missing, f"{own}/"]
+    # One for each rank: a checkpoint that lacks a rank's state is not whole.
     states = (f"runtime_state.rank_{rank:04d}.msgpack.zst" for rank in range(manifest.world_size))
     wanted = [*REQUIRED_FILES, *states]
     return [name for name in wanted if name not in paths] + [

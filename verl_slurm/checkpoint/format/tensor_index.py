@@ -44,8 +44,10 @@ PIECE_ALIGNMENT = 64
 FILE_ALIGNMENT = 4096
 MAX_INDEX_BYTES = bounded.INDEX.num_bytes
 _FORMAT = 1
+# ASCII: without it `\d` matches the digits of all scripts.
 _FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
 
+# Written out, not asked of torch: the daemon and the command line read indexes without it.
 DTYPE_BYTES = {
     "bool": 1,
     "uint8": 1,
@@ -62,6 +64,7 @@ DTYPE_BYTES = {
 }
 """Element types of a checkpoint, by torch's names, and the bytes of an element."""
 
+# With at most 8 bytes an element, every size and place in bytes fits a signed 64-bit number.
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=16)]
 
@@ -140,6 +143,7 @@ def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
 
     The cuts depend on type and shape alone, so two layouts of one tensor are cut alike.
     """
+    # A scalar has no dimension to cut.
     if entry.num_bytes <= num_bytes or not entry.shape:
         yield entry
         return
@@ -148,11 +152,13 @@ def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
         if part.num_bytes <= num_bytes:
             yield part
         else:
+            # One row is too large by itself: it is cut along the next dimension.
             yield from slabs(_only_row(part), num_bytes)
 
 
 def _cut(entry: TensorEntry, rows: int) -> Iterator[TensorEntry]:
     """Cuts along the first dimension, `rows` at a time."""
+    # The rows are swept once: a piece is looked at from the cut that reaches it to the one that passes it.
     waiting = sorted(entry.pieces, key=lambda piece: piece.offset[0], reverse=True)
     reached: list[Piece] = []
     for start in range(0, entry.shape[0], rows):
@@ -188,9 +194,11 @@ def _only_row(entry: TensorEntry) -> TensorEntry:
 def _check(name: str, entry: TensorEntry) -> None:
     if entry.dtype not in DTYPE_BYTES:
         raise ValueError(f"{name}: type {entry.dtype!r}")
+    # Each dimension may be within `_Size` and the product far beyond it.
     if math.prod(entry.shape) >= 2**56:
         raise ValueError(f"{name}: a shape of {entry.shape}")
     for piece in entry.pieces:
+        # The name becomes a path below the domain, so it may hold no separator.
         if not _FILE.fullmatch(piece.file):
             raise ValueError(f"{name}: a file named {piece.file!r}")
         inside = len(piece.offset) == len(piece.shape) == len(entry.shape) and all(
@@ -201,6 +209,7 @@ def _check(name: str, entry: TensorEntry) -> None:
     # Boxes that lie within the whole, do not overlap and have as many elements as it cover all of it.
     if sum(piece.numel for piece in entry.pieces) != math.prod(entry.shape):
         raise ValueError(f"{name}: its pieces do not make {entry.shape}")
+    # A box without elements lies in no other, wherever it begins.
     _refuse_overlap(name, [piece for piece in entry.pieces if piece.numel])
 
 
@@ -212,13 +221,17 @@ def _refuse_overlap(name: str, pieces: list[Piece]) -> None:
         if len(pieces) > 1:
             raise ValueError(f"{name}: two pieces of a scalar")
         return
+    # Along the dimension with the most cuts the fewest pieces stand side by side.
     axis = max(range(len(pieces[0].shape)), key=lambda d: len({piece.offset[d] for piece in pieces}))
+    # Ranks cut a tensor into few boxes that meet along this axis. A hostile index may have all of them meet, and each
+    # pair would be compared.
     patience = 64 * len(pieces) + 4096
     open_ones: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.offset[axis]):
         patience -= len(open_ones)
         if patience < 0:
             raise ValueError(f"{name}: {len(pieces)} pieces that lie across each other")
+        # Those that end before this one begins can meet no later one, either.
         open_ones = [p for p in open_ones if p.offset[axis] + p.shape[axis] > piece.offset[axis]]
         for other in open_ones:
             if all(

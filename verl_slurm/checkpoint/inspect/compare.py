@@ -73,10 +73,12 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
         ConfigError: they come from two kinds of loops.
         VerlSlurmError: the comparison itself failed, or a package is missing.
     """
+    # Before torch is asked for: files of a guest are compared without it.
     if guests := [manifest for side in (a, b) if (manifest := _of_a_guest(side)) is not None]:
         return _compare_guests(a, b, guests)
     require_packages("torch", "numpy", wanted_by="comparing tensors")
     more = [] if key_file is None else ["--key-file", str(key_file)]
+    # -P: no module of the working directory, which may be anybody's, is imported.
     command = [sys.executable, "-P", "-m", "verl_slurm.save.ranks.compare", str(a), str(b), "--json", *more]
     with torch_environment() as environment:
         done = subprocess.run(
@@ -85,6 +87,7 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)
     except msgspec.MsgspecError:
+        # No answer: what went wrong is told by the exit code and the last line of stderr.
         raise _broken(done) from None
     return Comparison(
         a=str(a),
@@ -99,10 +102,9 @@ def compare(a: Path, b: Path, key_file: Path | None = None) -> Comparison:
 def torch_environment() -> Iterator[dict[str, str]]:
     """Builds the environment of a child that imports torch, with a compile cache of its own, which is removed
     afterwards.
-
-    torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread, so
-    that the child's memory does not depend on the machine.
     """
+    # torch's default is /tmp/torchinductor_USER, which another user may have made before. tokenizers gets one thread,
+    # so that the child's memory does not depend on the machine.
     with tempfile.TemporaryDirectory(prefix="verl-slurm-torch-") as cache:
         yield {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TOKENIZERS_PARALLELISM": "false"}
 
@@ -111,6 +113,7 @@ def _of_a_guest(directory: Path) -> Manifest | None:
     """Returns its manifest, if a guest saved it. None also if it cannot be read: the comparison then tells why."""
     try:
         manifest = read_manifest(directory)
+    # Not judged here: the comparing process verifies both and names the fault.
     except (OSError, VerlSlurmError):
         return None
     return None if manifest.guest is msgspec.UNSET else manifest
@@ -133,6 +136,7 @@ def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:
     left, right = (
         {entry.path: entry for entry in manifest.files if _is_state(entry.path)} for manifest in manifests
     )
+    # Both have just been verified, so equal entries mean equal bytes.
     differing = [path for path in sorted(left.keys() | right.keys()) if left.get(path) != right.get(path)]
     num_bytes = sum(entry.size for entry in left.values())
     return Comparison(
@@ -141,8 +145,8 @@ def _compare_guests(a: Path, b: Path, manifests: list[Manifest]) -> Comparison:
 
 
 def _is_state(path: str) -> bool:
-    """Returns whether a guest's file holds state: torch.distributed.checkpoint gives each save a number of its own in
-    `.metadata`."""
+    """Returns whether a guest's file holds state."""
+    # torch.distributed.checkpoint gives each save a number of its own in `.metadata`.
     return "/" in path and not path.endswith("/.metadata")
 
 

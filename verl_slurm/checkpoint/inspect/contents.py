@@ -1,8 +1,4 @@
-"""Reads the small files of a checkpoint, each checked against its manifest first; reads no tensors.
-
-For a look (`inspect`, `diff`) reading every byte would take minutes and prove more than was asked. So the files that
-are shown are checked, and no others: `verify` and `compare` read all.
-"""
+"""Reads the small files of a checkpoint, each checked against its manifest first; reads no tensors."""
 
 import errno
 from pathlib import Path
@@ -48,6 +44,8 @@ def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
         KeyRefused: it is not signed with one of our keys.
     """
     try:
+        # Not `verify`: for a look reading every byte would take minutes and prove more than was asked. Each file that
+        # is shown is checked by itself.
         return read_manifest(directory, keys=keys)
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM):
@@ -80,6 +78,7 @@ def read_file(
     entry = entry_named(manifest, path)
     if entry is None:
         raise _bad(where, "not in the manifest", "a part of every checkpoint")
+    # PLAIN_FILES of an encrypted checkpoint are readable without a key.
     sealed = not isinstance(entry.plain_size, msgspec.UnsetType)
     cipher = CheckpointCipher.of(manifest, keys, where=directory) if sealed else None
     try:
@@ -90,6 +89,7 @@ def read_file(
         if error.errno in (errno.EACCES, errno.EPERM):
             raise _closed(where) from error
         raise _bad(where, error.strerror or error, "the file that was committed") from error
+    # `TooMuch` is one of these: larger than its kind may be.
     except ValueError as error:
         raise _bad(where, error, "the file that was committed") from error
 
@@ -114,6 +114,7 @@ def read_indexes(
         entry = entry_named(manifest, path)
         if entry is None:
             continue
+        # By the manifest's size, before a byte is read. A load reads larger ones.
         if entry.size > bounded.SHOWN_INDEX.num_bytes:
             found[domain] = entry
             continue
@@ -142,11 +143,13 @@ def read_config(directory: Path, manifest: Manifest, keys: Keyring | None = None
         ConfigError: it is outside our subset of YAML.
     """
     raw = read_file(directory, manifest, "config.yaml", keys)
+    # Parsed, not checked against the schema: one of another version may have other keys and is shown all the same.
     return flat(strict_yaml.parse(raw, str(directory / "config.yaml")).data)
 
 
 def flat(value: object, prefix: str = "") -> dict[str, object]:
     """Flattens nested maps to dotted keys; an empty map stays, as the value of its key."""
+    # An empty map has no keys below it, and would vanish.
     if not isinstance(value, dict) or not value:
         return {prefix: value} if prefix else {}
     merged: dict[str, object] = {}

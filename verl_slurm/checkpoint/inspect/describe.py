@@ -66,12 +66,14 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "save_seconds": manifest.save_seconds,
         "attempt": manifest.epoch,
         "parent": manifest.parent,
+        # By dotted keys, without the schema: a configuration of another version is shown as far as it has them.
         "run": config.get("name"),
         "model": config.get("model.path"),
         "guest": None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest,
         "world_size": manifest.world_size,
         "topology": msgspec.to_builtins(manifest.topology),
         "schema_id": manifest.schema_id,
+        # Told, not required: a checkpoint of another version can be looked at.
         "schema_is_ours": manifest.schema_id == current_schema().schema_id,
         "code_version": schema.code_version,
         "dataset_fingerprint": manifest.dataset_fingerprint,
@@ -88,6 +90,7 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "tensors": [row for name, index in indexes.items() for row in _tensors(name, index)],
         "schedulers": read_json(directory, manifest, "scheduler.json", keys),
         "reward": metadata.get("reward"),
+        # The states first: metadata.json is for people, and a guest's has no such number.
         "kl_coef": whole[0]["kl_coef"] if whole else metadata.get("kl_coef"),
         "kl_window": whole[0]["kl_window"] if whole else [],
         "ranks": states,
@@ -101,6 +104,7 @@ def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
     if not shown:
         return ""
     low, high = min(shown), max(shown)
+    # A constant curve has no range to divide by.
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in shown)
 
@@ -207,9 +211,11 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
 
 def _curves(history: list[Any]) -> list[dict[str, Any]]:
     """Returns the tail of each metric, with the columns in the order of the newest row."""
+    # metadata.json is read without a type: another version may hold anything there.
     rows = [row for row in history if isinstance(row, dict)]
     curves = []
     for name in rows[-1] if rows else ():
+        # A metric may be missing in some rows: evaluations are rare.
         values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)][-_TAIL:]
         if values and name != "step":
             curves.append({"metric": str(name), "last": values[-1], "values": values})

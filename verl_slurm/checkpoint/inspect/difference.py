@@ -62,6 +62,7 @@ def difference(
     return [
         Difference(subject=subject, key=key, a=left[subject].get(key), b=right[subject].get(key))
         for subject in SUBJECTS
+        # From both sides: a key that one of them lacks is a difference, too.
         for key in sorted(left[subject].keys() | right[subject].keys())
         if left[subject].get(key) != right[subject].get(key)
     ]
@@ -70,6 +71,7 @@ def difference(
 def _facts(directory: Path, keys: Keyring | None) -> dict[str, dict[str, object]]:
     """Returns subject → key → value."""
     manifest = known_manifest(directory, keys)
+    # By class and field, not by id alone: the id tells that layouts differ, and not where.
     schema = parse_schema(read_file(directory, manifest, SCHEMA_VERSION), where=directory / SCHEMA_VERSION)
     layout = read_json(directory, manifest, "orchestration.json", keys)
     metadata = read_json(directory, manifest, "metadata.json", keys)
@@ -96,7 +98,9 @@ def _tensors(indexes: Mapping[str, TensorIndex | FileEntry]) -> dict[str, object
     """Returns type and shape of each tensor; for an index too large to list, its digest."""
     found: dict[str, object] = {}
     for domain, index in indexes.items():
+        # Too large to list (`bounded.SHOWN_INDEX`).
         if isinstance(index, FileEntry):
+            # The digest still tells whether anything differs.
             found[f"{index.path} of {index.size} bytes"] = index.sha256
             continue
         for name, entry in index.tensors.items():
@@ -108,6 +112,7 @@ def _own_files(manifest: Manifest) -> dict[str, object]:
     """Names the files of a guest's checkpoint; their content belongs to that loop."""
     if manifest.guest is msgspec.UNSET:
         return {}
+    # Sizes, not digests: content is `compare`'s, and some of these files differ in any two saves.
     return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}
 
 

@@ -60,6 +60,7 @@ Role = Literal["actor", "critic"]
 RECORD = "verl_slurm_export.json"
 """Part of every export: names its checkpoint and how it was made."""
 
+# The child passes an error as its exit code and its parts; the class is found again here.
 _CLASSES = (
     CheckpointCorrupt,
     ConfigError,
@@ -149,6 +150,7 @@ def export(
         KeyRefused: it needs a key that is missing.
     """
     started = time.monotonic()
+    # All that can be refused without reading tensors comes first.
     require_packages("torch", "transformers", "safetensors", wanted_by="export")
     # Resolve the parent's links, not `out` itself: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
@@ -158,6 +160,8 @@ def export(
     require_own(manifest, directory)
     CheckpointCipher.of(manifest, keys, where=directory)  # fails before a long read
     progress(Progress(phase="verify", total=manifest.num_bytes))
+    # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
+    # middle.
     verdict = verify(directory, keys=keys)
     if not verdict.ok or verdict.manifest is None:
         raise CheckpointCorrupt(
@@ -170,6 +174,7 @@ def export(
         progress(Progress(phase="model"))
         _require_first_model(wish.model, verdict.manifest)
     with _staged(out) as staging:
+        # With the digest the child refuses a checkpoint that was exchanged after the verification.
         peak = _fill(directory, verdict.manifest.digest, staging, wish, progress, key_file)
         _record(staging, verdict.manifest, wish)
         progress(Progress(phase="sync"))
@@ -213,10 +218,13 @@ def _fill(
 ) -> int:
     """Lets the child write; returns the bytes of tensors that it holds in memory at once."""
     progress(Progress(phase="load"))
+    # -P: without it Python would look for modules in the working directory first, which may be anybody's.
     command = [sys.executable, "-P", "-m", "verl_slurm.export", "--checkpoint", str(directory)]
     command += ["--digest", digest, "--to", wish.to, "--model", str(wish.model), "--staging", str(staging)]
+    # repr: reads back as the same float64.
     command += ["--dtype", wish.dtype, "--weight-decay", repr(wish.weight_decay), "--roles", *wish.roles]
     command += [] if key_file is None else ["--key-file", str(key_file)]
+    # stderr goes to a file: it is read when the child has ended, and a full pipe would stop the child before.
     with torch_environment() as environment, tempfile.TemporaryFile() as words:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=words, env=environment
@@ -225,6 +233,7 @@ def _fill(
         last = _Line()
         total = peak = 0
         try:
+            # Ends when the child has closed its output, however it ended.
             for raw in child.stdout:
                 last = _parsed(raw)
                 if last.total is not None:
@@ -233,12 +242,15 @@ def _fill(
                     progress(Progress(phase="write", done=last.done or 0, total=total, peak=peak))
             child.wait()
         finally:
+            # `progress` raised, or a signal came: the child must not write into a directory that is being removed.
             if child.poll() is None:
                 child.kill()
             child.wait()
             child.stdout.close()
+        # Its own words first: with an error it also leaves with another exit code.
         if last.error is not None:
             raise _as_error(last)
+        # The last line counts as well: a library that ends the process with 0 leaves half an export.
         if child.returncode != 0 or not last.ok:
             raise _broken(child.returncode, words)
     return peak
@@ -248,6 +260,7 @@ def _parsed(raw: bytes) -> _Line:
     try:
         return msgspec.json.decode(raw, type=_Line)
     except msgspec.MsgspecError:
+        # A line that is none of ours counts as silence: without `ok` the export fails in the end.
         return _Line()
 
 
@@ -258,8 +271,10 @@ def _as_error(line: _Line) -> VerlSlurmError:
 
 
 def _broken(returncode: int, words: IO[bytes]) -> VerlSlurmError:
+    # The last line of stderr usually names the cause.
     words.seek(0)
     lines = words.read().decode(errors="replace").strip().splitlines()
+    # `skeleton.bounded_work` has the kernel end the child by this signal.
     if returncode == -signal.SIGXCPU:
         return DataError(
             "the base model's config or tokenizer keeps a library busy without end",
@@ -279,6 +294,7 @@ def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
         for name in ("name", "step", "safe_point", "phase", "epoch", "created_utc", "digest", "schema_id")
     }
     how = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(wish).items()}
+    # They tell about this command, and not about the files.
     del how["out"], how["is_first_model"]
     text = json.dumps({"checkpoint": origin, "export": how}, indent=1, sort_keys=True)
     (staging / RECORD).write_text(text + "\n")
@@ -292,6 +308,7 @@ def _require_free(out: Path, checkpoint: Path) -> None:
         NotFound: its parent directory does not exist.
     """
     home = checkpoint.resolve()
+    # The parents as well: a file anywhere in a checkpoint makes it unverifiable.
     places = {home} | ({home.parent} if home.parent.name == "checkpoints" else set())
     if places & {out, *out.parents}:
         raise PermissionRefused(
@@ -301,6 +318,7 @@ def _require_free(out: Path, checkpoint: Path) -> None:
         raise NotFound(
             "the directory to export into is not there", where=out.parent, remedy=f"mkdir -p {out.parent}"
         )
+    # A link to an empty directory is refused, too: the rename would replace the link.
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         raise PermissionRefused(
             "something is in the way of the export",
@@ -322,10 +340,12 @@ def _staged(out: Path) -> Iterator[Path]:
     def stop(_number: int, _frame: FrameType | None) -> NoReturn:
         raise KeyboardInterrupt
 
+    # Beside `out`, not in /tmp: only within a file system is a rename one step.
     staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.export.tmp"
     # SIGTERM (a batch job's end) would end Python without running `finally`.
     former = signal.signal(signal.SIGTERM, stop)
     try:
+        # Private: weights may be more than others are to see.
         staging.mkdir(mode=0o700)
         yield staging
         rename(staging, out)
@@ -337,6 +357,7 @@ def _staged(out: Path) -> Iterator[Path]:
             remedy="make room, or choose another --out",
         ) from error
     finally:
+        # After the rename the name is gone, and nothing is removed.
         shutil.rmtree(staging, ignore_errors=True)
         signal.signal(signal.SIGTERM, former)
 
@@ -344,6 +365,7 @@ def _staged(out: Path) -> Iterator[Path]:
 def _make_durable(staging: Path) -> tuple[int, int]:
     """Sets the modes of all of it and fsyncs it; returns the number of files and their bytes."""
     num_files = num_bytes = 0
+    # What is in a directory comes before it: its fsync makes the names in it durable.
     for path in sorted(staging.rglob("*"), reverse=True):
         path.chmod(0o700 if path.is_dir() else 0o600)
         fsync_path(path)

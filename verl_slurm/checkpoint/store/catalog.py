@@ -37,6 +37,7 @@ def list_checkpoints(paths: RunPaths, *, partial: bool = False) -> list[Checkpoi
     for path in _children(paths, paths.quarantine):
         # The reasons' records are files; links are not ours.
         if path.is_dir() and not path.is_symlink():
+            # What follows the dot is the nonce of the move.
             step, safe_point = checkpoint_order(path.name.split(".", 1)[0]) or (-1, -1)
             infos.append(
                 CheckpointInfo(

@@ -4,9 +4,6 @@ A file of one chunk has the SHA-256 of its content as its digest. A larger file 
 digests (32 bytes each), concatenated. So all cores can hash one file, chunks are checked in any order, a part of a file
 is checked without the rest, and damage is located. The manifest binds digest and size, and holds the leaves of files of
 several chunks.
-
-Reading bypasses the page cache where the file system has O_DIRECT: the check then covers what the medium holds, and the
-memory stays with the training. Elsewhere clean cached pages are dropped first.
 """
 
 import bisect
@@ -65,6 +62,7 @@ def combine(leaves: Sequence[bytes]) -> str:
 def leaf_problem(entry: FileEntry) -> str | None:
     """Returns why the leaves of `entry` contradict its size or digest, or None."""
     count = leaf_count(entry.size)
+    # One chunk has no leaves: its digest is the file's own.
     if len(entry.leaves) != (count if count > 1 else 0):
         return f"{len(entry.leaves)} chunk digests for {entry.size} bytes"
     if entry.leaves and combine([bytes.fromhex(leaf) for leaf in entry.leaves]) != entry.sha256:
@@ -118,10 +116,8 @@ class Reading:
     """One file to read.
 
     Attributes:
-        wanted: ranges, sorted by offset, that do not overlap. Only the chunks that they touch are read; None: all
-            chunks, to be checked and not copied.
-        opener: for an encrypted file that is to be decrypted: `wanted` is of the plain bytes then, and each chunk is
-            checked by its tag, which proves more than the digest.
+        wanted: ranges, sorted by offset, without overlap: only chunks that they touch are read. None: all, not copied.
+        opener: for an encrypted file that is to be decrypted: `wanted` is of the plain bytes then.
     """
 
     entry: FileEntry
@@ -178,26 +174,22 @@ def read_checked(
     """Reads chunks of files below `root`, checks each, and copies the wanted ranges to their targets.
 
     A chunk is copied after its digest was found right. At the first fault of a file the rest of that file is skipped;
-    the other files are still read. If the digests turn out to differ from hashlib's, everything that was found right is
-    read and checked again (`hashing.Hasher.settled`).
+    the other files are still read. Returns the bytes read.
 
     Args:
         root: descriptor of the checkpoint's directory.
-        threads: number of threads that read and hash; each has a buffer of 4 MiB. Where chunks are hashed side by side,
-            the waiting chunks add at most 128 MiB, whatever the number of threads. Default: two per core, so that the
-            disk has work while the cores have (measured on 2 cores: 1.14 × a plain read, with one per core 1.81 ×).
+        threads: that read and hash, each with a buffer of 4 MiB; waiting chunks add up to 128 MiB. Default: 2 per core.
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
         hasher: default: the process's.
-
-    Returns:
-        Bytes read.
     """
+    # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
         hasher = Hasher() if few else process_hasher()
+    # `settled` may run the work twice. hashlib has agreed to each of these faults, so they stand.
     bad: set[str] = set()
 
     def say(path: str, what: "str | OSError") -> None:
@@ -208,6 +200,7 @@ def read_checked(
         left = [reading for reading in readings if reading.entry.path not in bad]
         return _Work(root, left, threads, say, from_medium, bytes_per_s, hasher).on_threads()
 
+    # If digests turn out to differ from hashlib's, all that was found right is read and checked once more.
     return hasher.settled(read)
 
 
@@ -261,6 +254,7 @@ class _Work:
                 num_bytes += self._fill(chunk)
                 self._pause(num_bytes)
             except BaseException:
+                # Without its buffer the other threads could wait for ever.
                 self._release(chunk)
                 raise
             self._check(self._batch(chunk))
@@ -270,7 +264,9 @@ class _Work:
 
     def _next(self) -> _Chunk | None:
         with self._lock:
+            # A file is opened when its first chunk is taken, so few are open at a time.
             job = next(self._queue, None)
+        # Waits outside the lock: `_batch` takes it before a buffer is freed.
         return None if job is None else _Chunk(*job, self._buffers.get() or _Buffer())
 
     def _batch(self, chunk: _Chunk | None = None) -> list[_Chunk]:
@@ -278,6 +274,7 @@ class _Work:
         with self._lock:
             waiting = self._waiting
             if chunk is not None:
+                # Nothing of these is hashed, so they wait for no batch.
                 if chunk.file.failed or chunk.file.reading.opener is not None:
                     return [chunk]
                 waiting.append(chunk)
@@ -292,6 +289,7 @@ class _Work:
         with chunk.file.lock:
             chunk.file.left -= 1
             last = not chunk.file.left
+        # Chunks come back in any order, from any thread: whoever brings the last one closes the file.
         if last:
             chunk.file.closing.close()
 
@@ -304,6 +302,7 @@ class _Work:
             try:
                 file = self._open(reading)
             except OSError as error:
+                # One file that does not open keeps no other from being read.
                 self._say(reading.entry.path, error)
                 continue
             if file is not None:
@@ -318,12 +317,15 @@ class _Work:
         closing = ExitStack()
         try:
             fd = closing.enter_context(open_below(self._root, entry.path))
+            # Asked of the descriptor: the name may lead elsewhere by now.
             problem = _unlike(os.fstat(fd), entry)
             if problem is None:
                 tags = _tags(fd, reading)
-                # Small files are not worth it: each direct read costs a whole round trip to the medium.
+                # Direct: the check covers what the medium holds, and the memory stays with the training. Small files
+                # are not worth it: each direct read costs a whole round trip to the medium.
                 direct = self._from_medium and entry.size >= _HUGE_PAGE and _go_direct(fd)
                 if self._from_medium and not direct:
+                    # Clean pages go, or the check would see the cache.
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 return _Open(reading, fd, chunks, direct, len(chunks), closing, tags)
         except BaseException:
@@ -351,6 +353,7 @@ class _Work:
         try:
             good = [chunk for chunk in batch if not chunk.file.failed]
             if good and good[0].file.reading.opener is not None:
+                # By its tag, which proves more than the digest.
                 self._open_chunk(good[0], good[0].file.reading.opener)
                 return
             pieces = [chunk.buffer.view[: chunk.length] for chunk in good]
@@ -358,12 +361,14 @@ class _Work:
             for chunk, piece, digest in zip(good, pieces, digests, strict=True):
                 self._compare(chunk, piece, digest)
         finally:
+            # After an error, too: other threads may be waiting for these buffers.
             for chunk in batch:
                 self._release(chunk)
 
     def _compare(self, chunk: _Chunk, piece: memoryview, digest: bytes) -> None:
         expected = chunk.file.expected(chunk.number)
         if digest.hex() != expected:
+            # A wrong digest of the fast hasher must condemn no good chunk.
             digest = self._hasher.again(piece, digest)
         if digest.hex() == expected:
             self._hand_out(chunk, chunk.buffer.address)
@@ -373,8 +378,8 @@ class _Work:
         self._fail(chunk.file, f"sha256 {digest.hex()}, expected {expected}{place}")
 
     def _open_chunk(self, chunk: _Chunk, opener: ChunkOpener) -> None:
-        """Decrypts into a second buffer, since the target must stay unchanged if a chunk does not open."""
         file, length = chunk.file, opener.length(chunk.number)
+        # Into a second buffer: the target must stay unchanged if a chunk does not open.
         plain = chunk.buffer.beside()
         tag = file.tags[chunk.number * TAG_BYTES : (chunk.number + 1) * TAG_BYTES]
         try:
@@ -385,18 +390,16 @@ class _Work:
         self._hand_out(chunk, plain.address, length)
 
     def _hand_out(self, chunk: _Chunk, address: int, length: int | None = None) -> None:
-        """Copies the wanted parts of a chunk whose bytes are at `address`. ctypes releases the interpreter lock.
-
-        Args:
-            length: plain bytes of an encrypted chunk.
-        """
+        """Copies the wanted parts of a chunk whose bytes are at `address`; `length`: plain bytes, if encrypted."""
         wanted, start = chunk.file.reading.wanted or (), chunk.start
         end = start + (chunk.length if length is None else length)
+        # Ranges do not overlap, so their ends are sorted as well.
         first = bisect.bisect_right(wanted, start, key=lambda w: w.offset + w.length)
         for w in itertools.islice(wanted, first, None):
             if w.offset >= end:
                 return
             low, high = max(start, w.offset), min(end, w.offset + w.length)
+            # ctypes releases the interpreter lock, so other threads go on meanwhile.
             ctypes.memmove(w.address + low - w.offset, address + low - start, high - low)
 
     def _fail(self, file: _Open, what: "str | OSError") -> None:
@@ -420,13 +423,14 @@ def _unlike(info: os.stat_result, entry: FileEntry) -> str | None:
 
 
 class _Buffer:
-    """4 MiB, aligned, in huge pages if available: the kernel then needs few segments for a read."""
+    """4 MiB, aligned, in huge pages if available."""
 
     def __init__(self) -> None:
         self._map = mmap.mmap(-1, CHUNK_BYTES + _HUGE_PAGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         at = -base % _HUGE_PAGE
         with suppress(OSError, AttributeError):  # without kernel support, small pages suffice
+            # The kernel then needs few segments for a read.
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view = memoryview(self._map)[at : at + CHUNK_BYTES]
         self.address = base + at

@@ -108,6 +108,7 @@ class CheckpointReader:
     def reading(self, path: str, wanted: Sequence[Wanted]) -> Reading:
         """Builds a request for `chunks.read_checked`: these ranges of an existing file."""
         entry = self._entries[path]
+        # PLAIN_FILES of an encrypted checkpoint have no tags.
         sealed = self._cipher is not None and _is_sealed(entry)
         return Reading(entry, wanted, self._cipher.opener(entry) if sealed and self._cipher else None)
 
@@ -149,6 +150,7 @@ def read_range(
     data = bytearray(max(0, min(most, _plain_size(entry) - start)))
     # `read_checked` copies to addresses, as tensors need; `data` must not be resized while it does.
     place = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
+    # Nothing wanted: then all chunks are checked by their digests, which takes no key.
     opener = cipher.opener(entry) if data and cipher is not None and _is_sealed(entry) else None
     wanted = [Wanted(start, len(data), place)] if data else None
     problems: list[str | OSError] = []

@@ -84,6 +84,7 @@ def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
     Raises:
         ValueError: `name` is no checkpoint's name.
     """
+    # The name may come from a rank's message, and becomes a path.
     if checkpoint_order(name) is None:
         raise ValueError(f"{name!r} is no checkpoint's name")
     return move_to_quarantine(paths.checkpoints / name, [reason])

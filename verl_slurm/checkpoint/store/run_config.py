@@ -33,7 +33,9 @@ def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
         ConfigError: the run's configuration does not load.
     """
     if key_file is not None:
+        # Whatever the run says: a run that was handed over may name a key file that is not on this machine.
         return Keyring(read_key_file(key_file))
+    # `latest` and other links lead to a checkpoint whose run is to be found.
     place = place.resolve()
     # A run's directory, or RUN/checkpoints/step_x.
     candidates = [place, place.parent.parent]
@@ -83,6 +85,7 @@ def trained_with(
         return msgspec.structs.replace(former, run_dir=now.run_dir)  # the directory may have been moved
     if checkpoint is None:
         return None
+    # Not known is an answer: the caller then compares with nothing.
     with suppress(VerlSlurmError):
         reader = CheckpointReader(checkpoint, keys)
         former = parse_config(reader.read("config.yaml"), str(checkpoint / "config.yaml"))

@@ -75,6 +75,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
         for name in folder.relative_to(run).parts:
             way /= name
             try:
+                # Each name below the descriptor of the one before: what was opened cannot be exchanged any more.
                 fd = opened.enter_context(open_directory(name, below=fd))
             except OSError as error:
                 # With O_DIRECTORY and O_NOFOLLOW a link gives either, by kernel and file system.

@@ -214,6 +214,7 @@ def _check_files(
 
     return read_checked(
         root,
+        # Without openers: digests are of the bytes on the disk, so the check takes no key.
         [Reading(entry) for entry in manifest.files],
         threads=threads,
         on_problem=found,

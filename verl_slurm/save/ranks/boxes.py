@@ -70,6 +70,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
         return tensor, Box((0,) * tensor.dim(), tuple(tensor.shape))
     local = tensor.to_local()
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # Some placements give a rank strided parts. Their bytes would be saved under a box that they are not.
     if tuple(shape) != tuple(local.shape):
         raise TypeError(f"a DTensor of {tuple(tensor.shape)} whose local part {tuple(local.shape)} is no box")
     return local, Box(tuple(offset), tuple(shape))
@@ -77,6 +78,7 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Box]:
 
 def overlap(piece: Piece, box: Box, element_bytes: int) -> Overlap | None:
     """What of `piece` lies in `box`, or None."""
+    # A scalar has no row to cut.
     if not piece.shape:
         return Overlap(0, (), (), (), True) if not box.shape else None
     low = [max(a, b) for a, b in zip(piece.offset, box.offset, strict=True)]
@@ -87,6 +89,7 @@ def overlap(piece: Piece, box: Box, element_bytes: int) -> Overlap | None:
         return None
     row_bytes = math.prod(piece.shape[1:]) * element_bytes
     source = [slice(a - o, b - o) for a, b, o in zip(low, high, piece.offset, strict=True)]
+    # The rows before `low` are skipped in the file, so `rows` begins there.
     source[0] = slice(0, high[0] - low[0])
     target = tuple(slice(a - o, b - o) for a, b, o in zip(low, high, box.offset, strict=True))
     inner = [b - a for a, b in zip(low[1:], high[1:], strict=True)]
@@ -95,5 +98,6 @@ def overlap(piece: Piece, box: Box, element_bytes: int) -> Overlap | None:
         rows=(high[0] - low[0], *piece.shape[1:]),
         source=tuple(source),
         target=target,
+        # With whole rows on both sides, file and memory have the same bytes in the same order.
         whole_rows=inner == list(piece.shape[1:]) == list(box.shape[1:]),
     )

@@ -57,6 +57,7 @@ class Collective:
 
     def another(self) -> "Collective":
         """The same ranks over a group of their own, for another thread. Collective."""
+        # gloo: these groups carry CPU tensors, also where the model trains over NCCL.
         return Collective(None if self._group is None else dist.new_group(backend="gloo"))
 
     @contextmanager
@@ -91,12 +92,14 @@ class Collective:
         """Every rank's bytes, on every rank, in rank order."""
         if self._group is None:
             return [payload]
+        # Lengths first: all_gather wants tensors of one size, so each is padded to the longest.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         with self._waiting():
             dist.all_gather(lengths, torch.tensor([len(payload)], dtype=torch.int64), group=self._group)
         longest = max(int(length.item()) for length in lengths)
         mine = torch.zeros(longest, dtype=torch.uint8)
         if payload:
+            # bytearray: torch warns of memory that it may not write.
             mine[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         buffers = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         with self._waiting():
@@ -116,6 +119,7 @@ class Collective:
         data = torch.zeros(int(length.item()), dtype=torch.uint8)
         if self.rank == source and payload:
             data.copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+        # Every rank has the length by now, so all leave out the second broadcast or none.
         if len(data):
             with self._waiting():
                 dist.broadcast(data, group=self._group, group_src=source)
@@ -149,15 +153,18 @@ class Collective:
         failure: Exception | None = None
         result: T | None = None
         try:
+            # No collective inside: a rank whose work raises would leave the others waiting in it.
             result = work()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
             failure = error
+        # The class first: `kinds` reads it from there on the other ranks.
         reason = "" if failure is None else f"{type(failure).__name__}: {failure}"[:_MAX_REASON]
         reasons = [raw.decode(errors="replace") for raw in self.gather(reason.encode())]
         if any(reasons):
             found = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(reasons) if text)
             failed = RanksFailed(f"{what} failed", found=found)
             failed.kinds = frozenset(text.partition(":")[0] for text in reasons if text)
+            # On the rank that failed the cause is its own error, which `errors.underlying` finds.
             raise failed from failure
         return result  # type: ignore[return-value]  # T may itself be None
 

@@ -64,6 +64,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
         KeyRefused: a key is missing, or another one.
         CheckpointCorrupt: one of them does not verify.
     """
+    # Both are verified before either is opened: what is compared is what was committed.
     domains: list[set[str]] = []
     for directory, keys in ((a, keys_a), (b, keys_b)):
         verdict = verify(directory, keys=keys)
@@ -81,6 +82,7 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
     differing = [f"{domain}/ (only in one)" for domain in sorted(domains[0] ^ domains[1])]
     num_tensors = num_bytes = 0
     for domain in sorted(domains[0] & domains[1]):
+        # One reader for a domain: its index is parsed once, not once a group.
         left, right = WholeReader(a, domain, keys_a), WholeReader(b, domain, keys_b)
         mine, other = left.index.tensors, right.index.tensors
         differing += [f"{domain}/{name} (only in one)" for name in sorted(mine.keys() ^ other.keys())]
@@ -117,13 +119,16 @@ def _groups(
     right: _Slabs = {}
     size = 0
     for name, mine, other in pairs:
+        # Cut by type and shape alone, which are alike: the slabs of both sides match, however each was sharded.
         for ours, theirs in zip(slabs(mine, _GROUP_BYTES), slabs(other, _GROUP_BYTES), strict=True):
             if size + ours.num_bytes > _GROUP_BYTES:
                 yield names, left, right
                 names, left, right, size = {}, {}, {}, 0
+            # A number: one tensor may have several slabs in a group, and its name can be any text.
             slab = str(len(names))
             names[slab], left[slab], right[slab] = name, ours, theirs
             size += ours.num_bytes
+    # The rest, which fills no group.
     yield names, left, right
 
 
@@ -139,12 +144,14 @@ def _compare_small(a: Path, b: Path, in_a: CheckpointReader, in_b: CheckpointRea
     """Schedulers and runtime states; yields the names of what differs."""
     if in_a.read("scheduler.json") != in_b.read("scheduler.json"):
         yield "scheduler.json"
+    # From both sides: the two may have been saved by different numbers of ranks.
     names = {path.name for side in (a, b) for path in side.iterdir()}
     for name in sorted(filter(RUNTIME_STATE_FILE.fullmatch, names)):
         if not ((a / name).exists() and (b / name).exists()):
             yield f"{name} (only in one)"
             continue
         mine, other = (
+            # By digests of its arrays, through a window: a state of some MB may expand to 2 GiB.
             facts(reader.window(name), reader.plain_size(name), where=side / name)
             for side, reader in ((a, in_a), (b, in_b))
         )
@@ -166,9 +173,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--key-file", type=Path, help="the key of both, instead of what their runs say")
     options = parser.parse_args(argv)
     try:
+        # Of each side's own run: two runs may have two keys.
         keys_a, keys_b = (keys_for(side, options.key_file) for side in (options.a, options.b))
         result = compare(options.a, options.b, keys_a, keys_b)
     except VerlSlurmError as error:
+        # One line: the parent process takes the last one for its own error.
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)
     if options.json:

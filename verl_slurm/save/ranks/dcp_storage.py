@@ -84,14 +84,18 @@ class CheckpointReaderForDCP(StorageReader):
         for item in plan.items:
             piece = self._places[item.storage_index]
             target = planner.resolve_tensor(item).detach()
+            # The plan counts from the piece's beginning, our boxes from the whole tensor's.
             at = tuple(a + b for a, b in zip(piece.offset, item.storage_offsets, strict=True))
             common = overlap(piece, Box(at, tuple(item.lengths)), target.element_size())
             if common is not None:
                 parts.append(Part(f"{self._domain}/{piece.file}", piece, common, target))
             targets.append((item, target))
+        # All parts in one call, so that files are read side by side.
         read_parts(self._whole.reader, parts)
         for item, target in targets:
+            # After all are filled: the planner may copy a target on.
             planner.commit_tensor(item, target)
+        # All is read by now; the protocol wants a future.
         done: Future[None] = Future()
         done.set_result(None)
         return done

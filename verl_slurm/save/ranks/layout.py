@@ -1,8 +1,8 @@
 """Which rank writes which piece of which tensor, and where: worked out once, the same at every save.
 
-Every piece is written by one rank, the lowest that holds it: what is replicated is saved once. The tensors are
-those of the running training, and they stay where they are (FSDP2 and AdamW change them in place), so a save
-needs no state dict, no plan and no word between the ranks; it only copies.
+Every piece is written by one rank, the lowest that holds it. The tensors are those of the running training, and they
+stay where they are (FSDP2 and AdamW change them in place), so a save needs no state dict, no plan and no word between
+the ranks; it only copies.
 """
 
 from collections.abc import Mapping
@@ -79,7 +79,9 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
     Raises:
         RanksFailed: a tensor is of a type, or sharded in a way, that cannot be saved.
     """
+    # Together: a type that cannot be saved may be on one stage of a pipeline alone.
     held = ranks.together("laying out the checkpoint", lambda: _held(domains))
+    # From here on each rank computes the same plan from the same lists; nothing more is exchanged.
     everybody = [
         msgspec.msgpack.decode(part, type=list[_Held])
         for part in ranks.gather(msgspec.msgpack.encode([piece for piece, _ in held]))
@@ -89,12 +91,15 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
     my_files: list[ArenaFile] = []
     my_places: dict[_Place, int] = {}
     arena_bytes = 0
+    # Every rank walks all ranks' pieces, since the index names them all; it keeps places in the arena of its own alone.
     for rank, theirs in enumerate(everybody):
         for domain in domains:
             path, at = tensor_file(rank), 0
             for piece in theirs:
                 place = (domain, piece.name, piece.offset)
                 box = Box(piece.offset, piece.shape)
+                # The first rank that holds a piece writes it, so what is replicated is saved once. A rank beyond the
+                # end of a small tensor holds an empty box.
                 if piece.domain != domain or place in taken or not box.numel:
                     continue
                 taken.add(place)
@@ -103,8 +108,10 @@ def plan_layout(domains: Mapping[str, Tensors], ranks: Collective) -> Layout:
                 )
                 if rank == ranks.rank:
                     my_places[place] = arena_bytes + at
+                # Aligned so that the copy in the arena can be viewed as its own type.
                 at += _aligned(box.numel * DTYPE_BYTES[piece.dtype], PIECE_ALIGNMENT)
             if at and rank == ranks.rank:
+                # Whole pages: the writer writes them past the page cache.
                 size = _aligned(at, FILE_ALIGNMENT)
                 my_files.append(ArenaFile(path=f"{domain}/{path}", at=arena_bytes, size=size))
                 arena_bytes += size
@@ -132,7 +139,7 @@ def _held(domains: Mapping[str, Tensors]) -> list[tuple[_Held, Tensor]]:
 
 
 def _index(domain: str, everybody: list[list[_Held]], pieces: Mapping[tuple[str, str], list[Piece]]) -> bytes:
-    """Every rank knows every one of its tensors' type and whole shape, if not its every piece."""
+    # Any rank that holds a part of a tensor knows its type and whole shape.
     tensors: dict[str, TensorEntry] = {}
     for piece in (piece for theirs in everybody for piece in theirs):
         if piece.domain == domain and piece.name not in tensors:

@@ -64,10 +64,12 @@ def load_tensors(
     # Every rank checks for itself against the same files, so all refuse or none.
     reader = CheckpointReader(directory, keys)
     indexes = {domain: _index(reader, domain) for domain in domains}
+    # Over all ranks: what is left over can only be told against the names of every pipeline stage.
     known = _names_anywhere(domains, ranks)
     for domain, tensors in domains.items():
         _check(directory / domain, indexes[domain], tensors, known[domain])
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
+    # Together: storage may fail for one rank alone, and the others would train on without it.
     ranks.together("reading tensors", lambda: read_parts(reader, parts))
 
 
@@ -139,7 +141,9 @@ def load_runtime_state(
 def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> RuntimeState:
     """As `load_runtime_state`, where several files of one checkpoint are read."""
     path = reader.directory / runtime_state_name(rank)
+    # Its digest is checked by the reader before a byte of it is decompressed.
     state = decode(reader.read(path.name), where=path)
+    # The manifest's digest vouches for the bytes, and the file's name is no proof of whose they are.
     if (state.rank, state.world_size) != (rank, world_size):
         raise _unfit(path, f"rank {state.rank} of {state.world_size}", f"rank {rank} of {world_size}")
     return state
@@ -158,6 +162,7 @@ def _names_anywhere(domains: Mapping[str, Tensors], ranks: Collective) -> dict[s
 def _check(where: Path, index: TensorIndex, tensors: Tensors, known: set[str]) -> None:
     """Hold names, shapes and types in `index` to those of `tensors`: nothing is cast, nothing is skipped."""
     saved = index.tensors
+    # Against the names of all ranks, so that every rank finds the same fault and refuses.
     missing, left_over = known - saved.keys(), saved.keys() - known
     for what, names in (("missing", missing), ("left over", left_over)):
         if names:
@@ -166,6 +171,7 @@ def _check(where: Path, index: TensorIndex, tensors: Tensors, known: set[str]) -
     for name, tensor in tensors.items():
         found = (saved[name].dtype, saved[name].shape)
         expected = (dtype_name(tensor.dtype), tuple(tensor.shape))
+        # Nothing is cast: a resume must continue with the same bits.
         if found != expected:
             raise _unfit(where, f"{name} {found}", expected)
 
@@ -182,6 +188,7 @@ class Part:
     @property
     def is_direct(self) -> bool:
         """Whether its bytes lie in the file just as they do in the target's memory."""
+        # Then the reader copies straight into the live tensor, without a buffer.
         return self.overlap.whole_rows and self.target.is_contiguous() and self.target.device.type == "cpu"
 
     @property
@@ -231,6 +238,7 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
     buffered = 0
     for part in parts:
         batch.append(part)
+        # Direct parts need no buffer, so they do not fill a batch.
         buffered += 0 if part.is_direct else part.num_bytes
         if buffered >= _BUFFER_BYTES:
             yield batch
@@ -250,16 +258,20 @@ def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
                 into = torch.empty(part.overlap.rows, dtype=part.target.dtype)
             buffers.append((part, into))
         start = part.piece.at + part.overlap.skip
+        # `buffers` and the targets keep this memory alive until the read is over: the reader knows addresses alone.
         wanted.setdefault(part.path, []).append(Wanted(start, part.num_bytes, into.data_ptr()))
     problems: list[tuple[str, str | OSError]] = []
     readings = []
     for path, ranges in wanted.items():
+        # `read_checked` wants them in order.
         ranges.sort(key=lambda w: w.offset)
+        # Before the read: the index is the writer's word, and the reader copies to raw addresses.
         if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
             raise _unfit(directory / path, "no such bytes", "the file that the index names")
         readings.append(reader.reading(path, ranges))
     read_checked(root, readings, on_problem=lambda path, what: problems.append((path, what)))
     for path, what in problems:
+        # Storage that fails now says nothing about the checkpoint: it is not called corrupt.
         if isinstance(what, OSError):
             raise what
         raise CheckpointCorrupt(
@@ -268,6 +280,7 @@ def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
             found=what,
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         )
+    # After all chunks were checked: a batch that fails leaves these targets as they were.
     with torch.no_grad():
         for part, rows in buffers:
             part.target.copy_(rows[part.overlap.source] if part.overlap.source else rows)

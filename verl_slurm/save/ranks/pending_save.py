@@ -277,7 +277,7 @@ def manifest_of(
         # Left out where it says the default, so that manifests of PPO runs keep the bytes that older readers know.
         trained=msgspec.UNSET if provenance.trained == ROLES else provenance.trained,
         frozen={**provenance.frozen, **save.contents.frozen},
-        # For people: nothing orders or judges checkpoints by a clock.
+        # For people, and for the `keep_days` of tiers: checkpoints are not ordered by a clock.
         created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
         save_seconds=round(time.monotonic() - save.started, 3),
         metrics=dict(save.contents.metrics) or msgspec.UNSET,

@@ -51,6 +51,7 @@ def capture() -> dict[str, bytes | np.ndarray]:
         "numpy": _NUMPY.pack(*np.asarray(keys).tolist(), position, has_gauss, gauss),
         "torch": torch.get_rng_state().numpy().copy(),
     }
+    # Asked, not made: the question for a device's state would create a context there.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().numpy().copy()
     return state

@@ -6,10 +6,6 @@ with the weights as they are, so the fence hardly ever has to wait. Then the wri
 (`save.writer.protocol`), and the thread waits for its answers.
 
 The arena holds one state. A save that begins while the one before is being written waits for it.
-
-The arena's pages are pinned, so that a GPU copies into them directly, beside the training. Without that a copy goes
-through a small buffer of the driver, and holds up the thread that asked for it: slower, and still right. So if the
-driver refuses (a limit of locked memory, a kernel that cannot), saving goes on.
 """
 
 import os
@@ -59,6 +55,7 @@ class Staging:
         encryption: EncryptionConfig | None = None,
     ) -> None:
         self.layout: Layout = plan_layout(domains, ranks)
+        # Before the arena is made: a rank that runs out of memory later would be killed in the middle of training.
         ranks.together(
             "making room for checkpoints", lambda: _require_memory(self.layout.arena_bytes, _ranks_here())
         )
@@ -97,12 +94,14 @@ class Staging:
             Done when all directories are answered for. It raises the exception of `request`, and SaverDied.
         """
         self._copied = copied = threading.Event()
+        # On the caller's thread: streams are a thread's own, and the event marks what training had queued by now.
         ready = torch.cuda.current_stream(self._device).record_event() if self._device is not None else None
 
         def work() -> None:
             try:
                 self._copy(ready)
             finally:
+                # After an error, too: training waits for it in `fence`, and the future tells the failure.
                 copied.set()
             self._wait_for_saver()
             self._saver.write(request.result(), on_done)
@@ -119,11 +118,13 @@ class Staging:
 
     def close(self) -> None:
         """End the saver; what is being written is finished first."""
+        # The thread first: it talks to the saver until its last answer.
         self._thread.shutdown()
         self._saver.close()
         if self.pinned:
             # Before the memory goes: the driver would keep its pages, and refuse the next arena at this address.
             _unpin(self._arena, self._device)
+        # They are views of the arena, which cannot be unmapped while one exists.
         self._copies.clear()
         self._arena.close()
 
@@ -131,10 +132,13 @@ class Staging:
         # The saver does the same meanwhile: whichever comes to a page first makes it, the other one maps it.
         self._arena.fault_in()
         if self._device is not None:
+            # Pinned pages take a GPU's copy directly, beside the training. Others go through a small buffer of the
+            # driver, which holds up the thread that asked: slower, and still right, so saving goes on if the driver
+            # refuses.
             self.pinned = _pin(self._arena, self._device)
 
     def _wait_for_saver(self) -> None:
-        """Not before the copy: training waits for that one only."""
+        # Not before the copy: training waits for that one alone.
         if self._saver_is_ready:
             return
         try:
@@ -159,6 +163,7 @@ class Staging:
             with torch.cuda.stream(stream):
                 stream.wait_event(ready)
                 torch._foreach_copy_(self._copies, self._live, non_blocking=True)
+            # Here and not on the main thread: `fence` waits for an event of Python, not for the GPU.
             stream.synchronize()
 
 
@@ -173,7 +178,8 @@ def _ranks_here() -> int:
 
 
 def _require_memory(num_bytes: int, ranks: int) -> None:
-    """For all ranks of this node: each asks before any has touched a page."""
+    """Refuses where the node lacks the memory for its ranks' arenas."""
+    # For all ranks of this node: each asks before any has touched a page.
     free = available_memory()
     if num_bytes * ranks > free:
         raise ConfigError(

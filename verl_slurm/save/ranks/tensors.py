@@ -28,8 +28,10 @@ Tensors = dict[str, Tensor]
 def model_tensors(model: nn.Module) -> Tensors:
     """Every parameter once, and the persistent buffers; they share memory with the model."""
     _reshard(model)
+    # Further names of tied weights are in the state dict, too, and are no buffers.
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    # The state dict leaves out buffers that are not persistent: they are computed anew.
     buffers = {name: value for name, value in model.state_dict().items() if name not in aliases}
     return tensors | {name: value for name, value in buffers.items() if isinstance(value, Tensor)}
 
@@ -44,6 +46,7 @@ def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tenso
     for role, (model, optimizer) in parts.items():
         _reshard(model)
         for name, parameter in model.named_parameters():
+            # Frozen parameters have no optimizer state.
             if not parameter.requires_grad:
                 continue
             for key, value in sorted(optimizer.state[parameter].items()):
@@ -54,18 +57,21 @@ def optimizer_tensors(parts: Mapping[str, tuple[nn.Module, Optimizer]]) -> Tenso
 def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> None:
     """Give every parameter the state that AdamW would give it at its first update.
 
-    So that a save before the first update, and a load into a fresh process, find the same tensors. torch's
-    own helper (`_init_optim_state`) makes an empty update instead, which counts a step that never was.
+    So that a save before the first update, and a load into a fresh process, find the same tensors.
 
     Args:
-        to_be_loaded: every byte will be overwritten, so none is written here: the first touch of memory costs more
-            than a load's copy, and the threads of a load do it while others wait for storage.
+        to_be_loaded: every byte will be overwritten, so none is written here.
     """
+    # The first touch of memory costs more than a load's copy, and the threads of a load do it while others wait for
+    # storage.
     make = torch.empty_like if to_be_loaded else torch.zeros_like
     with left_as_it_is() if to_be_loaded else nullcontext():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                # Not by torch's own helper (`_init_optim_state`): it makes an empty update, which counts a step that
+                # never was.
                 optimizer.state[parameter] = {
+                    # On the CPU and a float32, as AdamW makes it itself.
                     "step": torch.zeros((), dtype=torch.float32),
                     "exp_avg": make(parameter, memory_format=torch.preserve_format),
                     "exp_avg_sq": make(parameter, memory_format=torch.preserve_format),
@@ -74,8 +80,8 @@ def initialise_adamw(optimizer: Optimizer, *, to_be_loaded: bool = False) -> Non
 
 @contextmanager
 def left_as_it_is() -> Iterator[None]:
-    """Memory that is written whole before it is read: where deterministic algorithms are asked for, torch fills all
-    that is new with NaN."""
+    """Memory that is written whole before it is read."""
+    # Where deterministic algorithms are asked for, torch fills all that is new with NaN.
     settings: Any = torch.utils.deterministic
     fills = settings.fill_uninitialized_memory
     settings.fill_uninitialized_memory = False
@@ -86,6 +92,7 @@ def left_as_it_is() -> Iterator[None]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Let go of gathered parameters: a forward without backward leaves the root's whole (and not its own)."""
+    """Let go of gathered parameters."""
+    # A forward without backward leaves the root's whole (and not its own).
     if isinstance(model, FSDPModule):
         model.reshard()
