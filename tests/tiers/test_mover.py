@@ -1,5 +1,8 @@
 """Passes over tiers: what is where afterwards, and after a death at any point of one."""
 
+import contextlib
+import errno
+import fcntl
 import os
 import shutil
 import threading
@@ -14,7 +17,7 @@ from tests.checkpoint.conftest import FILES
 from tests.fakes.s3_server import Call, StandIn
 from tests.journals import read_events
 from tests.tiers.conftest import NOW, config_of, content, opened, posix_config, s3_config
-from verl_slurm.base.errors import TierError
+from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.verify import verify
@@ -174,9 +177,11 @@ def test_a_checkpoint_goes_through_all_tiers_and_back(
 
 
 @pytest.mark.scenario("C03")
+@pytest.mark.parametrize("mode", [0o700, 0o770], ids=["good", "not to be judged"])
 def test_one_that_the_run_saves_while_it_is_fetched_is_not_set_aside(
-    paths: RunPaths, save: Save, cold: TierConfig
+    paths: RunPaths, save: Save, cold: TierConfig, mode: int
 ) -> None:
+    """Also not where it cannot be judged now: what others may write is not trusted, and is no damage."""
     final = save(10)
     assert run_pass(paths, opened(paths, cold)).ok
     shutil.rmtree(final)
@@ -194,13 +199,30 @@ def test_one_that_the_run_saves_while_it_is_fetched_is_not_set_aside(
             with once:  # several files come at a time
                 if not saved:
                     saved.append(save(10).stat().st_ino)
+                    final.chmod(mode)
             return self._inner.blocks(key)
 
-    fetch(paths, config_of(), "step_000010", tiers=opened(paths, cold, wrap=Meanwhile))  # type: ignore[arg-type]
+    untrusted = pytest.raises(CheckpointCorrupt, match="left where it is")
+    with contextlib.nullcontext() if mode == 0o700 else untrusted:
+        fetch(paths, config_of(), "step_000010", tiers=opened(paths, cold, wrap=Meanwhile))  # type: ignore[arg-type]
     assert [final.stat().st_ino] == saved
+    final.chmod(0o700)
     assert verify(final).ok
     assert not paths.quarantine.exists()
     assert {path.name for path in paths.checkpoints.iterdir()} <= {final.name, "latest"}
+
+
+def test_without_locks_on_the_file_system_the_mover_works_all_the_same(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Lustre without `-o flock`."""
+
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with mover_lock(paths), mover_lock(paths):
+        pass
 
 
 def test_a_death_at_any_point_leaves_no_half_checkpoint_and_the_next_pass_ends_the_work(

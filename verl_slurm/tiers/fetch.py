@@ -17,6 +17,7 @@ from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, w
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import need_of_next
+from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse
 from verl_slurm.checkpoint.format.signature import authenticate
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry, Manifest
@@ -156,26 +157,8 @@ def _fetch(
 ) -> str:
     """Returns the tier that it came from; empty when it was there."""
     final = paths.checkpoints / name
-    if os.path.lexists(final):
-        verdict = verify(final, keys=keys)
-        if verdict.ok:
-            return ""
-        # Not damage: with the right key it may be good.
-        if verdict.needs_key:
-            raise KeyRefused(
-                "the run's own copy was not made with our key, and is left where it is",
-                where=final,
-                found=verdict.one_line(),
-                remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
-            )
-        # Storage that fails now, or an owner who is not us, is no reason to replace it.
-        if not verdict.damaged:
-            raise CheckpointCorrupt(
-                "the run's own copy cannot be judged, and is left where it is",
-                where=final,
-                found=verdict.one_line(),
-                remedy="look at its owner and its storage",
-            )
+    if os.path.lexists(final) and _require_judged(final, keys).ok:
+        return ""
     # From the nearest tier on.
     by_name = {tier.config.name: tier for tier in tiers}
     failure: VerlSlurmError | None = None
@@ -209,6 +192,32 @@ def _fetch(
         where=name,
         remedy=f"verl-slurm tiers {paths.root}",
     )
+
+
+def _require_judged(final: Path, keys: Keyring | None) -> Verdict:
+    """Returns the verdict on the run's own copy: it verifies, or is damaged beyond doubt and may be replaced.
+
+    Raises:
+        KeyRefused, CheckpointCorrupt: neither.
+    """
+    verdict = verify(final, keys=keys)
+    # Not damage: with the right key it may be good.
+    if verdict.needs_key:
+        raise KeyRefused(
+            "the run's own copy was not made with our key, and is left where it is",
+            where=final,
+            found=verdict.one_line(),
+            remedy="name its key in checkpoint.encryption.old_key_files, or move it away by hand",
+        )
+    # Storage that fails now, or an owner who is not us, is no reason to replace it.
+    if not verdict.ok and not verdict.damaged:
+        raise CheckpointCorrupt(
+            "the run's own copy cannot be judged, and is left where it is",
+            where=final,
+            found=verdict.one_line(),
+            remedy="look at its owner and its storage",
+        )
+    return verdict
 
 
 def _failed(where: Path, error: OSError) -> TierError:
@@ -268,7 +277,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
         if not verdict.ok:
             raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
         if os.path.lexists(final):
-            there = verify(final, keys=keys)
+            there = _require_judged(final, keys)
             if there.ok:  # the run saved it while we fetched
                 return manifest.num_bytes
             move_to_quarantine(final, [str(problem) for problem in there.problems])

@@ -88,12 +88,14 @@ def mover_lock(paths: RunPaths) -> Iterator[None]:
             # It saves work, and safety does not rest on it: if a file system does not share locks between nodes, two
             # movers write the same bytes under the same keys.
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise TierError(
                 "another mover of this run is at work",
                 where=paths.tier_lock,
                 remedy=f"wait for it; verl-slurm tiers {paths.root}",
             ) from None
+        except OSError:
+            pass  # a file system without locks, as Lustre without `-o flock`
         yield
     finally:
         # The file stays: removing it would let two movers lock two files of one name.

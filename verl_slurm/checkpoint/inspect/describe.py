@@ -5,6 +5,7 @@ committed. `verify` tells whether the rest still is.
 """
 
 import math
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -103,10 +104,19 @@ def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
     shown = list(values)[-width:]
     if not shown:
         return ""
-    low, high = min(shown), max(shown)
+    # Halved: the difference of two values may be more than a double holds.
+    halves = [value / 2 for value in shown]
+    low, high = min(halves), max(halves)
     # A constant curve has no range to divide by.
-    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((value - low) * scale)] for value in shown)
+    whole = high - low if high > low else 1.0
+    return "".join(_BARS[round((half - low) / whole * (len(_BARS) - 1))] for half in halves)
+
+
+def _finite(value: object) -> float | None:
+    # JSON has whole numbers of any size, which no double holds.
+    if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
+        return None
+    return float(value)
 
 
 def _length(value: object) -> int | None:
@@ -216,7 +226,7 @@ def _curves(history: list[Any]) -> list[dict[str, Any]]:
     curves = []
     for name in rows[-1] if rows else ():
         # A metric may be missing in some rows: evaluations are rare.
-        values = [float(row[name]) for row in rows if isinstance(row.get(name), int | float)][-_TAIL:]
+        values = [value for row in rows if (value := _finite(row.get(name))) is not None][-_TAIL:]
         if values and name != "step":
             curves.append({"metric": str(name), "last": values[-1], "values": values})
     return curves

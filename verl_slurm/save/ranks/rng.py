@@ -78,7 +78,7 @@ def restore(state: dict[str, bytes | np.ndarray]) -> None:
         raise CheckpointCorrupt(
             "the state of the random generators cannot be put back",
             found=error,
-            expected="python, numpy and torch as dcp/rng.py writes them",
+            expected="python, numpy and torch, as this version writes them",
             remedy="resume from an older checkpoint (verl-slurm checkpoints)",
         ) from error
 
