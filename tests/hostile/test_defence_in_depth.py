@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 import pytest
@@ -70,17 +71,22 @@ def test_an_agent_makes_no_directory_where_others_could_exchange_it(
         door.close()
 
 
+@pytest.mark.parametrize("length", [42, 43, 59, 90])
 def test_an_agent_s_socket_has_a_name_that_fits_whatever_tmpdir_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    length: int, short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job's own scratch is often deep. The agents failed there, and the run said "did not start in time"."""
-    (deep := tmp_path / ("scratch-of-the-job-" + "9" * 60)).mkdir(mode=0o700)
+    """A job's own scratch is often deep. The agents failed there, and the run said "did not start in time".
+
+    vLLM's sockets lie in the same directory and have the longest names: a UUID's 36 characters.
+    """
+    (deep := short_dir / ("9" * (length - len(str(short_dir)) - 1))).mkdir(mode=0o700)
     for variable in ("TMPDIR", "SLURM_TMPDIR"):
         monkeypatch.setenv(variable, str(deep))
     monkeypatch.setattr(tempfile, "tempdir", None)  # what tempfile has found out before
     door = RankSocket(lambda _: None, 1)
     try:
-        assert deep not in door.directory.parents
+        assert (deep in door.directory.parents) == (length == 42)
+        assert len(f"{door.directory}/{uuid.uuid4()}") <= 107
         assert (door.directory / SOCKET_NAME).is_socket()
     finally:
         door.close()

@@ -49,6 +49,11 @@ def parse_packet(packet: bytes) -> FromRank:
         raise WireError("a message is not of our vocabulary", where=str(error)) from error
 
 
+_LONGEST_ROOT = 107 - len(f"/{_PREFIX}4194304-") - 8 - len("/") - 36
+"""Bytes. The rest of a socket's path holds the scratch directory (8: what mkdtemp adds) and the longest name of a
+socket in it: vLLM's, a UUID."""
+
+
 def _control_root() -> str:
     """Returns a node-local directory. It is short: a Unix socket's path is limited to 107 bytes (unix(7)),
     and a TMPDIR may be longer.
@@ -56,8 +61,11 @@ def _control_root() -> str:
     usual = tempfile.gettempdir()
     shared = ("/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes it 0700 under an unguessable name
     for candidate in (os.environ.get("SLURM_TMPDIR"), f"/run/user/{os.geteuid()}", usual, *shared):
-        # 60: the rest of the 107 bytes holds the scratch directory's name, and the longest name of a socket in it.
-        if not candidate or len(os.fsencode(candidate)) >= 60 or not os.access(candidate, os.W_OK | os.X_OK):
+        if (
+            not candidate
+            or len(os.fsencode(candidate)) > _LONGEST_ROOT
+            or not os.access(candidate, os.W_OK | os.X_OK)
+        ):
             continue
         # A user who may write in a directory on the way can replace our tree by another.
         if unsafe_on_the_way(Path(candidate)) is None:
