@@ -393,7 +393,7 @@ def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SI
     if config.distributed.device != "cuda":
         return None
     try:
-        torch = version("torch")
+        torch = version("torch") if config.slurm.python is None else ""  # another Python's is not known here
     except PackageNotFoundError:
         torch = ""
     no_driver = not any(sign.exists() for sign in signs)
