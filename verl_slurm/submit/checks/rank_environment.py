@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 import verl_slurm
+from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import read_private
 from verl_slurm.config.schema import RunConfig
@@ -75,8 +76,9 @@ def _conda_environments() -> list[str]:
     homes = [Path(root) / "envs" for root in roots if root]
     homes += [Path(place) for place in os.environ.get("CONDA_ENVS_PATH", "").split(":") if place]
     found = [str(place) for home in homes if home.is_dir() for place in home.iterdir()]
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # conda has made none
-        found += (Path.home() / ".conda" / "environments.txt").read_text().split("\n")
+    with contextlib.suppress(OSError, TooMuch):  # conda has made none
+        listed = read_regular(Path.home() / ".conda" / "environments.txt", SMALL)
+        found += os.fsdecode(listed).split("\n")
     return [place for place in found if place and (Path(place) / "conda-meta").is_dir()]
 
 
