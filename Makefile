@@ -50,14 +50,15 @@ $(READY): pyproject.toml $(wildcard constraints/*.txt)
 	touch $@
 
 # RUNLEVEL=1 keeps Debian from starting the daemons: the embedded cluster starts its own. The compiler, iproute2 and
-# nftables are for the tests with clocks and networks of their own; without them those are NOT RUN.
+# nftables are for the tests with clocks and networks of their own, environment-modules for those of `slurm.modules`;
+# without them those are NOT RUN.
 slurm:
 	@if { command -v slurmctld && command -v slurmd && command -v munged && command -v sbatch; } >/dev/null; then :; \
 	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
 	  echo "Slurm is not here and cannot be installed (no apt-get, or neither root nor sudo): going on without it."; \
 	else echo "installing Slurm's Debian packages ..."; $(SUDO) apt-get update -qq && \
 	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge shellcheck \
-	    gcc libc6-dev iproute2 nftables >/dev/null; fi
+	    gcc libc6-dev iproute2 nftables environment-modules >/dev/null; fi
 
 # The same for Prometheus and its Alertmanager, which the tests of metrics and alerts want; a run does without. They
 # are disabled as services: the packages would have them listen to the network from the next boot on.

@@ -26,7 +26,15 @@ __all__ = [
 
 
 # These may differ between the submissions of one run: they do not affect what is computed.
-_FREE_SECTIONS = ("slurm.", "daemon.", "observability.", "checkpoint.", "train.eval_")
+_FREE_SECTIONS = (
+    "slurm.",
+    "daemon.",
+    "observability.",
+    "checkpoint.",
+    "train.eval_",
+    "env.",
+    "env_from_files.",
+)
 _FREE_KEYS = {"rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 # The length of verl's training, its output, and how often it saves and validates.
 _FREE_OF_VERL = re.compile(
@@ -79,8 +87,8 @@ def refuse_changes(
             "the run exists with another configuration",
             where=run_dir / "run.yaml",
             found="; ".join(fixed),
-            expected="the same values (only slurm, daemon, observability, checkpoint and the shape of the ranks may "
-            f"change{steps})",
+            expected="the same values (only slurm, daemon, observability, checkpoint, env and the shape of the ranks "
+            f"may change{steps})",
             remedy="choose another name or run_dir for a new run, or take the changes back",
         )
     return [key for key, _, _ in changes]

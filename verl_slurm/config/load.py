@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # A hyphen is allowed behind the first dot: options of sbatch in `slurm.extra` have them.
-_OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[a-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
 # msgspec's errors are text alone, so kind and place of a mistake are read from it.
 _IN_LIST = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")

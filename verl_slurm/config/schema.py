@@ -382,6 +382,14 @@ class SlurmConfig(_Section, frozen=True):
     """If Slurm may not requeue the job (--no-requeue, or the site's rule): queue another job that follows it."""
     expedite: Literal["auto", "never"] = "auto"
     """auto: `--requeue=expedite` where Slurm offers it. After a lost node the job then starts before all others."""
+    modules: tuple[str, ...] = ()
+    """What each node loads by `module load` before its ranks start, in this order (Lmod or Environment Modules)."""
+    python: str | None = None
+    """The ranks' Python: a virtual or conda environment, by its directory or by conda's name for it. It needs this
+    version of verl-slurm and what the ranks import. null: the environment that submits."""
+    setup: tuple[str, ...] = ()
+    """Commands that bash runs on each node before its ranks start, after `modules` and `python`. Each is complete by
+    itself; one that fails ends the start. The ranks see what they export; the daemon does not."""
     container: ContainerConfig | None = None
     """null: ranks run in the environment that submits."""
 
@@ -443,6 +451,11 @@ class RunConfig(_Section, frozen=True):
     """The directory of the run, on a file system that all its nodes see."""
     seed: NonNegative = 0
     deterministic: bool = True
+    env: dict[str, str | int] = {}
+    """Variables of the ranks' environment, e.g. {NCCL_DEBUG: WARN}. They win over the node's and slurm.setup's."""
+    env_from_files: dict[str, str] = {}
+    """Secrets of the ranks' environment: a variable and the file (mode 0600) that holds its value, e.g.
+    {WANDB_API_KEY: ~/.wandb_key}. Each node reads it at each start; the value is stored nowhere."""
     trainer: GuestConfig = GuestConfig()
     verl: VerlSection = {}
     model: ModelConfig = ModelConfig()

@@ -49,6 +49,7 @@ from verl_slurm.submit.checks.preflight import (
     gpu_note,
     source_note,
 )
+from verl_slurm.submit.checks.rank_environment import check_rank_environment
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.verl import check_verl
@@ -119,11 +120,12 @@ def plan_submission(
     paths = RunPaths(config.run_dir)
     check_run_dir(paths.root)
     checked = ["configuration", "run directory"]
-    if config.slurm.container is None:
+    packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
+    if config.slurm.container is None and config.slurm.python is None:
         # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
-        packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
         # A guest brings packages of its own; torch is what saving its state needs.
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
+    checked += check_rank_environment(config, packages)
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.

@@ -29,6 +29,7 @@ from verl_slurm.base.processes import become_subreaper
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.wire.environment import STACKS_SIGNAL
 from verl_slurm.wire.framing import ranks_key
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
@@ -49,6 +50,7 @@ from verl_slurm.wire.messages import (
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
+from verl_slurm_daemon.agent.rank_environment import prepare_environment
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
 from verl_slurm_daemon.allocation.launcher import launcher_argv, launcher_env
 from verl_slurm_daemon.decide.leaving import Known
@@ -225,11 +227,15 @@ class Agent:
         write_file(ranks.directory / RANKS_KEY_NAME, key, durable=False)
         log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
         self._rank_log = log
+        environ = await self._first(prepare_environment(self._config, os.environ, log))
+        if environ is None:
+            return
+        python = python_of(self._config.slurm) or sys.executable
         # A file and no pipe: a pipe that is not read any more would stop the ranks at a print.
         with open(self._open_rank_log(log), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
-                *launcher_argv(sys.executable, self._config, self._paths, launch, ranks.directory),
-                env=launcher_env(dict(os.environ), self._config, self._paths, launch, ranks.directory),
+                *launcher_argv(python, self._config, self._paths, launch, ranks.directory),
+                env=launcher_env(environ, self._config, self._paths, launch, ranks.directory),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

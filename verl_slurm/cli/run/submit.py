@@ -161,8 +161,10 @@ def submit(
 
 
 def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
+    from verl_slurm.submit.checks.rank_environment import show_rank_environment
     from verl_slurm.submit.executor import local_command, render_script
 
+    ranks = show_rank_environment(plan.config)
     text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
     if as_json:
         render.json_value(
@@ -175,6 +177,7 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
                 "checked": _checked(plan),
                 "notes": plan.notes,
                 "script": text,
+                "rank_environment": ranks,
             }
         )
         return
@@ -186,6 +189,10 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
         render.warning(f"  good  {what}")
     render.warning(_beginning(plan))
     render.warning(f"run directory {plan.run_dir}")
+    if ranks:
+        render.warning("each node, before its ranks start:")
+        for part in ranks.split("\n"):
+            render.warning(f"  {part}")
     for part in text.rstrip("\n").split("\n"):
         render.line(part)
 

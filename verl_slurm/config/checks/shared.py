@@ -9,6 +9,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.loops import guest_complaints
+from verl_slurm.config.checks.rank_environment import rank_environment_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
@@ -73,7 +74,17 @@ def check(config: RunConfig, source: str) -> None:
 def complaints(config: RunConfig) -> list[Complaint]:
     """Yields every complaint about `config`, in the order of the sections."""
     parts: list[Callable[[RunConfig], Iterable[Complaint]]]
-    parts = [guest_complaints, _names, _shape, _times, _cadence, _partial_saves, _keys, _slurm]
+    parts = [
+        guest_complaints,
+        _names,
+        _shape,
+        _times,
+        _cadence,
+        _partial_saves,
+        _keys,
+        _slurm,
+        rank_environment_complaints,
+    ]
     if not config.trainer.is_guest:
         # A guest's own program has batch sizes, sampling and reward. The order is that of the sections.
         parts[3:3] = [data_complaints, batch_complaints, rollout_complaints, train_complaints]

@@ -21,6 +21,7 @@ from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, s
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.rank_environment import find_python
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import input_keys
 
@@ -88,7 +89,7 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
         places: what relative paths are relative to; a directory: all to this one.
 
     Raises:
-        ConfigError: a path that means two files (`relative_paths`).
+        ConfigError: a path that means two files (`relative_paths`); or no Python environment of this name.
     """
     places = places if isinstance(places, Places) else Places(places)
     path, replace = places.path, msgspec.structs.replace
@@ -114,8 +115,20 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
         program = path("trainer.command", trainer.command[0])
         trainer = replace(trainer, command=(program, *trainer.command[1:]))
     verl = _absolute_of_verl(config, places)
+    secrets = {name: path(f"env_from_files.{name}", text) for name, text in config.env_from_files.items()}
+    slurm = config.slurm
+    if slurm.python is not None:
+        slurm = replace(slurm, python=find_python(slurm.python, places))
     return replace(
-        config, trainer=trainer, verl=verl, model=model, data=data, checkpoint=checkpoint, run_dir=run_dir
+        config,
+        env_from_files=secrets,
+        trainer=trainer,
+        verl=verl,
+        model=model,
+        data=data,
+        checkpoint=checkpoint,
+        slurm=slurm,
+        run_dir=run_dir,
     )
 
 

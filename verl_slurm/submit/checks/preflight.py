@@ -405,7 +405,7 @@ def gpu_note(config: RunConfig, cluster: Cluster, *, signs: Sequence[Path] = _SI
         return None
     try:
         # From its metadata: the command line does not import torch.
-        torch = version("torch")
+        torch = version("torch") if config.slurm.python is None else ""  # another Python's is not known here
     except PackageNotFoundError:
         torch = ""
     no_driver = not any(sign.exists() for sign in signs)
