@@ -15,7 +15,8 @@ import pytest
 from verl_slurm_daemon.lead.hooks import Hooks, hooks_of, sentence
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import HooksConfig, RunConfig
+from verl_slurm.config.hooks import HooksConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from verl_slurm.config.checks import Complaint
-from verl_slurm.config.schema import HOOKS, HooksConfig
+from verl_slurm.config.hooks import HOOKS, HooksConfig
 
 __all__ = ["hook_complaints"]
 

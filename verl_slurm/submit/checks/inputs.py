@@ -16,10 +16,11 @@ import verl_slurm
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.config.hooks import HOOKS, HooksConfig
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
 from verl_slurm.config.roles import data_root
-from verl_slurm.config.schema import BUILTIN, HOOKS, HooksConfig, RunConfig
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.checks.rank_environment import find_python
 from verl_slurm.submit.relative_paths import Places

@@ -30,7 +30,8 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
-from verl_slurm.config.schema import BUILTIN, HOOKS, RunConfig
+from verl_slurm.config.hooks import HOOKS
+from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
