@@ -33,6 +33,7 @@ _FREE_SECTIONS = (
     "checkpoint.",
     "train.eval_",
     "env.",
+    "hooks.",
     "env_from_files.",
 )
 _FREE_KEYS = {"rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}

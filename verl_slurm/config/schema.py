@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from verl_slurm.config.hooks import HooksConfig
 from verl_slurm.config.tiers import TierConfig
 
 __all__ = [
@@ -467,6 +468,7 @@ class RunConfig(_Section, frozen=True):
     slurm: SlurmConfig = SlurmConfig()
     daemon: DaemonConfig = DaemonConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    hooks: HooksConfig = HooksConfig()
     tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
     """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive."""
     tiers_every_min: Positive = 15

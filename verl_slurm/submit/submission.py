@@ -37,6 +37,7 @@ from verl_slurm.submit.checks.deadlines import check_deadlines
 from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before, check_guest
 from verl_slurm.submit.checks.model_families import check_family
 from verl_slurm.submit.checks.preflight import (
+    check_hooks,
     check_inputs,
     check_keys,
     check_metrics_port,
@@ -126,6 +127,7 @@ def plan_submission(
         # A guest brings packages of its own; torch is what saving its state needs.
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
     checked += check_rank_environment(config, packages)
+    checked += check_hooks(config)
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.

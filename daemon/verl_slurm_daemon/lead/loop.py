@@ -49,6 +49,7 @@ from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import State
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
+from verl_slurm_daemon.lead.hooks import Hooks
 from verl_slurm_daemon.lead.start import PAUSES_S, SIGNALS, prepare, say_again, start_failed
 from verl_slurm_daemon.processes import bury_orphans, listen
 
@@ -91,6 +92,7 @@ class Lead:
         self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
         self._status_due = 0.0
         self._outages = Outages()
+        self._hooks: Hooks | None = None
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
             from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, for a port
@@ -116,6 +118,7 @@ class Lead:
         epoch = 0 if mine is None else mine.epoch  # 0 owns nothing
         job_id = self._allocation.job_id
         journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
+        self._hooks = Hooks(self._paths, self._config, lambda text: journal.write(ev.Warned("hooks", text)))
         effects = Effects(
             self._paths, self._config, self._allocation, journal, epoch, self._events.put_nowait
         )
@@ -130,7 +133,11 @@ class Lead:
             if self._metrics is not None:
                 self._metrics.close()
         # After `close`, which ends what a next attempt would meet: the mover, the scrub, the port and lead.json.
+        if code is ExitCode.REQUEUED:
+            # Before Slurm is told when to start again: that counts from the end of this job's processes.
+            await self._hooks.drain(requeued=True)
         await self._end(mine, journal, code, reason, clean=effects.left_clean)
+        await self._hooks.drain()
         return code
 
     async def _take_run(self) -> Epoch | None:
@@ -216,6 +223,8 @@ class Lead:
     def _journaled(self, event: ev.Event) -> None:
         if self._metrics is not None:
             self._metrics.journaled(event)
+        if self._hooks is not None:
+            self._hooks.hear(event)
         status = self._status
         if isinstance(event, ev.Restart):  # it may have gone back: then so has the run
             status.last_checkpoint = event.resume or ""

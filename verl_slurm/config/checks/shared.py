@@ -8,6 +8,7 @@ from pathlib import Path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.checks import Complaint
+from verl_slurm.config.checks.hooks import hook_complaints
 from verl_slurm.config.checks.loops import guest_complaints
 from verl_slurm.config.checks.rank_environment import rank_environment_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
@@ -90,6 +91,7 @@ def complaints(config: RunConfig) -> list[Complaint]:
         parts[3:3] = [data_complaints, batch_complaints, rollout_complaints, train_complaints]
     found = [complaint for part in parts for complaint in part(config)]
     found += observability_complaints(config.observability)
+    found += hook_complaints(config.hooks)
     return [*found, *tier_complaints(config.tiers)]
 
 

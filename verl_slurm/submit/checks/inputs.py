@@ -16,6 +16,7 @@ import verl_slurm
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.config.hooks import HOOKS, HooksConfig
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
 from verl_slurm.config.roles import data_root
@@ -116,12 +117,14 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
         trainer = replace(trainer, command=(program, *trainer.command[1:]))
     verl = _absolute_of_verl(config, places)
     secrets = {name: path(f"env_from_files.{name}", text) for name, text in config.env_from_files.items()}
+    hooks = _absolute_of_hooks(config.hooks, places)
     slurm = config.slurm
     if slurm.python is not None:
         slurm = replace(slurm, python=find_python(slurm.python, places))
     return replace(
         config,
         env_from_files=secrets,
+        hooks=hooks,
         trainer=trainer,
         verl=verl,
         model=model,
@@ -130,6 +133,18 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
         slurm=slurm,
         run_dir=run_dir,
     )
+
+
+def _absolute_of_hooks(hooks: HooksConfig, places: Places) -> HooksConfig:
+    changed: dict[str, object] = {}
+    for hook in HOOKS:
+        argv = getattr(hooks, hook)
+        # A word without a slash is looked for in PATH, as a shell does.
+        if argv and "/" in argv[0]:
+            changed[hook] = (places.path(f"hooks.{hook}", argv[0]), *argv[1:])
+    if hooks.webhook_token_file is not None:
+        changed["webhook_token_file"] = places.path("hooks.webhook_token_file", hooks.webhook_token_file)
+    return msgspec.structs.replace(hooks, **changed)
 
 
 def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:

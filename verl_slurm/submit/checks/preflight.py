@@ -23,13 +23,14 @@ from verl_slurm.base.errors import (
     SlurmMissing,
     SlurmRefused,
 )
-from verl_slurm.base.files import require_safe_way, unsafe_on_the_way
+from verl_slurm.base.files import read_private, require_safe_way, unsafe_on_the_way
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
+from verl_slurm.config.hooks import HOOKS
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
@@ -42,6 +43,7 @@ from verl_slurm.wire.http import read_token
 
 __all__ = [
     "SlurmSays",
+    "check_hooks",
     "check_inputs",
     "check_keys",
     "check_metrics_port",
@@ -133,6 +135,32 @@ def check_metrics_port(config: RunConfig) -> str | None:
         f"observability.metrics_host {wanted.metrics_host}: the whole network reaches the metrics of this run; the "
         "token keeps others out, and travels in the clear"
     )
+
+
+def check_hooks(config: RunConfig) -> list[str]:
+    """Checks that the programs of `hooks` are there, and the token is private; returns what was checked.
+
+    Raises:
+        ConfigError, PermissionRefused: they are not.
+    """
+    hooks = config.hooks
+    given = {hook: getattr(hooks, hook)[0] for hook in HOOKS if getattr(hooks, hook)}
+    for hook, program in given.items():
+        if shutil.which(program) is None:
+            raise ConfigError(
+                "a hook cannot be run",
+                where=f"hooks.{hook}",
+                found=f"no program {program}",
+                remedy="give the path of an executable file (chmod +x), with its arguments as further words",
+            )
+    if hooks.webhook_token_file is not None:
+        try:
+            read_private(Path(hooks.webhook_token_file))
+        except OSError as error:
+            where, found = "hooks.webhook_token_file", f"{hooks.webhook_token_file}: {error.strerror}"
+            raise ConfigError("the webhook's token cannot be read", where=where, found=found) from None
+    told = [*given, *(["webhook"] if hooks.webhook else [])]
+    return [f"hooks {', '.join(told)}"] if told else []
 
 
 def check_resume_from(config: RunConfig) -> None:
