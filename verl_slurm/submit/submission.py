@@ -1,7 +1,9 @@
 """A submission, in order: check everything, make, queue. A failure leaves nothing half-made.
 
-``` plan_submission   config → paths → run directory → model, data → Slurm → an existing run; makes nothing carry_out
-built-ins → fingerprint → RUN/, run.yaml → sbatch → `submitted`; undone on failure ```
+* `plan_submission` checks, in this order: config, paths, run directory, model and data, Slurm, an existing run. It
+  makes nothing.
+* `carry_out` makes built-ins, the fingerprint, RUN/ and run.yaml, and queues the job by sbatch. On a failure all of it
+  is undone.
 """
 
 import fcntl

@@ -22,7 +22,8 @@ from verl_slurm.runtime_state.ledger import load
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import read_whole
 
-pytestmark = [pytest.mark.torch, pytest.mark.long]
+# The first test waits for all runs: two minutes alone, six beside the other lanes.
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(1200)]
 
 WORKER = Path(__file__).with_name("shapes_worker.py")
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -113,7 +114,7 @@ def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) 
         (root / f"{name}.py").write_text(COUNTING)
     argv = [sys.executable, str(WORKER), str(tiny), str(sums_root), str(root), json.dumps(PLAN)]
     environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=560, check=False)
+    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=1160, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return root
 
