@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -189,9 +190,22 @@ def test_a_server_that_refuses_or_sends_elsewhere_is_told_without_the_address(
     assert len(server.got) == 1
 
 
-def test_a_server_that_is_away_is_told(tmp_path: Path, server: Server) -> None:
-    port = server.server_port
-    server.socket.close()
-    (problem,), _ = tell(tmp_path, GOOD, webhook=f"http://127.0.0.1:{port}/secret")
+@pytest.mark.parametrize("how", ["nobody listens", "hangs up"])
+def test_a_server_that_does_not_answer_is_told_without_the_address(tmp_path: Path, how: str) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+
+        def hang_up() -> None:
+            connection, _ = listener.accept()
+            connection.close()
+
+        thread = threading.Thread(target=hang_up)
+        if how == "hangs up":
+            listener.listen()
+            thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/secret"
+        (problem,), _ = tell(tmp_path, GOOD, webhook=url)
+        if how == "hangs up":
+            thread.join()
     assert "127.0.0.1 does not answer" in problem
     assert "secret" not in problem

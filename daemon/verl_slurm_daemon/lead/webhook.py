@@ -4,7 +4,7 @@ A process of its own: DNS and TLS block for as long as they like, and their libr
 """
 
 import sys
-from http.client import HTTPMessage
+from http.client import HTTPException, HTTPMessage
 from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.error import HTTPError, URLError
@@ -45,18 +45,29 @@ def main() -> int:
         if post.token_file is not None:
             headers["Authorization"] = f"Bearer {read_private(Path(post.token_file)).decode().strip()}"
         request = Request(post.url, post.body.encode(), headers, method="POST")  # noqa: S310 - http(s), by the config's check
-        with build_opener(_NoRedirect).open(request, timeout=post.timeout_s):
-            return 0
-    except HTTPError as error:
-        problem = f"{urlsplit(post.url).hostname} answered {error.code}"
-    except URLError as error:
-        problem = f"{urlsplit(post.url).hostname} does not answer: {error.reason}"
+        problem = _send(request, post.timeout_s)
     except VerlSlurmError as error:
         problem = error.one_line()
     except (OSError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}"
+    if not problem:
+        return 0
     sys.stderr.write(f"{problem}\n")
     return 1
+
+
+def _send(request: Request, timeout_s: float) -> str:
+    host = urlsplit(request.full_url).hostname
+    try:
+        with build_opener(_NoRedirect).open(request, timeout=timeout_s):
+            return ""
+    except HTTPError as error:
+        return f"{host} answered {error.code}"
+    except URLError as error:
+        return f"{host} does not answer: {error.reason}"
+    # Of an answer that ends in its middle: urllib wraps the errors of connecting alone.
+    except (OSError, HTTPException) as error:
+        return f"{host} does not answer: {type(error).__name__}"
 
 
 if __name__ == "__main__":
