@@ -15,6 +15,7 @@ import pytest
 from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
 from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.base.processes import KnownProcess, known
+from verl_slurm.devcluster import cluster as cluster_module
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
@@ -264,3 +265,13 @@ def _whole_story(cluster: DevCluster, home: Path) -> None:
         left = cluster.stop().left
     assert not left
     assert list_members(cluster.directory, cluster.slurm_conf) == []
+
+
+def test_a_daemon_that_never_goes_to_the_background_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_module, "_START_S", 0.2)
+    cluster = DevCluster(tmp_path)
+    (tmp_path / "log").mkdir()
+    with pytest.raises(SlurmRefused, match="sleep"):
+        cluster._spawn(["sleep", "600"], tmp_path / "pid", tmp_path / "log" / "slurmctld.log")

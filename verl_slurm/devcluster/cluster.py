@@ -219,16 +219,19 @@ class DevCluster:
         # The file of a former daemon would count as this one's.
         pid_file.unlink(missing_ok=True)
         with open(self.directory / "log" / "start.log", "ab") as output:
-            done = subprocess.run(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=self._daemon_env(),
-                cwd=self.directory,
-                timeout=_START_S,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=self._daemon_env(),
+                    cwd=self.directory,
+                    timeout=_START_S,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired:
+                raise self._did_not_start(Path(argv[0]).name, log) from None
         deadline = time.monotonic() + _START_S
         while done.returncode == 0 and time.monotonic() < deadline:
             # the background process writes the pid file shortly after the foreground one has ended

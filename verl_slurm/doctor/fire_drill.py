@@ -16,6 +16,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -95,8 +96,10 @@ async def fire_drill(
         record = _record(directory, nodes, how, kill_wait_s, warned, ended)
         return [*judge_nodes(_reports(directory, nodes)), *judge_drill(record)]
     finally:
-        # The drill's processes outlive every signal but KILL, and look for this file.
-        (directory / "over").touch()
+        # The drill's processes outlive every signal but KILL, and look for this file. Where storage is gone, the jobs
+        # are ended all the same.
+        with suppress(OSError):
+            (directory / "over").touch()
         for number in jobs:
             # Also the requeued job, which would run again.
             await _end(client, number)
