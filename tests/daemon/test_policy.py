@@ -345,6 +345,32 @@ def test_a_periodic_save_read_back_late_does_not_end_the_wait_for_the_emergency_
     assert story.model.state is State.CHECKING
 
 
+def test_a_node_that_its_cloud_takes_back_is_left_with_a_save_and_avoided() -> None:
+    story = training()
+    (note, request) = story.then(inputs.Reclaimed("node2", "AWS will terminate it", 110.0))
+    assert isinstance(note, act.Note)
+    assert note.event == make_event(
+        "cause", cause="reclaimed", evidence="node node2: AWS will terminate it", seconds_left=110.0
+    )
+    assert request == act.SaveRequest(request_id=1, stop=True, seconds_left=110.0)
+    story.then(saved(1))
+    assert act.Requeue(("node2",)) in story.then(inputs.Verified(SAVED, True, ""))
+
+
+def test_of_two_nodes_that_go_the_earlier_end_is_the_deadline_and_both_are_avoided() -> None:
+    story = training()
+    story.then(inputs.Reclaimed("node2", "AWS", 110.0))
+    assert story.then(inputs.Reclaimed("node1", "AWS", 20.0)) == [act.ArmDeadline(20.0)]
+    assert act.Requeue(("node2", "node1")) in story.then(inputs.SaveDeadline())
+
+
+def test_a_cancelled_run_is_not_revived_by_a_node_that_goes() -> None:
+    story = training()
+    story.then(cause("cancel"))
+    story.then(inputs.Reclaimed("node2", "AWS", 110.0))
+    assert story.model.intent is Intent.CANCELLED
+
+
 def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
     story = Story(inputs.Ready(2))
     assert kinds(story.then(cause("preemption"))) == [act.Requeue, act.TakeDown]
@@ -604,6 +630,7 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
     """All reachable models within four events: `decide` raises where a transition is not in the table."""
     alphabet: list[inputs.Input] = [
         inputs.SignalArrived("SIGTERM", "lead"),
+        inputs.Reclaimed("node2", "as announced", 100.0),
         *(cause(kind) for kind in get_args(CauseKind)),
         progress(),
         saved(1),

@@ -410,6 +410,9 @@ class DaemonConfig(_Section, frozen=True):
     """Restarts in place after a node's agent was lost while Slurm still had the node, counted in the same way."""
     avoid_node_s: NonNegative = 3600
     """A requeued job avoids a node that alone caused such failures for this long. 0: it may return at once."""
+    spot_notices: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
+    """Ask the cloud's metadata service whether it takes the node back, and save and requeue before. auto: where the
+    node's firmware says that it is such a cloud's."""
     hang_factor: Annotated[float, msgspec.Meta(ge=2.0)] = 5.0
     """A rank counts as hung after this many times the longest interval that any rank needed between two safe points."""
     hang_floor_s: PositiveFloat = 300.0

@@ -55,6 +55,7 @@ CauseKind = Literal[
     "cancel",
     "requeued",
     "node_lost",
+    "reclaimed",
     "suspended",
     "none",
     "unknown",
@@ -71,7 +72,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job
     requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or reports something that fits nothing. `failed`:
     Slurm ends the job because something broke (a node of one that it may not requeue), and it will not run again by
-    itself."""
+    itself. `reclaimed`: the cloud takes a node back, which an agent reports, never Slurm."""
     evidence: str
     deadline: datetime | None = None
     """Time at which Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or the
@@ -80,7 +81,15 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ends_job(self) -> bool:
         """Returns whether this attempt ends soon, whatever we do."""
-        return self.kind in {"preemption", "time_limit", "failed", "cancel", "requeued", "node_lost"}
+        return self.kind in {
+            "preemption",
+            "time_limit",
+            "failed",
+            "cancel",
+            "requeued",
+            "node_lost",
+            "reclaimed",
+        }
 
 
 def decide_cause(

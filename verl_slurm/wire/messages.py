@@ -26,6 +26,8 @@ rank  → lead   SaveStarted, PartSaved, Saved or SaveFailed, Stopped (from ever
    or the end of training:
 rank  → lead   Finished (every rank)
                or, where no start could help: Refused(exit_code, reason)
+   or, at any time, of a node that its cloud takes back:
+agent → lead   SpotNoticeSeen(node, seconds_left)        → as a preemption
    or silence:
 lead  → agent  DumpStacks                               → STACKS_SIGNAL to its ranks, who write them into their log
 agent → lead   StacksWritten
@@ -71,6 +73,7 @@ __all__ = [
     "SavedOnNodes",
     "Shutdown",
     "SignalSeen",
+    "SpotNoticeSeen",
     "StacksWritten",
     "Stopped",
     "StoreAnswer",
@@ -160,6 +163,14 @@ class SignalSeen(_Message, frozen=True, kw_only=True):
 
     node: str
     signal: int
+
+
+class SpotNoticeSeen(_Message, frozen=True, kw_only=True):
+    """Reports that the cloud takes this node back."""
+
+    node: str
+    evidence: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    seconds_left: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class StacksWritten(_Message, frozen=True, kw_only=True):
@@ -376,4 +387,4 @@ FromRank = (
     | Stopped
     | Finished
 )
-FromAgent = AgentReady | SignalSeen | StacksWritten | NodeExited | FromStoreClient | FromRank
+FromAgent = AgentReady | SignalSeen | SpotNoticeSeen | StacksWritten | NodeExited | FromStoreClient | FromRank

@@ -43,6 +43,7 @@ from verl_slurm.wire.messages import (
     SaveRequest,
     Shutdown,
     SignalSeen,
+    SpotNoticeSeen,
     StacksWritten,
     StoreAnswer,
     ToAgent,
@@ -244,6 +245,8 @@ class Agent:
                 preexec_fn=child_setup,
             )
         self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
+        # Not before: it uses a thread, and the launcher has to be forked by a process that has one.
+        self._tasks.append(asyncio.create_task(self._watch_the_cloud(link)))
         # ---- wait for the ranks' end; after a shutdown or a lost link, `_leave` kills them
         exit_code = await self._first(launcher.wait())
         if exit_code is None:
@@ -255,6 +258,23 @@ class Agent:
         link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
+
+    async def _watch_the_cloud(self, link: LeadLink) -> None:
+        """Tells the lead once if the cloud takes this node back."""
+        # Outside Slurm the next attempt begins on the same machine, and would hear the same again.
+        wanted = self._config.daemon.spot_notices
+        if wanted == "none" or "SLURM_JOB_ID" not in os.environ:
+            return
+        from verl_slurm_daemon.agent import spot_notice  # HTTP, which other nodes need not load
+
+        cloud = spot_notice.find_cloud() if wanted == "auto" else wanted
+        if not cloud:
+            return
+        notice = await spot_notice.wait_for_notice(
+            cloud, lambda problem: self._log.say("spot_notices", cloud=cloud, problem=problem)
+        )
+        self._log.say("spot_notices", loud=True, evidence=notice.evidence, seconds_left=notice.seconds_left)
+        link.send(SpotNoticeSeen(node=self._node, evidence=notice.evidence, seconds_left=notice.seconds_left))
 
     async def _first(self, wanted: Coroutine[Any, Any, T]) -> T | None:
         """Returns the result of `wanted`, or None if a shutdown or the loss of the lead comes first."""

@@ -19,6 +19,7 @@ __all__ = [
     "Over",
     "RankSaid",
     "Ready",
+    "Reclaimed",
     "RequeueAnswered",
     "RunLost",
     "SaveDeadline",
@@ -81,6 +82,14 @@ class CauseKnown(_Event, frozen=True):
     evidence: str
     seconds_left: float | None
     """Seconds until the job is killed; None: Slurm gives no deadline."""
+
+
+class Reclaimed(_Event, frozen=True):
+    """The cloud takes a node back."""
+
+    node: str
+    evidence: str
+    seconds_left: float
 
 
 class RankSaid(_Event, frozen=True):
@@ -166,6 +175,7 @@ Input = (
     | StartFailed
     | SignalArrived
     | CauseKnown
+    | Reclaimed
     | RankSaid
     | NodeFailed
     | StrangerFound

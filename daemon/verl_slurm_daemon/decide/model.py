@@ -68,6 +68,8 @@ class Model(msgspec.Struct, frozen=True):
     intent: Intent | None = None
     cause: str = ""
     asking: bool = False
+    reclaimed: tuple[str, ...] = ()
+    """Nodes that their cloud takes back."""
     ask_again: str = ""
     """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
     started: bool = False

@@ -79,6 +79,9 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_signal(model, signal, where)
         case inputs.CauseKnown():
             return _on_cause(msgspec.structs.replace(model, asking=False), event)
+        case inputs.Reclaimed(node, evidence, left):
+            model = msgspec.structs.replace(model, reclaimed=(*model.reclaimed, node))
+            return _act_on_cause(model, inputs.CauseKnown("reclaimed", f"node {node}: {evidence}", left))
         case inputs.RankSaid(message):
             return _on_rank(model, message)
         case inputs.NodeFailed(node, detail, lost):
@@ -209,7 +212,7 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         # The ranks stand still with the job, so they could not save.
         case "suspended":
             return Decision(model, (note,))
-        case "preemption" | "time_limit" | "failed" | "operator_requeue":
+        case "preemption" | "time_limit" | "failed" | "operator_requeue" | "reclaimed":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
         # This replaces an intent to requeue (rule 1). It is saved all the same: the user may submit the run again.
         case "cancel":
@@ -458,7 +461,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
         # Asked for before the ranks are gone: taking them down may use up the time that Slurm leaves.
-        actions.append(act.Requeue(suspects(model.failed), model.delay_s))
+        actions.append(act.Requeue((*suspects(model.failed), *model.reclaimed), model.delay_s))
     if not model.step_gone:
         actions.append(act.TakeDown())
     after = msgspec.structs.replace(model, state=State.LEAVING)

@@ -39,6 +39,7 @@ from verl_slurm.wire.messages import (
     NodeExited,
     Shutdown,
     SignalSeen,
+    SpotNoticeSeen,
     StacksWritten,
     StoreAnswer,
     StoreCall,
@@ -355,6 +356,8 @@ class Effects:
                     # after.
                     self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
                     link.send(StoreAnswer(call=message.call, outcome="ok"))
+                case SpotNoticeSeen():
+                    self._post(inputs.Reclaimed(message.node, message.evidence, message.seconds_left))
                 case StacksWritten():
                     self._stacks.put_nowait(message)
                 case _:

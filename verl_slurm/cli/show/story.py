@@ -34,6 +34,7 @@ _PLAIN = {
     "time_limit": "the job's time is nearly up",
     "cancel": "the job was cancelled",
     "requeued": "somebody requeued the job in Slurm",
+    "reclaimed": "the cloud takes a node back",
     "operator": "an operator asked for a save",
     "operator_requeue": "an operator asked for a requeue",
 }

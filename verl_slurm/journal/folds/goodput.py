@@ -30,6 +30,7 @@ RESTART_CAUSES = (
     "preemption",
     "time_limit",
     "node_lost",
+    "reclaimed",
     "requeued",
     "crash",
     "hang",
