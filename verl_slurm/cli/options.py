@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,15 +15,30 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import example, examples
 
-__all__ = ["CONFIG", "PLACE", "RUN", "Number", "Whole", "exits", "json_option", "key_option"]
+__all__ = [
+    "CONFIG",
+    "KEY",
+    "KEY_VALUE",
+    "PLACE",
+    "RUN",
+    "Number",
+    "Whole",
+    "exits",
+    "json_option",
+    "key_option",
+]
+
+_MOST_OFFERED = 200
+_KINDS = frozenset({"text", "number", "map", "section"})
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
     _RunParam = click.ParamType[RunPaths]
     _ConfigParam = click.ParamType[Path]
+    _WordParam = click.ParamType[str]
 else:  # generic at run time in newer releases of click only
-    _RunParam = _ConfigParam = click.ParamType
+    _RunParam = _ConfigParam = _WordParam = click.ParamType
 
 
 class _RunType(_RunParam):
@@ -38,6 +54,16 @@ class _RunType(_RunParam):
         if not value:  # an unset variable of a script would be the working directory
             self.fail("an empty word is no run.", param, ctx)
         return require_run(RunPaths(Path(value).resolve()))
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        # A run directory is looked for where the word points, and in runs/, where submit makes them.
+        places = [f"{incomplete}*", *([] if "/" in incomplete else [f"runs/{incomplete}*"])]
+        found = sorted(place for pattern in places for place in glob(f"{pattern}/run.yaml"))[:_MOST_OFFERED]
+        return [CompletionItem(str(Path(place).parent)) for place in found] or [
+            CompletionItem(incomplete, type="dir")
+        ]
 
 
 class _ConfigType(_ConfigParam):
@@ -65,7 +91,48 @@ class _ConfigType(_ConfigParam):
         return names or [CompletionItem(incomplete, type="file")]
 
 
+class _KeyType(_WordParam):
+    """A key of a configuration, e.g. `train.steps`; or with its value, `train.steps=50`."""
+
+    name = "key"
+
+    def __init__(self, *, with_value: bool) -> None:
+        self._with_value = with_value
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return str(value)
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        from verl_slurm.config.explain import all_keys
+
+        name, equals, begun = incomplete.partition("=")
+        prefix = f"{name}="
+        before = ctx.params.get(param.name or "")
+        # bash takes `=` for a word of its own, and asks for what follows it alone.
+        if isinstance(before, tuple) and (incomplete == "=" or before[-1:] == ("=",)):
+            equals, begun, prefix = "=", incomplete.removeprefix("="), ""
+            name = before[-1] if incomplete == "=" else before[-2]
+        if not equals:
+            ending = "=" if self._with_value else ""
+            return [
+                CompletionItem(key.key + ending, help=key.type)
+                for key in all_keys()
+                if key.key.startswith(name) and "[]" not in key.key
+            ]
+        # Only words that stand for themselves: `text` and `whole number` name a kind of value.
+        words = [word for key in all_keys() if key.key == name for word in key.type.split(" | ")]
+        return [
+            CompletionItem(prefix + word)
+            for word in words
+            if word.startswith(begun) and " " not in word and word not in _KINDS
+        ]
+
+
 CONFIG = _ConfigType()
+KEY = _KeyType(with_value=False)
+KEY_VALUE = _KeyType(with_value=True)
 RUN = _RunType()
 # click's own check of permissions would end with a usage error; ours names the cause, with its own exit code.
 PLACE = click.Path(path_type=Path, readable=False)

@@ -8,7 +8,7 @@ import click
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.options import KEY_VALUE, PLACE, exits, json_option
 from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _COLOURS = {"whole": "green", "adopted": "green", "there": "green", "BROKEN": "r
 )
 @click.argument("directory", type=PLACE, metavar="DIR")
 @click.argument("run", type=PLACE, required=False, metavar="[RUN]")
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--all", "take_all", is_flag=True, help="Take whole steps, too, that the run's retention would drop."
 )

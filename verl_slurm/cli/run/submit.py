@@ -11,7 +11,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import CONFIG, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 
@@ -51,7 +51,7 @@ class _WithVerlWords(click.Command):
     + "\n\nWith --wait: the run's own exit code.",
 )
 @click.argument("config", type=CONFIG)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
+@click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
 @click.option(
     "--cluster",
     type=click.Choice(["auto", "slurm", "local"]),

@@ -8,15 +8,15 @@ import msgspec
 
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.options import KEY, PLACE, exits, json_option
 from verl_slurm.cli.show import render
 
 __all__ = ["config", "init"]
 
 
 @click.command(epilog=exits(ExitCode.CONFIG))
-@click.argument("names", metavar="[KEY|SECTION]...", nargs=-1)
-@click.option("--explain", "explained", metavar="KEY", multiple=True, help="The same as naming it.")
+@click.argument("names", type=KEY, metavar="[KEY|SECTION]...", nargs=-1)
+@click.option("--explain", "explained", type=KEY, metavar="KEY", multiple=True, help="The same as naming it.")
 @json_option
 def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) -> int:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.

@@ -8,7 +8,7 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import CONFIG, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.journal.events import Event
@@ -34,7 +34,7 @@ def _on_a_gpu() -> list[str]:
 
 
 @click.command(epilog=exits(ExitCode.PERMISSION, ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
-@click.argument("words", nargs=-1, metavar="[KEY=VALUE]...")
+@click.argument("words", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @click.option(
     "--config",
     type=CONFIG,
