@@ -84,9 +84,9 @@ test: setup prometheus ## the tests, the real-Slurm ones included (12 minutes)
 
 test-all: test test-long ## all tests: also the long ones, verl, vLLM, power cuts on real file systems, a real S3 server
 
-# The longest first: the others follow beside it.
+# The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
 test-long: setup
-	@$(MAKE) --no-print-directory -k -j2 test-long-slurm test-long-rest test-verl test-vllm test-s3
+	@$(MAKE) --no-print-directory -k -j3 test-long-slurm test-long-rest test-verl test-vllm test-s3
 
 PYTEST = -m pytest -p no:cacheprovider
 # A lane: its marks, and what each of its lines begins with.
@@ -139,7 +139,7 @@ test-slurm-versions: setup ## the table of causes on Slurm 24.11, as root (half 
 	$(BIN)/python -m tests.slurm_versions --suite $(or $(SUITE),trixie) -- $(TESTS)
 
 soak: setup ## minutes to hours: hundreds of preemptions in a row, rivals, leaks; make soak N=200 TESTS=tests/hostile
-	VERL_SLURM_SOAK=$(or $(N),200) $(BIN)/python -m pytest -p no:cacheprovider -q -s -m soak $(or $(TESTS),tests)
+	VERL_SLURM_SOAK=$(or $(N),200) $(or $(wildcard $(VERL)/bin/python),$(BIN)/python) -m pytest -p no:cacheprovider -q -s -m soak $(or $(TESTS),tests)
 
 fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED=... the same ones again; and for the metrics port
 	$(BIN)/python -m tests.fuzz --inputs $(or $(N),1000000) $(if $(SEED),--seed $(SEED))

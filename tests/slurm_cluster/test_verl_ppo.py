@@ -97,6 +97,7 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finis
     assert _steps(grpo) == [1, 2, 3, 4], "each step once: none was trained twice, and none left out"
 
 
+@pytest.mark.soak
 def test_a_step_that_is_too_long_is_not_waited_for_and_the_last_verified_one_counts(
     grpo: LiveRun, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +136,7 @@ def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo
     assert grpo.facts().restarts == 0
 
 
+@pytest.mark.soak
 def test_a_driver_that_hangs_is_seen_by_its_pace(grpo: LiveRun) -> None:
     patience = ["daemon.hang_floor_s=15", "daemon.hang_factor=2"]
     grpo.argv += [*patience, "checkpoint.every_steps=50", "verl.trainer.total_training_steps=100"]
