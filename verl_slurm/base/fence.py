@@ -27,7 +27,7 @@ from verl_slurm.base.files import create_file, private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 
-__all__ = ["Epoch", "read_epoch", "require_epoch", "take_epoch"]
+__all__ = ["Epoch", "read_copy", "read_epoch", "require_epoch", "take_epoch"]
 
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
@@ -57,7 +57,7 @@ def read_epoch(paths: RunPaths) -> Epoch | None:
     """
     # The copy is a place to start from and no more: a winner that slept may have written an older number over a newer
     # one. The claims above it decide.
-    owner = _read_copy(paths)
+    owner = read_copy(paths)
     number = 1 if owner is None else owner.epoch + 1
     with suppress(FileNotFoundError):
         while True:  # once, nearly always: the copy is written right after the claim
@@ -154,7 +154,12 @@ def _sweep(paths: RunPaths, won: int) -> None:
             temp.unlink(missing_ok=True)
 
 
-def _read_copy(paths: RunPaths) -> Epoch | None:
+def read_copy(paths: RunPaths) -> Epoch | None:
+    """Returns the owner as `RUN/epoch` has it, for those who only look: it may be an older one. None: no such file.
+
+    Raises:
+        CheckpointCorrupt: the file is not what `take_epoch` writes.
+    """
     try:
         # Bounded and typed: the file may have been handed over or damaged.
         return decode_json(read_regular(paths.epoch, SMALL), Epoch, SMALL, doubles=False)

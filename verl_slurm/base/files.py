@@ -24,13 +24,16 @@ __all__ = [
     "create_file",
     "fsync_path",
     "make_private",
+    "open_log",
     "open_new",
+    "open_to_group",
     "private_dir",
     "read_private",
     "rename",
     "require_own",
     "require_safe_folder",
     "require_safe_way",
+    "share_output",
     "unsafe_on_the_way",
     "write_file",
     "write_new",
@@ -38,11 +41,17 @@ __all__ = [
 
 _MAX_PRIVATE = 1 << 20
 """Bytes of a key, an address or a plan: some KB."""
+_SHARED = 0o2750
+"""Mode of a directory of ours that is open to a group (`open_to_group`). The set-group-ID bit tells it from one that is
+open by accident, and gives the group to the files in it."""
+_GROUP_READS = 0o040
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 def private_dir(path: Path) -> Path:
-    """Makes `path` (and its parents) durably and requires mode 0700 and our own uid; refuses a foreign owner."""
+    """Makes `path` (and its parents) durably and requires our own uid and mode 0700 (or what `open_to_group` gave it);
+    refuses a foreign owner.
+    """
     # Noted before mkdir: afterwards nothing tells which names are new and have to be made durable.
     made = [folder for folder in (path, *path.parents) if not folder.exists()]
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -59,7 +68,7 @@ def private_dir(path: Path) -> Path:
                 expected=f"uid {os.geteuid()}",
                 remedy="choose another run directory",
             )
-        if stat.S_IMODE(info.st_mode) & 0o077:
+        if stat.S_IMODE(info.st_mode) & 0o077 and stat.S_IMODE(info.st_mode) != _SHARED:
             # Ours and too open: tightened. Somebody else's is refused above, because its owner can open it again.
             os.fchmod(fd, 0o700)
     finally:
@@ -69,6 +78,80 @@ def private_dir(path: Path) -> Path:
         with suppress(PermissionError):  # we may have the right to write and not to read
             fsync_path(folder.parent)
     return path
+
+
+def open_to_group(path: Path, gid: int | None) -> None:
+    """Lets the members of a group list a directory of ours, and read the files in it: those that are there, and those
+    that `write_file`, `append_line` and `open_log` make. None: lets nobody.
+
+    Raises:
+        OSError: the group is none of ours, or the directory is not.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if gid is None and stat.S_IMODE(os.fstat(fd).st_mode) != _SHARED:
+            return  # it never was open, and nothing in it
+        _set_group(fd, gid, 0o700 if gid is None else _SHARED)
+        for name in os.listdir(fd):
+            _set_group_of(name, fd, None if _is_private(name) else gid)
+    finally:
+        os.close(fd)
+
+
+def _is_private(name: str) -> bool:
+    # Hidden files are caches and marks. submitit's pickles lie among the logs.
+    return name.startswith(".") or name.endswith(".pkl")
+
+
+def _set_group(fd: int, gid: int | None, mode: int) -> None:
+    if gid is not None:
+        os.fchown(fd, -1, gid)
+    os.fchmod(fd, mode)
+
+
+def _set_group_of(name: str, folder: int, gid: int | None) -> None:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        fd = os.open(name, flags, dir_fd=folder)
+    except OSError:
+        return  # gone meanwhile, or a link
+    try:
+        info = os.fstat(fd)
+        if stat.S_ISREG(info.st_mode) and info.st_uid == os.geteuid():
+            _set_group(fd, gid, info.st_mode & 0o700 | (0 if gid is None else _GROUP_READS))
+    finally:
+        os.close(fd)
+
+
+def share_output(folder: Path) -> None:
+    """Opens standard output and error to the group, if they are files in this directory and it is open to one."""
+    for fd in (1, 2):
+        with suppress(OSError):
+            place = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if place.parent == folder and stat.S_ISREG(os.fstat(fd).st_mode):
+                _share(fd, place)
+
+
+def _share(fd: int, path: Path) -> None:
+    """Gives a file of ours the mode that its directory asks for. Not by `os.open`: the umask is 077."""
+    if not _is_private(path.name) and stat.S_IMODE(path.parent.stat().st_mode) == _SHARED:
+        os.fchmod(fd, 0o600 | _GROUP_READS)
+
+
+def open_log(path: Path, flags: int = 0) -> int:
+    """Opens a log of ours to append to it, made if it does not exist; returns the descriptor.
+
+    Args:
+        flags: more of them, e.g. `os.O_NONBLOCK`.
+    """
+    flags |= os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_WRONLY)
+    except FileNotFoundError:
+        fd = os.open(path, flags | os.O_WRONLY | os.O_CREAT, 0o600)
+        with suppress(OSError):  # a log that the group cannot read is better than none
+            _share(fd, path)
+        return fd
 
 
 def make_private(path: Path) -> Path:
@@ -207,7 +290,8 @@ def fsync_path(path: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
-    """Replaces `path` by `data`, 0600, atomically and durably (temp, fsync, rename, fsync of the folder).
+    """Replaces `path` by `data`, atomically and durably (temp, fsync, rename, fsync of the folder), with
+    mode 0600 or as `open_to_group` has it.
 
     Args:
         durable: False: after a power cut there may be the old content, the new one, or an empty file.
@@ -217,7 +301,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     temp = path.parent / f".{path.name}.{secrets.token_hex(4)}.tmp"
     # The bytes are synced before the name points to them. Otherwise a power cut may leave the new name with an empty
     # file.
-    write_new(temp, [data], durable=durable)
+    write_new(temp, [data], durable=durable, shared_as=path)
     try:
         os.rename(temp, path)
     except BaseException:
@@ -254,8 +338,13 @@ def open_new(path: Path | str, *, dir_fd: int | None = None) -> int:
     return os.open(path, flags, 0o600, dir_fd=dir_fd)
 
 
-def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> None:
+def write_new(
+    path: Path, blocks: Iterable[bytes], *, durable: bool = True, shared_as: Path | None = None
+) -> None:
     """Makes a file, 0600, from these blocks. Its bytes are durable on return; its name is once its folder is.
+
+    Args:
+        shared_as: the name that it gets, by which `open_to_group` may give it another mode.
 
     Raises:
         FileExistsError: the name is taken.
@@ -264,6 +353,8 @@ def write_new(path: Path, blocks: Iterable[bytes], *, durable: bool = True) -> N
     fd = open_new(path)
     try:
         try:
+            if shared_as is not None:
+                _share(fd, shared_as)
             for block in blocks:
                 view = memoryview(block)
                 while view:
@@ -327,6 +418,8 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
     fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         size = os.fstat(fd).st_size
+        if size == 0:
+            _share(fd, path)
         torn = size > 0 and os.pread(fd, 1, size - 1) != b"\n"
         data = (b"\n" if torn else b"") + line + b"\n"
         # No second write for the rest: between the two, another writer's line could get in. The half that is there is

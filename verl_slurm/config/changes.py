@@ -36,7 +36,7 @@ _FREE_SECTIONS = (
     "hooks.",
     "env_from_files.",
 )
-_FREE_KEYS = {"rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
+_FREE_KEYS = {"group", "rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 # The length of verl's training, its output, and how often it saves and validates.
 _FREE_OF_VERL = re.compile(
     r"verl\.trainer\.(total_|save_freq|test_freq|logger|project_name|experiment_name|val_)"

@@ -455,6 +455,9 @@ class RunConfig(_Section, frozen=True):
     """The directory of the run, on a file system that all its nodes see."""
     seed: NonNegative = 0
     deterministic: bool = True
+    group: str | None = None
+    """A Unix group of yours whose members may read the run's status, numbers and logs (docs/clusters.md); never its
+    checkpoints, rollouts or keys. null: nobody but you."""
     env: dict[str, str | int] = {}
     """Variables of the ranks' environment, e.g. {NCCL_DEBUG: WARN}. They win over the node's and slurm.setup's."""
     env_from_files: dict[str, str] = {}

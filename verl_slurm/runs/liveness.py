@@ -13,7 +13,7 @@ import psutil
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.fence import read_copy, read_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.journal.folds.jobs import Submission
@@ -134,7 +134,10 @@ def leads(paths: RunPaths, job: Submission) -> list[psutil.Process]:
 
 def _lead_by_hand(paths: RunPaths, job: Submission) -> psutil.Process | None:
     try:
-        owner = read_epoch(paths)
+        try:
+            owner = read_epoch(paths)
+        except PermissionError:  # of its claims: a colleague looks (`group`)
+            owner = read_copy(paths)
         if owner is None or job.job_id != owner.job_id:
             return None
         process = psutil.Process(owner.pid)

@@ -19,7 +19,7 @@ import msgspec
 
 from verl_slurm.base.bounded import FINGERPRINT, read_regular
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
-from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.files import open_to_group, private_dir, write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
@@ -36,6 +36,7 @@ from verl_slurm.journal.files import append_event
 from verl_slurm.runs.liveness import job_state, settle
 from verl_slurm.runs.record import has_begun, has_ended, last_job, require_run, steps_done
 from verl_slurm.submit.checks.deadlines import check_deadlines
+from verl_slurm.submit.checks.group import check_group, group_id
 from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before, check_guest
 from verl_slurm.submit.checks.model_families import check_family
 from verl_slurm.submit.checks.preflight import (
@@ -132,6 +133,8 @@ def plan_submission(
     checked += check_hooks(config)
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
+    good, unreachable = check_group(config)
+    checked += good
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
     if config.trainer.is_guest:
         checked += check_guest(config)
@@ -152,6 +155,7 @@ def plan_submission(
         check_keys(config, chosen),
         gpu_note(config, chosen),
         check_metrics_port(config),
+        unreachable,
         source_note(source),
     )
     notes = [*places.notes, *(text for text in (note, *asked, *notes) if text)]
@@ -249,6 +253,8 @@ def carry_out(
             undo.callback(_remove_new, paths.root, _names(paths.root))
             private_dir(paths.logs)
             private_dir(paths.control)
+            for shown in (paths.root, paths.logs):
+                open_to_group(shown, group_id(config))
             # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
             _replace(undo, paths.run_yaml, dump(config))
             # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.

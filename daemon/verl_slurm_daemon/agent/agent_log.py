@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from verl_slurm.base.files import open_log
 from verl_slurm_daemon.journal import log_line
 
 __all__ = ["AgentLog", "quiet_streams"]
@@ -83,8 +84,7 @@ class AgentLog:
     def _write(self, data: bytes) -> None:
         try:
             if self._fd is None:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-                self._fd = os.open(self._path, flags, 0o600)
+                self._fd = open_log(self._path, os.O_NONBLOCK)
             data = b"\n" + data if self._torn else data
             self._torn = os.write(self._fd, data) != len(data)  # the next entry then begins a new line
         except OSError:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.files import write_file
+from verl_slurm.base.files import open_log, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import become_subreaper
 from verl_slurm.config.load import load_own
@@ -294,7 +294,7 @@ class Agent:
     def _open_rank_log(self, path: Path) -> int:
         """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""
         try:
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            return open_log(path)
         except OSError as error:
             self._log.say("no_rank_log", loud=True, error=f"{error}")
             with contextlib.suppress(OSError, ValueError):

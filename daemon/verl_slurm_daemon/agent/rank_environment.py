@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.files import read_private
+from verl_slurm.base.files import open_log, read_private
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import setup_script
 from verl_slurm_daemon.processes import child_setup, tail
@@ -74,9 +74,8 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
 
 def _output(log: Path) -> BinaryIO:
     """Opens the ranks' log for the commands; without one, what they say is dropped, and the start goes on."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
-        return open(os.open(log, flags, 0o600), "wb")
+        return open(open_log(log), "wb")
     except OSError:
         return open(os.devnull, "wb")
 

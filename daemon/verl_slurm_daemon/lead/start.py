@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.files import private_dir
+from verl_slurm.base.files import private_dir, share_output
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
@@ -77,6 +77,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         config = load_own(paths.run_yaml)
         for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
             private_dir(directory)
+        share_output(paths.logs)
         if hostfile is not None:
             hosts = read_hostfile(hostfile)
             check_hosts(hosts, config)

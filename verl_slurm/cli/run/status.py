@@ -1,5 +1,6 @@
 """`verl-slurm status`: the present state of one run and its history."""
 
+import os
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,14 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         rows.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
     if facts["reward"] is not None:
         rows.append(("reward", _reward_words(facts["reward"])))
-    rows.append(("checkpoint", _checkpoint_words(facts["checkpoint"], snapshot.get("last_checkpoint"))))
+    verified = snapshot.get("last_checkpoint")
+    hidden = run.checkpoints.exists() and not os.access(run.checkpoints, os.R_OK)
+    rows.append(
+        (
+            "checkpoint",
+            str(verified) if hidden and verified else _checkpoint_words(facts["checkpoint"], verified),
+        )
+    )
     if events:
         rows.append(("interrupted", interruption_words(facts["interruptions"])))
     if facts["last_cause"]:
@@ -135,7 +143,10 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
             # Slurm's silence hides nothing of what the run's own files say.
             state, detail = "UNKNOWN", error.one_line()
     snapshot = read_status(run)
-    newest = newest_checkpoint(run)
+    try:
+        newest = newest_checkpoint(run)
+    except PermissionError:  # a colleague looks (`group`); status.json has its name
+        newest = None
     causes = [event for event in events if isinstance(event, Cause)]
     # The newest of the three: an end is none any more once the run was submitted or started again.
     words = [event for event in events if isinstance(event, Ended | Started | Submitted)]

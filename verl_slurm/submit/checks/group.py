@@ -1,0 +1,67 @@
+"""Whether `group` is one of the user's, and whether its members would get as far as the run."""
+
+import grp
+import os
+from pathlib import Path
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.schema import RunConfig
+
+__all__ = ["check_group", "group_id"]
+
+
+def group_id(config: RunConfig) -> int | None:
+    """Returns the number of the run's group; None: it has none.
+
+    Raises:
+        ConfigError: there is no such group, or the user is no member of it.
+    """
+    if config.group is None:
+        return None
+    mine = {os.getegid(), *os.getgroups()}
+    try:
+        gid = grp.getgrnam(config.group).gr_gid
+    except KeyError:
+        gid = None
+    # Root may give a file to any group; Linux refuses it to others.
+    if gid is not None and (gid in mine or os.geteuid() == 0):
+        return gid
+    raise ConfigError(
+        "no such group" if gid is None else "you are no member of the group",
+        where="group",
+        found=config.group,
+        expected=f"one of {', '.join(_names(mine))}",
+        remedy="choose one of yours (see `id`), or leave the key out",
+    )
+
+
+def check_group(config: RunConfig) -> tuple[list[str], str]:
+    """Returns what was checked, and a note if a directory on the way keeps the group's members out.
+
+    Raises:
+        ConfigError: `group_id`.
+    """
+    gid = group_id(config)
+    if gid is None:
+        return [], ""
+    for folder in reversed(Path(config.run_dir).parents):
+        try:
+            info = folder.stat()
+        except OSError:
+            break  # it will be made, and is looked at when the run goes on
+        # The kernel takes the group's bits for its members, and the others' for all else.
+        if not info.st_mode & (0o010 if info.st_gid == gid else 0o001):
+            return [f"group {config.group}"], (
+                f"members of {config.group} will not reach the run: {folder} has mode {info.st_mode & 0o777:04o}"
+            )
+    return [f"group {config.group}"], ""
+
+
+def _names(gids: set[int]) -> list[str]:
+    found = []
+    for gid in sorted(gids):
+        try:
+            found.append(grp.getgrgid(gid).gr_name)
+        except KeyError:
+            found.append(str(gid))
+    return found
