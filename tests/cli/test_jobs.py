@@ -17,7 +17,7 @@ from tests.many_runs import Kind, make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.processes import birth_of
-from verl_slurm.cli.run.jobs import way_on
+from verl_slurm.runs.requests import way_on
 from verl_slurm.slurm.parse import parse_job
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"

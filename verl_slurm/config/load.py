@@ -18,6 +18,7 @@ import msgspec
 from verl_slurm.base.bounded import CONFIG, TooMuch, read_fd, read_regular
 from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused
 from verl_slurm.base.files import require_own
+from verl_slurm.base.one_line import json_line
 from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks.shared import check
@@ -33,6 +34,7 @@ __all__ = [
     "load",
     "load_own",
     "load_resolved",
+    "override_word",
     "parse_config",
 ]
 
@@ -293,6 +295,12 @@ def _override_value(dotted: str, text: str) -> Value:
     if annotation == str | None:
         return None if text in ("", "null") else text
     return strict_yaml.parse_value(text, f"override {dotted}={text}")
+
+
+def override_word(key: str, value: object) -> str:
+    """Returns the word of a command line that gives `key` this value."""
+    plain = isinstance(value, str) and known_keys().get(key) in (str, str | None)
+    return f"{key}={value if plain else json_line(value).decode()}"
 
 
 def _leaves(kind: type[msgspec.Struct], prefix: str) -> typing.Iterator[tuple[str, object]]:

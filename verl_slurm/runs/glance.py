@@ -32,6 +32,7 @@ __all__ = [
     "glance",
     "glance_at_all",
     "is_over",
+    "newest_to_see",
     "state_of",
 ]
 
@@ -118,13 +119,21 @@ def _leads_to_directory(entry: "os.DirEntry[str]") -> bool:
         return False
 
 
+def newest_to_see(paths: RunPaths) -> Newest | None:
+    """Returns the newest checkpoint; None also for a colleague (`group`), who sees none of them."""
+    try:
+        return newest_checkpoint(paths)
+    except PermissionError:
+        return None
+
+
 def glance(root: Path) -> Glance:
     """Reads one run. `error` says what cannot be read."""
     paths = RunPaths(root)
     try:
         status = read_status(paths)
         events, job, whole = _last_events(paths, status)
-        checkpoint = newest_checkpoint(paths)
+        checkpoint = newest_to_see(paths)
     except OSError as error:
         words = "no permission" if isinstance(error, PermissionError) else str(error.strerror or error)
         return Glance(root=root, error=words)

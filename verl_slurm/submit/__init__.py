@@ -1,0 +1,21 @@
+"""Submission: the order of it, and what is refused before a job is queued.
+
+The module can be called: `verl_slurm.submit(...)` is `verl_slurm.api.submit`, and once any module of this package is
+imported, the name `verl_slurm.submit` stands for the package. The package keeps its name because the file of every
+queued job says `verl_slurm.submit.entry`.
+"""
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Submit(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from importlib import import_module
+
+        # By its name: the interface lies above this package.
+        return import_module("verl_slurm.api").submit(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Submit

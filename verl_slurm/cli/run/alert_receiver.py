@@ -174,9 +174,9 @@ class _Receiver:
         import asyncio
 
         from verl_slurm.base.errors import VerlSlurmError
-        from verl_slurm.cli.run.jobs import ask_for_save
         from verl_slurm.journal.events import AlertSaveAsked
         from verl_slurm.journal.files import append_event
+        from verl_slurm.runs.requests import ask_for_save
 
         run = self._runs[number]
         try:

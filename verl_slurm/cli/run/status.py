@@ -127,10 +127,10 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
     """Returns all facts about a run, and the scheduler's present answer."""
-    from verl_slurm.checkpoint.store.newest import newest_checkpoint
     from verl_slurm.journal.events import Cause, Ended, Started, Submitted
     from verl_slurm.journal.folds.jobs import newest_job
     from verl_slurm.journal.status import read_status
+    from verl_slurm.runs.glance import newest_to_see
     from verl_slurm.runs.liveness import job_state
 
     job = newest_job(events)
@@ -143,10 +143,7 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
             # Slurm's silence hides nothing of what the run's own files say.
             state, detail = "UNKNOWN", error.one_line()
     snapshot = read_status(run)
-    try:
-        newest = newest_checkpoint(run)
-    except PermissionError:  # a colleague looks (`group`); status.json has its name
-        newest = None
+    newest = newest_to_see(run)
     causes = [event for event in events if isinstance(event, Cause)]
     # The newest of the three: an end is none any more once the run was submitted or started again.
     words = [event for event in events if isinstance(event, Ended | Started | Submitted)]

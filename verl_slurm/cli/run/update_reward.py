@@ -8,7 +8,6 @@ from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
-from verl_slurm.cli.run.jobs import ask_for_save
 from verl_slurm.cli.show import render
 
 __all__ = ["update_reward"]
@@ -108,4 +107,6 @@ def _wake(run: RunPaths) -> str:
     Raises:
         SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.
     """
+    from verl_slurm.runs.requests import ask_for_save
+
     return "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER

@@ -1,0 +1,204 @@
+"""What a user asks of a run's job: to end, to start again, to save."""
+
+import asyncio
+import signal
+
+import psutil
+
+from verl_slurm.base.errors import NotFound, SlurmRefused
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
+from verl_slurm.journal.files import append_event
+from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.runs.glance import glance
+from verl_slurm.runs.liveness import job_state, leads, runs_here
+from verl_slurm.runs.record import last_job
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.requeue_rules import RequeueOutcome
+
+__all__ = ["ask_for_save", "cancel_run", "requeue_run", "way_on"]
+
+
+def cancel_run(run: RunPaths) -> str:
+    """Ends the job of RUN for good; returns its id.
+
+    Raises:
+        NotFound: the run has no living job.
+        SlurmMissing, SlurmRefused: the request failed.
+    """
+    job = last_job(run)
+    _require_living(run)
+    # Before the journal: a job that is refused here must leave no word of a cancel.
+    _require_own(run, job, "scancel {}")
+    # Before the signal: the next task of a chain starts by itself, and looks for this line.
+    append_event(run, CancelAsked())
+    if job.cluster == "slurm":
+        asyncio.run(SlurmClient().cancel(int(job.job_id)))
+    else:
+        # The lead takes it for a cancel, as it takes what scancel sends.
+        _signal_local(run, signal.SIGTERM)
+    return job.job_id
+
+
+def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
+    """Has the running job of RUN save, end and start again; returns its id, and in words what happens now.
+
+    Args:
+        at_once: Slurm does it, and the ranks have KillWait to save.
+
+    Raises:
+        NotFound: the run has no living job.
+        SlurmMissing, SlurmRefused: the request failed.
+    """
+    job = last_job(run)
+    # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
+    state = _require_living(run)
+    _require_own(run, job, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
+    append_event(run, RequeueAsked())
+    if job.cluster == "slurm":
+        number = int(job.job_id)
+        return job.job_id, _requeue_now(run, number) if at_once else _wish_for_requeue(run, number, state)
+    _signal_local(run, signal.SIGUSR2)
+    return job.job_id, "it saves and starts again in place"
+
+
+def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:
+
+    client = SlurmClient()
+    # A job that waits has no daemon that could be asked, and a suspended one would take the signal when it goes on.
+    if state != "RUNNING":
+        facts = asyncio.run(client.job(number))
+        raise _not_requeued(run, facts, f"it is {state}, and only a running job saves")
+    # By the lead, since Slurm's own requeue leaves KillWait to save. To the batch process alone: in a step the signal
+    # would reach every process, and end those without a handler.
+    asyncio.run(client.signal_batch(number, signal.SIGUSR2.name.removeprefix("SIG")))
+    return f"its daemon saves first; verl-slurm watch {run.root} shows it"
+
+
+def _requeue_now(run: RunPaths, number: int) -> str:
+
+    client = SlurmClient()
+    delay_s = load_resolved(run.run_yaml).daemon.requeue_delay_s
+
+    async def ask() -> tuple[JobFacts, RequeueOutcome]:
+        facts = await client.job(number)
+        # Slurm counts one restart more when it has taken the request, whatever became of the answer.
+        return facts, await client.requeue(number, delay_s, own_restarts=facts.restarts)
+
+    facts, outcome = asyncio.run(ask())
+    if not outcome.will_run_again:
+        raise _not_requeued(run, facts, outcome.detail)
+    return outcome.detail
+
+
+def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
+    other = f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit"
+    return SlurmRefused(
+        "the job was not requeued",
+        where=facts.job_id,
+        found=f"{found}; {facts.reason}" if facts.reason else found,
+        remedy=way_on(facts) or other,
+    )
+
+
+def way_on(facts: JobFacts) -> str:
+    """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
+    # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
+    if facts.state == "SUSPENDED":
+        return f"scontrol resume {facts.target}"
+    if "held" in (facts.reason or "").lower():
+        return f"scontrol release {facts.target}"
+    return ""
+
+
+def _require_living(run: RunPaths) -> str:
+    """Returns the state of the run's job.
+
+    Raises:
+        NotFound: it is over.
+    """
+
+    job = last_job(run)
+    state = job_state(run, job)
+    if state.over:
+        word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
+        came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
+        more = f"`verl-slurm submit {run.root} train.steps=N` goes on to more steps"
+        raise NotFound(
+            "the run has no living job",
+            where=run.root,
+            found=f"job {job.job_id}, {came_to}",
+            remedy=more if came_to == "done" else f"`verl-slurm submit {run.root}` starts it again",
+        )
+    return state.state
+
+
+def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
+    """Refuses a Slurm job that nothing but the run's journal ties to the run. (A local one is recognised by its
+    command line.)
+
+    Args:
+        by_hand: the command that does the same to the job `{}`.
+
+    Raises:
+        SlurmRefused: it is another job.
+        NotFound, SlurmMissing: as `SlurmClient.job`.
+    """
+
+    # A local lead is recognised by its own command line, whatever the journal says.
+    if job.cluster != "slurm":
+        return
+    # A run that was handed over brings its own journal, which may name any job of the user's.
+    facts = asyncio.run(SlurmClient().job(int(job.job_id)))
+    if not runs_here(run.root, facts):
+        raise SlurmRefused(
+            f"{run.events} names a job of which Slurm does not say that it is this run's",
+            where=job.job_id,
+            found=f"the command {facts.command} and the output {facts.std_out}",
+            expected=f"{run.root} as the command's argument, or its output in {run.logs}",
+            remedy=f"where it is this run's all the same: {by_hand.format(facts.target)}",
+        )
+
+
+def ask_for_save(run: RunPaths) -> str:
+    """Has the running job of RUN save and go on, by the signal of an operator (`scancel -b -s USR1 JOB`).
+
+    Returns:
+        The job's id; empty: no job of the run is running, so nothing was asked.
+
+    Raises:
+        SlurmMissing, SlurmRefused: the request failed.
+    """
+
+    try:
+        job = last_job(run)
+    except NotFound:
+        return ""
+    state = job_state(run, job)
+    # A job that waits or stands still cannot save.
+    if state.over or state.state != "RUNNING":
+        return ""
+    if job.cluster == "slurm":
+        _require_own(run, job, "scancel --batch --signal=USR1 {}")
+        asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
+    else:
+        try:
+            _signal_local(run, signal.SIGUSR1)
+        except NotFound:  # submitit's controller lives and has not started the lead yet
+            return ""
+    return job.job_id
+
+
+def _signal_local(run: RunPaths, number: signal.Signals) -> None:
+    """Signals the lead of a run without Slurm."""
+
+    found = leads(run, last_job(run))
+    if not found:
+        raise NotFound("the run's process is gone", where=run.root, remedy=f"verl-slurm submit {run.root}")
+    for lead in found:
+        try:
+            lead.send_signal(number)
+        except psutil.NoSuchProcess:
+            continue
