@@ -18,7 +18,7 @@ def test_a_mark_that_an_earlier_submission_made_stays(
 ) -> None:
     """Without it a start by hand would take the newest checkpoint, where the user wanted to begin afresh."""
 
-    def refuse(_: SubmissionPlan) -> str:
+    def refuse(_: SubmissionPlan, after: str) -> str:
         raise SlurmRefused("sbatch refused the job")
 
     def plan(resume_from: str) -> SubmissionPlan:

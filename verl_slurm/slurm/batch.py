@@ -38,11 +38,12 @@ _KEEP_UNLESS_SET = {
 }
 
 
-def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str, object]:
+def sbatch_parameters(config: RunConfig, *, expedite: bool = False, after: str = "") -> dict[str, object]:
     """Returns keyword arguments of submitit's `SlurmExecutor.update_parameters`.
 
     Args:
         expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`requeue_rules.py`).
+        after: id of a job that must have ended for good before this one starts; empty: none.
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
@@ -55,6 +56,9 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False) -> dict[str,
         additional["qos"] = slurm.qos
     # False means "not given": submitit would write `--exclusive=False`.
     additional |= {option: value for option, value in slurm.extra.items() if value is not False}
+    if after:
+        own = additional.get("dependency")
+        additional["dependency"] = f"{own},afterany:{after}" if own else f"afterany:{after}"
     parameters: dict[str, object] = {
         "job_name": config.name,
         "time": slurm.time_limit_min,

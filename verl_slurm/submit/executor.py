@@ -61,8 +61,11 @@ def local_command(plan: SubmissionPlan) -> str:
     return shlex.join([sys.executable, "-P", "-u", "-m", _ENTRY, str(folder)])
 
 
-def submit_job(plan: SubmissionPlan) -> str:
+def submit_job(plan: SubmissionPlan, after: str = "") -> str:
     """Submits the job; `RUN/run.yaml` must exist.
+
+    Args:
+        after: id of a Slurm job that must have ended for good before this one starts; empty: none.
 
     Returns:
         The job id: Slurm's, or the process id of submitit's local controller.
@@ -73,7 +76,7 @@ def submit_job(plan: SubmissionPlan) -> str:
     """
     # Without the variables of a job that this runs in: they would reach the new one.
     environment = submission_environment(os.environ, plan.config)
-    command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster]
+    command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster, after]
     try:
         done = subprocess.run(
             command,
@@ -102,7 +105,7 @@ def submit_job(plan: SubmissionPlan) -> str:
     return answer.job_id
 
 
-def main(run_dir: str, cluster: Cluster) -> int:
+def main(run_dir: str, cluster: Cluster, after: str) -> int:
     """Runs as the child: submits and answers in one JSON line."""
     # submitit's files are pickles, which whoever unpickles them runs.
     os.umask(0o077)
@@ -114,7 +117,9 @@ def main(run_dir: str, cluster: Cluster) -> int:
     # Asks who owns it: the job runs the programs that it names.
     config = load_own(paths.run_yaml)
     try:
-        executor = _slurm_executor(config, paths) if cluster == "slurm" else _local_executor(config, paths)
+        executor = (
+            _slurm_executor(config, paths, after) if cluster == "slurm" else _local_executor(config, paths)
+        )
         job = executor.submit(BecomeLead(run_dir))
         answer = _Answer(job_id=str(job.job_id))
     except Exception as error:  # noqa: BLE001 - whatever submitit raises is the answer
@@ -124,7 +129,7 @@ def main(run_dir: str, cluster: Cluster) -> int:
     return 0
 
 
-def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
+def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "") -> Any:
     from submitit import SlurmExecutor
 
     class OwnSlurmExecutor(SlurmExecutor):
@@ -140,7 +145,7 @@ def _slurm_executor(config: RunConfig, paths: RunPaths) -> Any:
         ) from error
     # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
-    executor.update_parameters(**sbatch_parameters(config, expedite=expedite))
+    executor.update_parameters(**sbatch_parameters(config, expedite=expedite, after=after))
     return executor
 
 
@@ -189,4 +194,6 @@ def _last_line(raw: bytes) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(str(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local"))
+    raise SystemExit(
+        main(str(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", sys.argv[3])
+    )

@@ -8,16 +8,14 @@
 
 import fcntl
 import os
-import shutil
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from verl_slurm.base.bounded import FINGERPRINT, read_regular
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.base.files import open_to_group, private_dir, write_file
 from verl_slurm.base.one_line import counted
@@ -60,6 +58,7 @@ from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script, submit_job
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.relative_paths import Places, given_keys
+from verl_slurm.submit.undoing import keep_content, make_root, names_in, remove_new, replace_content
 
 __all__ = [
     "Submitted",
@@ -218,7 +217,11 @@ def _reshaped(former: RunConfig, config: RunConfig) -> str:
 
 
 def carry_out(
-    plan: SubmissionPlan, *, prepare_only: bool = False, confirm_drift: Confirm | None = None
+    plan: SubmissionPlan,
+    *,
+    prepare_only: bool = False,
+    confirm_drift: Confirm | None = None,
+    after: str = "",
 ) -> Submitted:
     """Makes the run directory and queues the job.
 
@@ -226,6 +229,7 @@ def carry_out(
         plan: from `plan_submission`.
         prepare_only: make everything, queue nothing (for a script of `sbatch/`).
         confirm_drift: `--force-resume`: called if the data has changed; None: refuse.
+        after: id of a Slurm job that must have ended for good before this one starts.
 
     Raises:
         DatasetDrift: the data has changed and the user did not confirm.
@@ -241,7 +245,7 @@ def carry_out(
     with ExitStack() as held:
         # Callbacks run in reverse order: directories are removed last, when what was made in them is gone.
         with ExitStack() as undo:
-            _make_root(undo, paths.root)
+            make_root(undo, paths.root)
             held.enter_context(_only_submitter(paths))
             # The plan was made without the lock. Another submit may have made the run since, or taken it back.
             if paths.run_yaml.exists() is plan.new_run:
@@ -249,14 +253,14 @@ def carry_out(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
                 )
             # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
-            undo.callback(_remove_new, paths.logs, _names(paths.logs))
-            undo.callback(_remove_new, paths.root, _names(paths.root))
+            undo.callback(remove_new, paths.logs, names_in(paths.logs))
+            undo.callback(remove_new, paths.root, names_in(paths.root))
             private_dir(paths.logs)
             private_dir(paths.control)
             for shown in (paths.root, paths.logs):
                 open_to_group(shown, group_id(config))
             # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
-            _replace(undo, paths.run_yaml, dump(config))
+            replace_content(undo, paths.run_yaml, dump(config))
             # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
             if config.checkpoint.resume_from != "auto":
                 if not paths.resume_once.exists():  # that of an earlier submission stays
@@ -268,19 +272,19 @@ def carry_out(
                 raise Fenced("the run has begun meanwhile", where=paths.root, remedy="submit again")
             if not plan.begun and paths.orchestration.exists():
                 # A start that came to nothing may have written the layout of the former configuration.
-                _keep(undo, paths.orchestration)
+                keep_content(undo, paths.orchestration)
                 paths.orchestration.unlink()
             if seen is not None:
                 # Otherwise the record stays: it was read in full, and what is compared with it trusts sizes and dates.
                 if drift is not None or not plan.begun or not paths.fingerprint.exists():
-                    _keep(undo, paths.fingerprint)
+                    keep_content(undo, paths.fingerprint)
                     prints.write(paths, seen.found)
                 # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
                 if forgotten := prints.remember(paths.hash_cache, seen):
                     notices.append(forgotten)
             # sbatch comes last, since all before it can be undone and a queued job cannot.
             if not prepare_only:
-                job_id = submit_job(msgspec.structs.replace(plan, config=config))
+                job_id = submit_job(msgspec.structs.replace(plan, config=config), after)
             undo.pop_all()  # a job exists: from here on nothing is undone
         if drift is not None:
             # After the job: a confirmed change whose submission failed has changed nothing.
@@ -391,46 +395,6 @@ def _run_yaml_of(directory: Path) -> Path:
 
 def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
     append_event(paths, ev.ForceResume(list(drift.added), list(drift.removed), list(drift.changed)))
-
-
-def _make_root(undo: ExitStack, root: Path) -> None:
-    """Makes the run directory. On failure, removes the directories that it made, if empty."""
-    missing = [root, *root.parents]
-    # Noted before mkdir: afterwards nothing tells which names are new.
-    missing = missing[: next(i for i, place in enumerate(missing) if place.exists())]
-    for place in reversed(missing):
-        undo.callback(_rmdir, place)
-    private_dir(root)
-
-
-def _rmdir(place: Path) -> None:
-    # rmdir refuses a directory that is not empty: what somebody else has put there since stays.
-    with suppress(OSError):
-        place.rmdir()
-
-
-def _names(directory: Path) -> set[str]:
-    return {entry.name for entry in directory.iterdir()} if directory.is_dir() else set()
-
-
-def _remove_new(directory: Path, before: set[str]) -> None:
-    for name in _names(directory) - before:
-        entry = directory / name
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
-
-
-def _keep(undo: ExitStack, path: Path) -> None:
-    """Restores the present content of `path`, if any, on failure."""
-    if path.is_file():
-        undo.callback(write_file, path, read_regular(path, FINGERPRINT))  # the largest of the kept files
-
-
-def _replace(undo: ExitStack, path: Path, data: bytes) -> None:
-    _keep(undo, path)
-    write_file(path, data)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, json_option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 
@@ -66,6 +66,16 @@ class _WithVerlWords(click.Command):
     is_flag=True,
     help="Make the run directory, queue nothing: for a script of sbatch/.",
 )
+@click.option(
+    "--sweep",
+    is_flag=True,
+    help="A run for each combination of values in words like seed=0,1,2, all below the run directory of CONFIG.",
+)
+@click.option(
+    "--at-once",
+    type=Whole(min=1, max=1000),
+    help="With --sweep: so many of them at the same time; Slurm holds the others back.",
+)
 @click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
 @click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
 @json_option
@@ -78,6 +88,8 @@ def submit(
     wait: bool,
     dry_run: bool,
     prepare_only: bool,
+    sweep: bool,
+    at_once: int | None,
     force_resume: bool,
     yes: bool,
     as_json: bool,
@@ -98,7 +110,24 @@ def submit(
     verl-slurm submit my.yaml name=big slurm.partition=gpu distributed.nodes=4 distributed.dp_size=32
     verl-slurm submit runs/big slurm.time_limit_min=240     # go on, with more time
     verl-slurm submit verl_grpo -- trainer.total_epochs=3   # words for verl itself
+    verl-slurm submit my.yaml --sweep --at-once 2 train.actor_lr=1e-6,3e-6 seed=0,1,2   # six runs
     """
+    if at_once is not None and not sweep:
+        raise click.UsageError("--at-once is for a --sweep: a run alone is one job.")
+    if sweep:
+        if wait or prepare_only or force_resume:
+            raise click.UsageError("--sweep goes with neither --wait, --prepare-only nor --force-resume.")
+        from verl_slurm.cli.run.sweep import submit_sweep
+
+        return submit_sweep(
+            config,
+            overrides,
+            ctx.meta[_VERL],
+            cluster=cluster,
+            at_once=at_once,
+            dry_run=dry_run,
+            as_json=as_json,
+        )
     from verl_slurm.submit.checks.inputs import needs_building
     from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 

@@ -1,0 +1,107 @@
+"""`verl-slurm submit --sweep`: many runs of one configuration."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.submit.plan import SubmissionPlan
+    from verl_slurm.submit.sweep import SweptRun
+
+__all__ = ["submit_sweep"]
+
+
+def submit_sweep(
+    config: Path,
+    words: Sequence[str],
+    verl: Sequence[str],
+    *,
+    cluster: Literal["auto", "slurm", "local"],
+    at_once: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Checks all runs, then queues them one after the other.
+
+    Args:
+        at_once: each run waits for the end of the one so many before it; None: none waits.
+
+    Raises:
+        ConfigError: the sweep, or a run of it, is refused; nothing was made.
+        VerlSlurmError: of one run. Those before it are queued, and named.
+    """
+    from verl_slurm.submit.submission import carry_out
+    from verl_slurm.submit.sweep import swept_runs
+
+    runs = swept_runs(words)
+    plans = _plans(config, runs, verl, cluster)
+    if dry_run:
+        if as_json:
+            render.json_value([{"run_dir": str(plan.run_dir), "name": plan.config.name} for plan in plans])
+            return ExitCode.OK
+        render.warning(f"dry run: nothing is made or queued. Checked: {counted(len(plans), 'run')}")
+        for plan in plans:
+            render.line(str(plan.run_dir))
+        return ExitCode.OK
+    told: list[dict[str, object]] = []
+    jobs: list[str] = []
+    for number, plan in enumerate(plans):
+        after = jobs[number - at_once] if at_once is not None and number >= at_once else ""
+        try:
+            done = carry_out(plan, after=after)
+        except VerlSlurmError:
+            queued = f"{len(jobs)} of {counted(len(plans), 'run')} queued"
+            render.warning(f"{queued}: jobs {', '.join(jobs)}" if jobs else queued)
+            raise
+        jobs.append(done.job_id or "")
+        told.append({"run_dir": done.run_dir, "job_id": done.job_id, "after": after or None})
+        if not as_json:  # at once: each takes a second or two
+            render.line(f"job {done.job_id}{f', after {after}' if after else ''}: {done.run_dir}")
+    above = plans[0].run_dir.parent
+    if as_json:
+        render.json_value(told)
+    else:
+        render.fields(
+            [
+                ("queued", counted(len(told), "run")),
+                ("follow them", f"verl-slurm watch {above}"),
+                ("their state", f"verl-slurm list {above}"),
+            ]
+        )
+    return ExitCode.OK
+
+
+def _plans(
+    config: Path, runs: "Sequence[SweptRun]", verl: Sequence[str], cluster: Literal["auto", "slurm", "local"]
+) -> "list[SubmissionPlan]":
+    from verl_slurm.config.load import load
+    from verl_slurm.submit.submission import plan_submission
+
+    plans: list[SubmissionPlan] = []
+    for number, run in enumerate(runs):
+        written = load(config, run.words, verl, complete=True)
+        # Below the directory that the configuration names: so they are a group to `list` and `watch`.
+        above = Path(written.run_dir.replace("{name}", written.name))
+        if (above / "run.yaml").exists():
+            raise ConfigError(
+                "a sweep needs a directory of its own",
+                where="run_dir",
+                found=f"the run {above}",
+                remedy="give it another name=, or another run_dir=",
+            )
+        name = f"{written.name}-{run.label}"[:64]
+        own = [f"name={name}", f"run_dir={above / run.label}"]
+        plans.append(plan_submission(config, [*run.words, *own], verl=verl, cluster=cluster))
+        if number == 0 and plans[0].cluster != "slurm":
+            raise ConfigError(
+                "a sweep needs Slurm",
+                where="--sweep",
+                found="this machine alone, which would train all runs at the same time",
+                remedy="submit them one by one with --cluster local --wait",
+            )
+    return plans
