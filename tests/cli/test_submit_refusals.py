@@ -203,6 +203,19 @@ def test_no_slurm_is_refused_where_slurm_was_asked_for(workplace: Path, cli: Cli
     assert "--cluster local" in result.error
 
 
+@pytest.mark.usefixtures("without_slurm")
+def test_a_doctor_without_slurm_still_tells_what_it_found_of_storage(workplace: Path, cli: Cli) -> None:
+    result = cli("doctor", "--config", "config.yaml")
+    assert result.code == ExitCode.NO_SLURM
+    assert "run_dir" in result.out
+    assert "the checks that ask Slurm were left out" in result.out
+    topics = [
+        finding["topic"] for finding in cli("doctor", "--config", "config.yaml", "--json").json["findings"]
+    ]
+    assert topics[-1] == "Slurm"
+    assert len(topics) > 1
+
+
 @pytest.mark.slurm
 def test_a_slurm_that_does_not_answer_is_never_replaced_by_this_machine(
     workplace: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch

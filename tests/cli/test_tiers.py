@@ -55,6 +55,14 @@ def test_a_checkpoint_goes_out_and_comes_back(cli: Cli, run: RunPaths) -> None:
     assert "is there and verifies" in cli("fetch-back", run.root, "step_000010").out
 
 
+def test_the_newest_comes_first_also_where_a_step_has_seven_digits(cli: Cli, run: RunPaths) -> None:
+    for step in (999_999, 1_000_000):
+        staging = stage(run, step)
+        commit(staging, manifest_of(staging), epoch_check=owns_it)
+    names = [line.split()[0] for line in cli("tiers", run.root).out.splitlines() if line.startswith("step_")]
+    assert names == ["step_1000000", "step_999999", "step_000010"]
+
+
 def test_a_tier_that_is_not_mounted_is_said_with_its_own_exit_code(cli: Cli, run: RunPaths) -> None:
     (run.root.parent / "cold").rmdir()
     for words in (("tiers",), ("offload",), ("offload", "--dry-run")):

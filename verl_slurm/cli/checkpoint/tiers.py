@@ -8,6 +8,7 @@ import msgspec
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.cli.options import RUN, exits, json_option
 from verl_slurm.cli.show import render
 
@@ -82,8 +83,8 @@ def tiers(run: RunPaths, as_json: bool) -> int:
             "the last good one" if copy.name == best and copy.good else copy.detail,
         ]
         for state in seen.states
-        # Names hold the step with leading zeros, so this is the newest first.
-        for copy in sorted(state.copies, key=lambda copy: copy.name, reverse=True)
+        # The newest first, by its numbers: step 1,000,000 has a digit more than the leading zeros allow for.
+        for copy in sorted(state.copies, key=lambda copy: checkpoint_order(copy.name) or (0, 0), reverse=True)
     ]
     if rows:
         render.table(["checkpoint", "tier", "state", "MB", "saved (UTC)", "detail"], rows)

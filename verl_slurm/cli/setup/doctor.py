@@ -65,15 +65,25 @@ def doctor(
     verl-slurm doctor
     verl-slurm doctor --config my.yaml --fire-drill
     """
-    from verl_slurm.doctor import worst
+    from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
+    from verl_slurm.doctor import bad, worst
 
     config = _config(source, partition, nodes)
-    findings = _look(config) + asyncio.run(_ask_slurm(config, drill, preempt_by, wait_s))
+    findings = _look(config)
+    silent: NotFound | SlurmMissing | SlurmRefused | None = None
+    try:
+        findings += asyncio.run(_ask_slurm(config, drill, preempt_by, wait_s))
+    # The findings about storage and keys are wanted, too, and may be what is asked for.
+    except (NotFound, SlurmMissing, SlurmRefused) as error:
+        silent = error
+        findings.append(bad("Slurm", error.one_line(), "the checks that ask Slurm were left out"))
     verdict = worst(findings)
     if as_json:
         render.json_value({"verdict": verdict, "findings": findings})
     else:
         _print(findings)
+    if silent is not None:
+        return silent.exit_code
     return ExitCode.UNFIT if verdict == "bad" else ExitCode.OK
 
 
