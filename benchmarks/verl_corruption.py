@@ -29,9 +29,12 @@ from tests.verl.runs import write_config
 from tests.verl.same import differences
 from tests.verl.tiny import make_model, make_sums, sft_words
 from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
 from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.verl.reshard.at_start import prepare_ranks
 
 _LAST, _FURTHER, _EPOCH = 6, 7, 8
 _SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")
@@ -153,7 +156,15 @@ class _Served:
         real = case.ranks == 2 and not self._started_for_real
         try:
             if case.ranks != 2:
-                require_guest(newest, "verl", world_size=case.ranks)
+                owner = read_epoch(paths)
+                assert owner is not None
+                prepare_ranks(paths, owner.epoch, read_manifest(newest), case.ranks)
+                copy = for_ranks(paths, newest.name, case.ranks)
+                require_guest(copy, "verl", world_size=case.ranks)
+                return (
+                    f"on from `{newest.name}`, divided for {case.ranks} rank",
+                    "every tensor has the same bits",
+                )
             choice = choose_resume(paths, "auto", move_damaged=not real)
         except VerlSlurmError as error:
             return f"refused: exit {int(error.exit_code)}", error.one_line().replace(str(self._root), "RUN")

@@ -23,7 +23,7 @@ from benchmarks.save.machine import drop_caches
 from benchmarks.save.reading import read_all
 from verl_slurm.base.digest import num_threads
 from verl_slurm.checkpoint.format.specification import FileEntry
-from verl_slurm.checkpoint.hashing import Hasher, process_hasher
+from verl_slurm.checkpoint.hashing import Hasher, process_hasher, reading_hasher
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.save.writer.arena import Arena
@@ -157,7 +157,8 @@ def main() -> None:
     shutil.rmtree(options.directory / "where_time_goes")
     print(
         f"{size / 2**30:.2f} GiB, {num_threads()} threads, {options.rounds} rounds, load {os.getloadavg()[0]:.1f}; "
-        f"{' '.join(stringzilla.__capabilities__)}: saves and reads here hash {process_hasher().at_once} at once"
+        f"{' '.join(stringzilla.__capabilities__)}: at once: {process_hasher().at_once} in a save, "
+        f"{reading_hasher().at_once} in a reading"
     )
     print(f"{'':46}  seconds  (least..greatest)  CPU s")
     rows = {}

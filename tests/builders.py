@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.base.fence import Epoch
+from verl_slurm.base.fence import Epoch, take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -28,6 +28,16 @@ _SECTION_OF = dict(_KEYS)
 assert len(_KEYS) == len(_SECTION_OF) + 1, (
     "another key is in two sections: give one of them a name in run_config"
 )
+
+
+def begun_run(root: Path) -> RunPaths:
+    """A run's directory, of which the first attempt has taken possession."""
+    made = RunPaths(private_dir(root))
+    for folder in (made.checkpoints, made.control):
+        private_dir(folder)
+    write_file(made.run_yaml, b"name: run\n")
+    take_epoch(made, job_id="1", restart=0)
+    return made
 
 
 def run_config(**values: Any) -> RunConfig:

@@ -42,6 +42,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def _environment_of_its_own() -> Iterator[None]:
     """What the code under test sets in this process's environment (a lead sets PYTHONSAFEPATH) ends with the test."""
     before, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    # Bad nodes of the person who tests are nothing to a test, and a test's are nothing to that person.
+    os.environ["XDG_STATE_HOME"] = "/dev/null/state"
     yield
     # A lead blocks signals, and whatever the next test starts would inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)

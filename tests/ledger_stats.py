@@ -18,6 +18,7 @@ class LedgerStats:
     Attributes:
         rollouts: samples (rows of `response_mask`, or of the first array where there is none).
         tokens: response tokens (true entries of `response_mask`).
+        keys: of all records.
         duplicates: (step, micro_batch) pairs that were recorded more than once; empty when nothing was
             generated twice.
         problems: damage found, one line each.
@@ -26,6 +27,7 @@ class LedgerStats:
     records: int
     rollouts: int
     tokens: int
+    keys: frozenset[Key]
     duplicates: tuple[Key, ...]
     problems: tuple[str, ...]
 
@@ -48,6 +50,7 @@ def ledger_stats(paths: RunPaths, *, keys: Keyring | None = None) -> LedgerStats
         records=sum(seen.values()),
         rollouts=rollouts,
         tokens=tokens,
+        keys=frozenset(seen),
         duplicates=tuple(sorted(key for key, times in seen.items() if times > 1)),
         problems=tuple(problems),
     )

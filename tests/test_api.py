@@ -125,6 +125,7 @@ def test_the_function_is_there_whatever_of_the_package_was_imported_before(befor
     assert done.stdout.split() == ["10", "10"], done.stderr
 
 
+@pytest.mark.long  # each of its calls is shown above
 @pytest.mark.torch
 def test_the_page_s_program_runs(tmp_path: Path) -> None:
     (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)

@@ -15,6 +15,7 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 from verl_slurm.demo import timings
+from verl_slurm.devcluster.machine import real_gpus
 
 QUICK = (*SMALL, "train.steps=6", "train.batch_size_per_device=192")
 
@@ -40,6 +41,7 @@ def _nothing_is_left(directory: Path) -> None:
 @pytest.mark.long
 @pytest.mark.slurm
 @pytest.mark.torch
+@pytest.mark.soak  # as root; as an ordinary user: tests/devcluster/test_everywhere.py
 def test_the_demo_preempts_a_run_on_a_real_slurm_and_proves_it_unharmed(
     short_dir: Path,
 ) -> None:
@@ -52,6 +54,7 @@ def test_the_demo_preempts_a_run_on_a_real_slurm_and_proves_it_unharmed(
 
 @pytest.mark.long
 @pytest.mark.torch
+@pytest.mark.soak  # with a real Slurm: tests/devcluster/test_everywhere.py
 def test_without_slurm_the_demo_does_the_same_on_this_machine(short_dir: Path) -> None:
     answer = _demo(short_dir, "--cluster", "local")
     assert answer["cluster"] == "local"
@@ -70,6 +73,44 @@ def test_from_any_directory_the_quick_start_is_found(monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     assert main(["demo"]) == ExitCode.NOT_FOUND
     assert asked == [ROOT / "configs/quickstart.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "torch", "words", "asked"),
+    [
+        (["/dev/nvidia0"], "2.13.0", [], "cuda"),
+        (["/dev/nvidia0"], "2.13.0+cpu", [], None),
+        ([], "2.13.0", [], None),
+        (["/dev/nvidia0"], "2.13.0", ["distributed.device=cpu"], None),
+    ],
+)
+@pytest.mark.scenario("GPU2")
+def test_the_demo_asks_for_a_gpu_where_there_is_one(
+    gpus: list[str], torch: str, words: list[str], asked: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def run_demo(_config: Path, overrides: list[str], *_: object, **__: object) -> None:
+        seen.append(overrides)
+        raise NotFound("no demo")
+
+    monkeypatch.setattr("verl_slurm.demo.run_demo", run_demo)
+    monkeypatch.setattr("verl_slurm.devcluster.machine.real_gpus", lambda: gpus)
+    monkeypatch.setattr("importlib.metadata.version", lambda _: torch)
+    assert main(["demo", *words, "--dir", "nowhere"]) == ExitCode.NOT_FOUND
+    on_a_gpu = ["distributed.device=cuda", "slurm.gpus_per_node=1"]
+    assert [word for word in on_a_gpu if word in seen[0]] == (on_a_gpu if asked else [])
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+@pytest.mark.torch
+@pytest.mark.gpu
+def test_the_demo_trains_on_a_gpu_that_slurm_grants(short_dir: Path) -> None:
+    """The form on a GPU of the test at the top."""
+    if not real_gpus():
+        pytest.skip("NOT RUN: there is no GPU here")
+    assert _demo(short_dir)["same"]
 
 
 def test_the_stations_of_an_interruption_are_read_from_the_journal() -> None:

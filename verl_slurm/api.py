@@ -63,6 +63,7 @@ def submit(
     *,
     cluster: Literal["auto", "slurm", "local"] = "auto",
     verl: Sequence[str] = (),
+    code: Literal["run", "new"] | None = None,
 ) -> "Run":
     """Checks a configuration and starts the run that it describes, as `verl-slurm submit` does.
 
@@ -71,6 +72,8 @@ def submit(
         overrides: values of keys, e.g. `{"train.steps": 50}`; they win over the file.
         cluster: `auto` is Slurm where its commands are installed, else this machine.
         verl: words for verl itself, e.g. `trainer.total_epochs=3`.
+        code: if the program's code has changed since the run was submitted: `run` goes on with the run's copy, `new`
+            takes the code as it is now; None: refuse.
 
     Raises:
         VerlSlurmError: what is wrong; nothing half-made stays.
@@ -79,7 +82,7 @@ def submit(
     words = [override_word(key, value) for key, value in (overrides or {}).items()]
 
     def work() -> Run:
-        plan = plan_submission(source, words, verl=verl, cluster=cluster)
+        plan = plan_submission(source, words, verl=verl, cluster=cluster, code=code)
         done = carry_out(plan)
         return Run(done.run_dir, notes=done.notes)
 

@@ -44,6 +44,10 @@ def _parser() -> argparse.ArgumentParser:
     agent = commands.add_parser("agent", help="be one node's agent; the lead starts these")
     agent.add_argument("--run", type=Path, required=True)
     agent.add_argument("--epoch", type=int, required=True)
+    service = commands.add_parser("service", help="be the host of a service; the lead starts these")
+    service.add_argument("--run", type=Path, required=True)
+    service.add_argument("--epoch", type=int, required=True)
+    service.add_argument("--name", required=True)
     home = commands.add_parser(
         "bring-home", help="send this node's second copies to shared storage; the lead starts these"
     )
@@ -76,6 +80,10 @@ def main() -> int:
         # Signals from Slurm stay pending until the agent listens: their default action would end it.
         signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
         quiet_streams()
+        if args.command == "service":
+            from verl_slurm_daemon.agent.service import run_service
+
+            return int(run_service(args.run.resolve(), args.epoch, args.name))
         from verl_slurm_daemon.agent.node import run_agent
 
         return int(run_agent(args.run.resolve(), args.epoch))

@@ -29,12 +29,15 @@ class Journal:
 
     Args:
         heard: is called with each event after it was stamped.
+
+    Attributes:
+        paths, epoch: of the run and of its attempt.
     """
 
     def __init__(
         self, paths: RunPaths, *, epoch: int, job_id: str, heard: Callable[[Event], None] | None = None
     ) -> None:
-        self._paths, self._epoch, self._job_id = paths, epoch, job_id
+        self.paths, self.epoch, self._job_id = paths, epoch, job_id
         self._heard = heard
 
     def write(self, event: Event) -> None:
@@ -43,11 +46,11 @@ class Journal:
         A full or broken log must not stop a save, so standard output is best effort. If the journal cannot be
         written, the lead prints the error on standard output and goes on.
         """
-        event = msgspec.structs.replace(event, time=now(), attempt=self._epoch, job_id=self._job_id)
+        event = msgspec.structs.replace(event, time=now(), attempt=self.epoch, job_id=self._job_id)
         try:
-            append_event(self._paths, event)
+            append_event(self.paths, event)
         except OSError as error:
-            self._say("no_journal", {"where": str(self._paths.events), "error": str(error)}, loud=True)
+            self._say("no_journal", {"where": str(self.paths.events), "error": str(error)}, loud=True)
         if self._heard is not None:
             self._heard(event)
         fields = {key: value for key, value in to_json(event).items() if key not in _NOT_SAID}
@@ -55,7 +58,7 @@ class Journal:
 
     def _say(self, event: str, fields: dict[str, object], *, loud: bool) -> None:
         try:
-            sys.stdout.write(log_line(str(self._epoch), event, fields, loud=loud))
+            sys.stdout.write(log_line(str(self.epoch), event, fields, loud=loud))
             sys.stdout.flush()
         except (OSError, ValueError):
             return
@@ -65,10 +68,10 @@ class Journal:
         status.updated = now()
         try:
             # A lead that has lost the run may not know it yet; a newer one's snapshot must stay.
-            owner = read_epoch(self._paths)
-            if owner is None or owner.epoch <= self._epoch:
+            owner = read_epoch(self.paths)
+            if owner is None or owner.epoch <= self.epoch:
                 # Not forced to disk: that would cost the training more than everything else a lead does.
-                write_file(self._paths.status, json_line(status), durable=False)
+                write_file(self.paths.status, json_line(status), durable=False)
         except (OSError, VerlSlurmError):
             return
 

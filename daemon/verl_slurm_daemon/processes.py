@@ -31,7 +31,8 @@ __all__ = [
     "child_setup",
     "kill_tree",
     "listen",
-    "signal_ranks",
+    "listeners",
+    "spare_former_children",
     "tail",
 ]
 
@@ -70,21 +71,35 @@ def kill_tree(patience_s: float = 3.0) -> list[int]:
         stubborn |= {child.pid for child in alive}
 
 
-def signal_ranks(pids: Iterable[int], number: int) -> None:
-    """Signals those of `pids` that are below this process: a number that a rank reported is not trusted by itself."""
+def listeners(number: int) -> list[tuple[psutil.Process, str]]:
+    """Returns the processes below this one that catch a signal, with their names. It would end any other."""
+    found = []
     for child in _children():
-        # Looked for below this process: the pid is a rank's own word, and could name any process of this user.
-        if child.pid in set(pids):
-            with suppress(*_GOING):
-                child.send_signal(number)
+        with suppress(*_GOING, ValueError, IndexError):
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            caught = int(status.split("SigCgt:")[1].split()[0], 16)
+            if caught >> (number - 1) & 1:
+                # Ray's workers rename themselves by what they do.
+                found.append((child, " ".join(child.cmdline()) or child.name()))
+    return found
 
 
 def _children() -> Iterable[psutil.Process]:
     # A walk of /proc breaks off when a process ends in it. It is repeated, since "none" would leave ranks alive.
     for _ in range(_LOOKS):
         with suppress(*_GOING):
-            return [c for c in psutil.Process(os.getpid()).children(recursive=True) if _lives(c)]
+            own = [c for c in psutil.Process(os.getpid()).children() if c.pid not in _former]
+            below = [c for parent in own for c in parent.children(recursive=True)]
+            return [c for c in (*own, *below) if _lives(c)]
     return []
+
+
+_former: set[int] = set()
+
+
+def spare_former_children() -> None:
+    """Leaves alone what is below this process already: in an image, that may be what serves the image's files."""
+    _former.update(child.pid for child in psutil.Process(os.getpid()).children())
 
 
 def _lives(process: psutil.Process) -> bool:

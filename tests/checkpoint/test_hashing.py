@@ -15,8 +15,9 @@ import stringzilla
 
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint import hashing
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher, reading_hasher
 from verl_slurm.checkpoint.store import chunks
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, make_entry, read_checked
 from verl_slurm.checkpoint.store.commit import commit
@@ -121,6 +122,24 @@ def test_lanes_are_used_where_they_are_faster(
     fake = SimpleNamespace(__capabilities__=tuple(able.split()), Sha256s=stringzilla.Sha256s)
     monkeypatch.setitem(sys.modules, "stringzilla", fake)
     assert make_hasher().at_once == at_once
+
+
+@pytest.mark.parametrize(
+    ("able", "at_once"),
+    [
+        ("serial westmere goldmont haswell skylake icelake", 1),
+        ("serial westmere haswell skylake", LANES),
+        ("serial westmere haswell", LANES),
+        ("serial neon", 1),
+    ],
+)
+def test_a_reading_hashes_chunk_by_chunk_where_hashlib_keeps_up_with_the_disk(
+    monkeypatch: pytest.MonkeyPatch, able: str, at_once: int
+) -> None:
+    fake = SimpleNamespace(__capabilities__=tuple(able.split()), Sha256s=stringzilla.Sha256s)
+    monkeypatch.setitem(sys.modules, "stringzilla", fake)
+    monkeypatch.setattr(hashing, "process_hasher", make_hasher)
+    assert reading_hasher.__wrapped__().at_once == at_once
 
 
 def test_without_stringzilla_hashlib_does_it_and_nothing_is_said(
@@ -244,7 +263,7 @@ def uses(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], Lanes] | 
 
     def use(lanes: Callable[[int], Lanes] | None) -> Hasher:
         hasher = Hasher(lanes)
-        monkeypatch.setattr(chunks, "process_hasher", lambda: hasher)
+        monkeypatch.setattr(chunks, "reading_hasher", lambda: hasher)
         return hasher
 
     return use
@@ -310,7 +329,7 @@ def test_without_stringzilla_a_checkpoint_is_saved_and_verified(
     large: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "stringzilla", None)
-    monkeypatch.setattr(chunks, "process_hasher", make_hasher)
+    monkeypatch.setattr(chunks, "reading_hasher", make_hasher)
     assert verify(large()).ok
 
 

@@ -77,3 +77,12 @@ def test_lines_of_slurm_s_own_are_marked_as_such(cli: Cli, run: RunPaths) -> Non
     run.rank_log(1, 1, 0).write_text("\n".join([*lines, "submitit INFO (2026): Job has started"]) + "\n")
     shown = cli("logs", run.root, "--rank", 1).out.splitlines()
     assert [line.split()[0] for line in shown] == ["[Slurm]", "[Slurm]", "srun", "[submitit]"]
+
+
+def test_a_service_has_a_log_for_each_of_its_nodes(cli: Cli, run: RunPaths) -> None:
+    for epoch, index, text in ((1, 0, "old\n"), (2, 0, "first\n"), (2, 1, "second\n")):
+        run.service_log(epoch, "judge", index).write_text(text)
+    assert cli("logs", run.root, "--service", "judge").out == "first\n"
+    assert cli("logs", run.root, "--service", "judge", "--node", 1).out == "second\n"
+    assert cli("logs", run.root, "--service", "sandbox").code == ExitCode.NOT_FOUND
+    assert cli("logs", run.root, "--service", "judge", "--rank", 0).code == ExitCode.USAGE

@@ -91,6 +91,31 @@ def test_a_family_without_sdpa_is_computed_by_eager_and_told_so(workplace: Path,
 
 @pytest.mark.scenario("USE06")
 @pytest.mark.parametrize(
+    ("said", "wrong", "offered"),
+    [
+        ({"model_type": "gemma2"}, "sdpa", "auto, eager, flash_attention_2"),
+        (
+            {"model_type": "brandnew", "attn_logit_softcapping": 50.0},
+            "sdpa",
+            "auto, eager, flash_attention_2",
+        ),
+        ({"model_type": "falcon", "alibi": True}, "eager", "auto, sdpa"),
+    ],
+)
+def test_an_attention_that_would_compute_another_model_is_refused(
+    workplace: Path, cli: Cli, said: dict[str, object], wrong: str, offered: str
+) -> None:
+    _says(workplace, **said)
+    result = cli(*DRY)
+    assert result.code == 0
+    assert ("its attention is computed by eager" in result.out + result.err) == (wrong == "sdpa")
+    result = cli(*DRY, f"model.attn_implementation={wrong}")
+    assert result.code == ExitCode.CONFIG
+    assert f"found {wrong}, with model_type {said['model_type']}, expected one of {offered}" in result.error
+
+
+@pytest.mark.scenario("USE06")
+@pytest.mark.parametrize(
     ("words", "part"),
     [
         (["distributed.device=cpu"], "flash_attention_2, with distributed.device=cpu"),

@@ -46,7 +46,7 @@ def test_what_is_no_word_for_verl_is_refused(word: str) -> None:
         ("verl: {a: 1}", "verl"),
         ("trainer: {entry: sft}", "trainer.entry"),
         ("trainer: {backend: command}", "trainer.command"),
-        ("trainer: {backend: verl, command: [a.py]}", "trainer.command"),
+        ("trainer: {backend: verl, entry: sft, command: [a.py]}", "trainer.command"),
         ("trainer: {backend: verl}\ntrain: {steps: 5}", "train.steps"),
         ("trainer: {backend: verl}\nmodel: {path: /m}", "model.path"),
         ("trainer: {backend: command, command: [a.py]}\nrollout: {engine: vllm}", "rollout.engine"),

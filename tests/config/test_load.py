@@ -16,7 +16,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import shipped
 from verl_slurm.config.checks.shared import OWN_OPTIONS, complaints
 from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
-from verl_slurm.config.schema import RunConfig, SlurmConfig
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.slurm import SlurmConfig
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -5,20 +5,33 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
-from verl_slurm_daemon.agent.node import _first_cause
+from verl_slurm_daemon.agent.node_check import look_at_node
+from verl_slurm_daemon.agent.rank_output import first_cause
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
-from tests.builders import write_config
+from tests.builders import run_config, write_config
+from tests.fakes.nvidia_smi import install_nvidia_smi
 from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.health import Checked
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
-from verl_slurm.wire.messages import AgentReady, FromAgent, Launch, NodeExited, Shutdown, SignalSeen
+from verl_slurm.wire.messages import (
+    AgentReady,
+    Baseline,
+    FromAgent,
+    Launch,
+    NodeExited,
+    NodeUnfit,
+    Shutdown,
+    SignalSeen,
+)
 
 TOKEN = b"t" * 32
 LAUNCH = Launch(generation=1, epoch=3, node_rank=0, master_addr="127.0.0.1", master_port=29500, resume="")
@@ -28,8 +41,8 @@ import sys
 from verl_slurm_daemon.agent import node as agent, orphan
 from verl_slurm_daemon.__main__ import main
 launcher = sys.argv.pop()
-agent.launcher_argv = lambda *_: ["/bin/sh", "-c", launcher]
-agent._CONNECT_PAUSES_S = (60.0,)
+agent.ranks_argv = lambda *_: ["/bin/sh", "-c", launcher]
+agent.CONNECT_PAUSES_S = (60.0,)
 wait_for = agent.asyncio.wait_for
 def noted(*args):
     sys.stderr.write("listening\\n")
@@ -67,6 +80,7 @@ class Stage:
         program.chmod(program.stat().st_mode | stat.S_IXUSR)
         self.heard: asyncio.Queue[FromAgent] = asyncio.Queue()
         self.links: list[AgentLink] = []
+        self.places: tuple[str, ...] = ()
         self.process: asyncio.subprocess.Process | None = None
         self.server: asyncio.Server | None = None
 
@@ -75,6 +89,7 @@ class Stage:
 
         async def on_link(link: AgentLink) -> None:
             self.links.append(link)
+            link.send(Baseline(time=time.time(), places=self.places))
 
             def deliver(message: FromAgent) -> None:
                 self.heard.put_nowait(message)
@@ -304,7 +319,41 @@ def test_the_log_tells_the_story_and_is_private(stage: Stage) -> None:
     assert TOKEN.hex() not in stage.log()
 
 
-def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_errors() -> None:
+def test_on_a_node_that_is_not_fit_no_rank_starts_and_the_lead_is_told(stage: Stage) -> None:
+    async def story() -> None:
+        stage.places = ("/nowhere/data",)
+        started = stage.box / "started"
+        await stage.lead(launch)
+        await stage.agent(f"touch {started}")
+        heard = await stage.hear(NodeUnfit)
+        assert heard == NodeUnfit(node="n2", evidence="mounts: /nowhere/data: No such file or directory")
+        stage.links[0].send(Shutdown())
+        assert await stage.end() is ExitCode.OK
+        assert not started.exists()
+
+    play(stage, story)
+
+
+def test_a_gpu_driver_that_hangs_makes_a_node_bad_and_hangs_no_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits = tmp_path / "waits"
+    install_nvidia_smi(tmp_path / "bin", {"n2": f"touch {waits}; exec sleep 600"})
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    found = asyncio.run(look_at_node(run_config(), (), 0.0, patience_s=3.0))
+    assert waits.exists()
+    assert found[-1] == Checked("GPUs", "bad", "no answer in 3 s")
+
+
+def test_a_check_that_breaks_says_nothing_against_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    (clock, found) = asyncio.run(look_at_node(run_config(), (), 0.0))
+    assert (clock.verdict, found.verdict) == ("good", "not checked")
+
+
+def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_errors(tmp_path: Path) -> None:
     warning = 'engine/__init__.py:41: UserWarning: no veomni: ModuleNotFoundError("No module named veomni")\n'
     log = (
         "step 3\n"
@@ -313,6 +362,12 @@ def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_erro
         + "\n"
         + warning * 9
     )
-    assert _first_cause(log) == "ray.exceptions.ActorDiedError: The actor died"
-    assert _first_cause("a\nb\n") == "a\nb"
-    assert len(_first_cause("Error " + "x" * 9000)) == 500
+    file = tmp_path / "log"
+
+    def cause(text: str) -> str:
+        file.write_text(text)
+        return first_cause(file)
+
+    assert cause(log) == "ray.exceptions.ActorDiedError: The actor died"
+    assert cause("a\nb\n") == "a\nb"
+    assert len(cause("Error " + "x" * 9000)) == 500

@@ -145,7 +145,7 @@ def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None
 def test_a_run_that_is_over_is_neither_held_nor_started_again(
     moment: str, refused: str, said: str, asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """25.11 holds one that was expedited; 23.02 to 25.11 start one again that was preempted before."""
+    """25.11 holds one that was expedited; 24.05 to 25.11 start one again that was preempted before."""
     told: list[int] = []
     record = (Path(__file__).parents[1] / "slurm" / "golden" / f"{moment}.txt").read_text()
     monkeypatch.setattr(slurm_allocation, "_WITHDRAW_S", 0.2)
@@ -233,6 +233,26 @@ def test_the_next_life_of_an_expedited_job_is_not_forbidden_its_requeue(
             return msgspec.structs.replace(parse_job(record, 1), job_id=job_id, restarts=1)
 
     assert asyncio.run(in_job_37(Slurm(), tmp_path, monkeypatch).withdraw()) == ""
+
+
+@pytest.mark.parametrize(
+    ("moment", "hastened"),
+    [("newer/25.11_node_lost_completing_expedited", False), ("26.05.5/node_lost_completing", True)],
+)
+def test_a_job_that_slurm_expedites_is_given_no_start_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, hastened: bool
+) -> None:
+    record, starts = (GOLDEN.parent / f"{moment}.txt").read_text(), []
+
+    class Slurm:
+        async def job(self, _: int) -> object:
+            return parse_job(record, 1)
+
+        async def set_start(self, *_: object) -> None:
+            starts.append(1)
+
+    asyncio.run(in_job_37(Slurm(), tmp_path, monkeypatch).hasten(clean=True))
+    assert bool(starts) is hastened
 
 
 def test_what_slurm_takes_to_answer_is_no_time_left_of_killwait(

@@ -28,7 +28,7 @@ def avoid(minutes_ago: float, *nodes: str) -> Event:
 
 def test_a_node_is_avoided_for_its_time_and_no_longer() -> None:
     events = [avoid(61, "n1"), avoid(59, "n2")]
-    assert avoided_nodes(events, ["n3"], NOW, 3600.0) == ("n2", "n3")
+    assert avoided_nodes(events, ["n3"], NOW, 3600.0) == ("n3", "n2")
 
 
 def test_with_no_time_nothing_is_avoided() -> None:
@@ -72,7 +72,7 @@ def test_a_node_is_avoided_only_where_enough_like_it_are_up(
 
     class Client:
         async def job(self, job_id: int) -> SimpleNamespace:
-            return SimpleNamespace(excluded=None, partition="gpu")
+            return SimpleNamespace(excluded=own or None, partition="gpu")
 
         async def usable_nodes(self, partition: str) -> dict[str, str]:
             assert partition == "gpu"

@@ -10,7 +10,7 @@ from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import effects as module
-from verl_slurm_daemon.lead import requeueing
+from verl_slurm_daemon.lead import requeueing, stacks
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
 from verl_slurm_daemon.link.channel import connect
@@ -22,8 +22,17 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.health.bad_nodes import recall, remember
 from verl_slurm.wire.lead_file import read_lead_address
-from verl_slurm.wire.messages import AgentReady, DumpStacks, NodeExited, Shutdown, ToAgent
+from verl_slurm.wire.messages import (
+    AgentReady,
+    Baseline,
+    DumpStacks,
+    NodeExited,
+    NodeUnfit,
+    Shutdown,
+    ToAgent,
+)
 
 REQUEUED = inputs.RequeueAnswered(ExitCode.REQUEUED, "requeued")
 
@@ -73,6 +82,49 @@ def test_a_node_to_avoid_is_named_once_the_requeue_is_taken_and_remembered_for_t
     allocation.answers = [REQUEUED]
     asyncio.run(story(allocation, act.Requeue()))
     assert allocation.avoided[-1] == ("n2",)
+
+
+def test_a_node_that_another_run_of_the_user_left_is_avoided_at_the_next_requeue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    remember("cluster", "n5", "GPUs", Path("/another/run"), 1.0)
+    allocation = ScriptedAllocation(REQUEUED)
+
+    async def story() -> None:
+        effects, posted = effects_of(tmp_path, allocation)
+        effects.perform(act.Requeue(("n2",)))
+        await posted.get()
+
+    asyncio.run(story())
+    assert allocation.avoided == [("n5", "n2")]
+    (told,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "avoid"]
+    assert told["nodes"] == ["n2"]  # the other one's time is not this run's to prolong
+
+
+def test_a_node_that_is_not_fit_is_left_written_down_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "scrub_forever", never)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    private_dir(RunPaths(tmp_path).control)
+
+    async def story() -> inputs.Input:
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
+        await effects.open()
+        address = read_lead_address(RunPaths(tmp_path))
+        link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
+        link.send(NodeUnfit(node="n2", evidence="GPUs: off the bus"))
+        event = await posted.get()
+        await asyncio.gather(*(task for task in effects._tasks if "write_down" in str(task.get_coro())))
+        await link.close()
+        await effects.close()
+        return event
+
+    assert asyncio.run(story()) == inputs.LeaveNode("n2", "bad_node", "GPUs: off the bus")
+    assert recall("cluster").names == ("n2",)
+    (told,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
+    assert told["text"] == "n2: GPUs: off the bus; runs of yours avoid it for 12 h"
 
 
 def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_job(
@@ -126,7 +178,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
         return ResumePoint("", (), "start+0")
 
     monkeypatch.setattr(module, "find_resume_point", look)
-    monkeypatch.setattr(module, "_GOODBYE_S", 0.05)
+    monkeypatch.setattr(module, "GOODBYE_S", 0.05)
 
     async def story() -> tuple[inputs.Input, int]:
         allocation = ScriptedAllocation()
@@ -160,7 +212,7 @@ class Heard:
 def test_stacks_that_come_late_do_not_end_the_generation_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_STACKS_S", 0.02)
+    monkeypatch.setattr(stacks, "_STACKS_S", 0.02)
 
     async def story(ends: bool) -> list[ToAgent]:
         effects, _ = effects_of(tmp_path, ScriptedAllocation())
@@ -250,13 +302,16 @@ def test_an_agent_whose_ranks_have_ended_hears_that_this_was_heard(
         listening = asyncio.create_task(link.messages(heard.put_nowait))
         link.send(AgentReady(node="n", node_id=0, address="127.0.0.1", free_port=1))
         link.send(NodeExited(node="n", exit_code=1, detail="killed"))
-        answers, event = [await heard.get()], await posted.get()
+        answers, event = [await heard.get(), await heard.get()], await posted.get()
         listening.cancel()
         await link.close()
         await effects.close()
         return answers, event
 
-    assert asyncio.run(story()) == ([Shutdown()], inputs.NodeFailed("n", "killed"))
+    answers, event = asyncio.run(story())
+    assert isinstance(answers[0], Baseline)
+    assert answers[1:] == [Shutdown()]
+    assert event == inputs.NodeFailed("n", "killed")
 
 
 @pytest.mark.scenario("N03")
@@ -264,6 +319,7 @@ def test_a_frame_that_is_refused_is_journaled_and_its_node_is_lost_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "scrub_forever", never)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     private_dir(RunPaths(tmp_path).control)
 
     async def story() -> inputs.Input:

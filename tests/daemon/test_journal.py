@@ -11,7 +11,7 @@ from verl_slurm_daemon.journal import Journal
 from tests.journals import make_event, make_events, read_events
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.folds.progress import stuck_restarts, unfit_starts
 from verl_slurm.journal.status import Status
 
 
@@ -107,3 +107,12 @@ def test_the_snapshot_is_the_owners_alone(tmp_path: Path) -> None:
     new.status(Status(step=7))
     old.status(Status(step=2))
     assert msgspec.json.decode(paths.status.read_bytes(), type=Status).step == 7
+
+
+def test_attempts_that_met_bad_nodes_are_counted_until_one_trains() -> None:
+    bad = {"event": "cause", "cause": "bad_node"}
+    started = [restart("a"), bad]
+    assert unfit_starts(make_events(started * 3)) == 3
+    assert stuck_restarts(make_events(started * 3)) == 0
+    assert unfit_starts(make_events([*started, {"event": "training"}, *started])) == 1
+    assert unfit_starts(make_events([*started, {"event": "submitted"}])) == 0

@@ -118,6 +118,26 @@ def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline
     assert kinds(hurried.then(cause("preemption", 20.0))) == [act.ArmDeadline]
 
 
+def test_a_service_that_is_lost_while_ranks_train_is_saved_for_without_a_deadline_and_requeued() -> None:
+    story = training()
+    note, request = story.then(inputs.ServiceLost("service judge: gone"))
+    assert note == act.Note(make_event("cause", cause="service", evidence="service judge: gone"))
+    assert request == act.SaveRequest(request_id=1, stop=True)
+    assert not story.then(inputs.ServiceLost("service sandbox: gone"))
+    # A rank waits for the service in its step, and never comes to the save.
+    hung = inputs.Hung(story.model.generation, "n1", "silent")
+    assert kinds(story.then(hung)) == [act.Requeue, act.TakeDown]
+
+
+def test_a_service_that_cannot_be_started_is_a_crash_before_the_ranks_run() -> None:
+    story = Story(inputs.Ready(1))
+    assert kinds(story.then(inputs.ServiceLost("service judge: no model here"))) == [act.TakeDown]
+    crash, pause = story.then(inputs.GenerationEnded(0))
+    assert isinstance(crash, act.Note)
+    assert crash.event.detail == "service judge: no model here"  # type: ignore[attr-defined]
+    assert isinstance(pause, act.Pause)
+
+
 def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job_to_its_limit() -> None:
     story = training()
     story.then(cause("operator_requeue", None))
@@ -347,7 +367,7 @@ def test_a_periodic_save_read_back_late_does_not_end_the_wait_for_the_emergency_
 
 def test_a_node_that_its_cloud_takes_back_is_left_with_a_save_and_avoided() -> None:
     story = training()
-    (note, request) = story.then(inputs.Reclaimed("node2", "AWS will terminate it", 110.0))
+    (note, request) = story.then(inputs.LeaveNode("node2", "reclaimed", "AWS will terminate it", 110.0))
     assert isinstance(note, act.Note)
     assert note.event == make_event(
         "cause", cause="reclaimed", evidence="node node2: AWS will terminate it", seconds_left=110.0
@@ -359,21 +379,58 @@ def test_a_node_that_its_cloud_takes_back_is_left_with_a_save_and_avoided() -> N
 
 def test_of_two_nodes_that_go_the_earlier_end_is_the_deadline_and_both_are_avoided() -> None:
     story = training()
-    story.then(inputs.Reclaimed("node2", "AWS", 110.0))
-    assert story.then(inputs.Reclaimed("node1", "AWS", 20.0)) == [act.ArmDeadline(20.0)]
+    story.then(inputs.LeaveNode("node2", "reclaimed", "AWS", 110.0))
+    assert story.then(inputs.LeaveNode("node1", "reclaimed", "AWS", 20.0)) == [act.ArmDeadline(20.0)]
     assert act.Requeue(("node2", "node1")) in story.then(inputs.SaveDeadline())
 
 
 def test_a_cancelled_run_is_not_revived_by_a_node_that_goes() -> None:
     story = training()
     story.then(cause("cancel"))
-    story.then(inputs.Reclaimed("node2", "AWS", 110.0))
+    story.then(inputs.LeaveNode("node2", "reclaimed", "AWS", 110.0))
     assert story.model.intent is Intent.CANCELLED
 
 
 def test_a_preemption_before_the_ranks_are_up_requeues_without_a_save() -> None:
     story = Story(inputs.Ready(2))
     assert kinds(story.then(cause("preemption"))) == [act.Requeue, act.TakeDown]
+
+
+def unfit(node: str = "node2") -> inputs.LeaveNode:
+    return inputs.LeaveNode(node, "bad_node", "GPUs: off the bus")
+
+
+def test_a_bad_node_is_left_before_its_ranks_start_and_no_budget_is_used_up() -> None:
+    story = Story(inputs.Ready(2))
+    note, requeue, _ = story.then(unfit())
+    assert isinstance(note, act.Note)
+    assert note.event == make_event("cause", cause="bad_node", evidence="node node2: GPUs: off the bus")
+    assert requeue == act.Requeue(("node2",))
+    story.then(inputs.GenerationEnded(0))
+    assert story.then(inputs.RequeueAnswered(ExitCode.REQUEUED, "starts in 10 s")) == [
+        act.Exit(ExitCode.REQUEUED, "starts in 10 s")
+    ]
+    assert story.model.failed == ()
+
+
+def test_attempts_that_meet_bad_nodes_wait_longer_each_time_and_end_at_last() -> None:
+    delays = []
+    for before in (0, 1, 2, 8, 23):
+        story = Story(inputs.Ready(2, 0, before))
+        (asked,) = [action for action in story.then(unfit()) if isinstance(action, act.Requeue)]
+        delays.append(asked.delay_s)
+    assert delays == [None, 30, 60, 3600, 3600]
+    story = Story(inputs.Ready(2, 0, 24))
+    assert kinds(story.then(unfit())) == [act.TakeDown]
+    (end,) = story.then(inputs.GenerationEnded(0))
+    assert isinstance(end, act.Exit)
+    assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_PROGRESS, True)
+
+
+def test_a_cancelled_run_is_not_revived_by_a_bad_node() -> None:
+    story = Story(inputs.Ready(2), cause("cancel"))
+    assert not [action for action in story.then(unfit()) if isinstance(action, act.Requeue)]
+    assert story.model.intent is Intent.CANCELLED
 
 
 def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_not() -> None:
@@ -630,7 +687,8 @@ def test_every_event_in_every_state_is_answered_and_the_table_holds() -> None:
     """All reachable models within four events: `decide` raises where a transition is not in the table."""
     alphabet: list[inputs.Input] = [
         inputs.SignalArrived("SIGTERM", "lead"),
-        inputs.Reclaimed("node2", "as announced", 100.0),
+        inputs.LeaveNode("node2", "reclaimed", "as announced", 100.0),
+        inputs.ServiceLost("service judge: gone"),
         *(cause(kind) for kind in get_args(CauseKind)),
         progress(),
         saved(1),

@@ -10,7 +10,8 @@ import pytest
 from verl_slurm_daemon.agent.rank_environment import prepare_environment
 
 from verl_slurm.base.errors import ConfigError, PermissionRefused
-from verl_slurm.config.schema import RunConfig, SlurmConfig
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.slurm import SlurmConfig
 
 NODE = {"PATH": "/usr/bin:/bin", "HOME": "/root", "NODE": "its own", "A": "node"}
 

@@ -148,7 +148,10 @@ else:
 
 
 @pytest.mark.scenario("FLT-N07")
-@pytest.mark.parametrize("known_by", ["the ranks that were started", "the newest checkpoint alone"])
+@pytest.mark.parametrize(
+    "known_by",
+    [pytest.param("the ranks that were started", marks=pytest.mark.long), "the newest checkpoint alone"],
+)
 def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
     tmp_path: Path, known_by: str
 ) -> None:

@@ -7,6 +7,7 @@ import pytest
 from tests.journals import read_events
 from tests.local_runs import lead, prepared
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = pytest.mark.torch
 
@@ -37,3 +38,10 @@ def test_a_reward_that_raises_ends_the_run_in_its_own_words(tmp_path: Path, body
     assert f"{reward}:" in reason
     assert "\n" not in reason
     assert "torch" not in reason
+    # The remedy that the message names: correct the file, which lies where the user has it, and submit with --code new.
+    reward.write_text("def score(p, r, a):\n    return [0.0] * len(r)\n")
+    plan = plan_submission(paths.root, [], cluster="local", code="new")
+    carry_out(plan, prepare_only=True)
+    process = lead(paths)
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == ExitCode.OK, out

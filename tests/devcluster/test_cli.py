@@ -37,9 +37,13 @@ def test_status_of_nothing_is_an_answer(tmp_path: Path) -> None:
     assert json.loads(done.output)["running"] is False
 
 
-def test_an_option_out_of_range_is_a_config_error(tmp_path: Path) -> None:
-    done = CliRunner().invoke(command, ["start", "--nodes", "99", "--dir", str(tmp_path / "c")])
+@pytest.mark.parametrize(
+    "words", [("--nodes", "99"), ("--cpus", "0"), ("--mem-mb", "63"), ("--gpus", "17"), ("--grace", "-1")]
+)
+def test_an_option_out_of_range_is_a_config_error(words: tuple[str, str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(command, ["start", *words, "--dir", str(tmp_path / "c")])
     assert isinstance(done.exception, ConfigError)
+    assert "devcluster start --help" in done.exception.one_line()
     assert not (tmp_path / "c").exists()
 
 

@@ -109,7 +109,7 @@ def test_a_pid_that_now_names_another_process_is_left_alone() -> None:
 
 
 def test_slurm_really_preempts_and_requeues(cluster: DevCluster, tmp_path: Path) -> None:
-    # Requeue=0, as a lead sets it: Slurm 23.02 to 25.11 start a preempted job again even if it ends with 0.
+    # Requeue=0, as a lead sets it: Slurm 24.05 to 25.11 start a preempted job again even if it ends with 0.
     ends = "echo USR1; scontrol update JobId=$SLURM_JOB_ID Requeue=0; exit 0"
     body = f"trap '{ends}' USR1\necho start $SLURM_RESTART_COUNT\nsleep 600 & wait"
     job = submit(cluster, tmp_path, body, "-N2", "--signal=B:USR1@60")

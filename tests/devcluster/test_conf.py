@@ -14,7 +14,7 @@ def layout(version: tuple[int, int] = (22, 5)) -> ClusterLayout:
         name="dev0",
         version=version,
         memory_mb=1000,
-        ports=(10000, 10001, 10002, 10003, 10004),
+        ports=(10000, 10001, 10002, 10003, 10004, 10005),
     )
 
 

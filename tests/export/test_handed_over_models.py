@@ -123,6 +123,8 @@ HOSTILE: dict[str, dict[str, Any]] = {
     "an unknown model": {"model_type": "no such model"},
 }
 
+USUAL = ("layers", "half a word", "types of layers", "a rope of long factors", "an activation that is code")
+
 
 @pytest.fixture(scope="module")
 def good(checkpoint: Path, trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Measured:
@@ -135,7 +137,10 @@ def good(checkpoint: Path, trained: Any, tmp_path_factory: pytest.TempPathFactor
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC09")
-@pytest.mark.parametrize("said", HOSTILE)
+# One of each way in which a config may be beyond its checkpoint.
+@pytest.mark.parametrize(
+    "said", [name if name in USUAL else pytest.param(name, marks=pytest.mark.soak) for name in HOSTILE]
+)
 def test_a_config_beyond_its_checkpoint_is_refused_in_little_memory_and_time(
     checkpoint: Path, model: Path, good: Measured, tmp_path: Path, said: str
 ) -> None:
@@ -184,7 +189,14 @@ def test_a_library_that_takes_too_much_cpu_ends_the_export_in_one_line(
 
 
 @pytest.mark.scenario("SEC10")
-@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "attn_implementation",
+        pytest.param("_attn_implementation", marks=pytest.mark.long),
+        pytest.param("experts_implementation", marks=pytest.mark.long),
+    ],
+)
 def test_a_config_that_names_a_kernel_of_the_hub_is_exported_without_it(
     checkpoint: Path, model: Path, tmp_path: Path, key: str
 ) -> None:
@@ -194,6 +206,7 @@ def test_a_config_that_names_a_kernel_of_the_hub_is_exported_without_it(
     assert "eve/kernel" not in (tmp_path / "out" / "config.json").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.scenario("SEC13")
 def test_export_and_compare_make_no_compile_cache_under_a_name_that_anybody_can_have_made(
     checkpoint: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ It stands for Slurm: it is asked for an address, a cause and a requeue, and give
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from verl_slurm_daemon.allocation.contract import Outlook
@@ -31,6 +32,9 @@ class ScriptedAllocation:
     async def address(self) -> str:
         return "127.0.0.1"
 
+    def now(self) -> float:
+        return time.time()
+
     async def cause(self, trigger: str) -> inputs.CauseKnown:
         return inputs.CauseKnown("none", trigger, None)
 
@@ -56,7 +60,7 @@ class ScriptedAllocation:
         self.avoided.append(tuple(nodes))
         return f"avoids {len(nodes)}"
 
-    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
         self.steps += 1
         self.step_started.set()
         return [await asyncio.create_subprocess_exec("sleep", "600")]

@@ -64,14 +64,16 @@ def _tell_what_is_heard() -> None:
     """What ranks say of their parts, once it is in the lead's queue."""
     from verl_slurm_daemon.lead.pace_watch import PaceWatch
 
+    from verl_slurm.journal.events import Notice
     from verl_slurm.wire.messages import FromRank, PartSaved
 
     hear = PaceWatch.hear
 
-    def heard(self: PaceWatch, node: str, message: FromRank) -> None:
-        hear(self, node, message)
+    def heard(self: PaceWatch, node: str, message: FromRank) -> list[Notice]:
+        news = hear(self, node, message)
         if isinstance(message, PartSaved):
             mark(f"part of rank {message.rank}")
+        return news
 
     PaceWatch.hear = heard  # type: ignore[method-assign]
 
@@ -110,7 +112,7 @@ def _count_down(dies_at: int, count: str | None) -> None:
 def agent() -> None:
     _hungry()
     from verl_slurm_daemon.__main__ import main
-    from verl_slurm_daemon.agent import node as module
+    from verl_slurm_daemon.agent import container as module
 
     if "strikes" in BENT:
         real = module.launcher_argv

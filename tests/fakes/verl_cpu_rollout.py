@@ -6,6 +6,7 @@ it the weights. It is slow, and serves one replica a process.
 """
 
 import asyncio
+import json
 import os
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ class Sampler:
         self._ends = set(ends if isinstance(ends, list) else [ends])
         self._most, self._seed, self._step = response_length, seed, 0
         self._seen: dict[tuple[Any, ...], int] = {}
+        self._waits = 0
 
     async def generate(
         self,
@@ -40,12 +42,14 @@ class Sampler:
         request_id: str,
         **_: object,
     ) -> TokenOutput:
-        del request_id
         most = min(self._most, sampling_params.get("max_tokens") or self._most)
         temperature = sampling_params.get("temperature", 1.0) or 1.0
         key = (self._step, tuple(prompt_ids))
         nth = self._seen[key] = self._seen.get(key, -1) + 1
-        draw = torch.Generator().manual_seed(hash((self._seed, *key, nth)) & 0x7FFFFFFF)
+        seed = sampling_params.get("seed")  # with rollout.full_determinism
+        draw = torch.Generator().manual_seed(
+            hash((self._seed, *key, nth)) & 0x7FFFFFFF if seed is None else seed
+        )
         tokens: list[int] = []
         log_probs: list[float] = []
         past, now = None, torch.tensor([list(prompt_ids)])
@@ -61,16 +65,28 @@ class Sampler:
                 await asyncio.sleep(0)
                 if token in self._ends:
                     break
+        extra = {"global_steps": self._step}
+        output = TokenOutput(
+            token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=extra
+        )
+        if request_id.startswith("probe-"):  # asked whether it repeats itself: no response of the run
+            return output
         pause_s = float(os.environ.get("VERL_TEST_SAMPLE_S", "0"))
         if pause_s:  # a step of a known length, for the tests of what can be reached in time
             await asyncio.sleep(pause_s)
-        extra = {"global_steps": self._step}
-        return TokenOutput(token_ids=tokens, log_probs=log_probs, stop_reason="completed", extra_fields=extra)
+        stagger_s = float(os.environ.get("VERL_TEST_STAGGER_S", "0"))
+        if stagger_s:  # a step in whose middle some responses are finished and some are not
+            self._waits += 1
+            await asyncio.sleep(stagger_s * self._waits)
+        if log := os.environ.get("VERL_TEST_SAMPLED"):  # what a test counts by: one line for each response
+            with open(log, "a") as file:
+                file.write(json.dumps([self._step, seed, tokens]) + "\n")
+        return output
 
     async def load(self, weights: dict[str, torch.Tensor], step: int | None) -> None:
         self._model.load_state_dict(weights, strict=False)
         self._step = self._step if step is None else step
-        self._seen = {}
+        self._seen, self._waits = {}, 0
 
     async def nothing(self, *_: object, **__: object) -> None:
         pass

@@ -38,6 +38,7 @@ def prepared(root: Path, program: str, *overrides: str) -> RunPaths:
     config = root / "run.yaml"
     config.write_text(
         f"trainer: {{backend: command, command: [{script}]}}\\n"
+        "code: {tree: null}\\n"  # the program writes beside itself
         "distributed: {dp_size: 2, nodes: 1, device: cpu, threads_per_rank: 1}\\n"
         "checkpoint: {every_steps: 2}\\n".replace("\\n", "\n")
     )

@@ -112,6 +112,7 @@ def test_hosts_whose_clocks_are_twenty_minutes_and_a_day_apart_are_interrupted_a
     wait_until_gone(str(paths.root))
 
 
+@pytest.mark.soak
 @pytest.mark.scenario("K03")
 def test_a_machine_that_sleeps_for_hours_is_not_taken_for_hung_and_a_deadline_that_it_slept_over_is_said(
     library: Path, straight: RunPaths, tmp_path: Path

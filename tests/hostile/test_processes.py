@@ -344,6 +344,7 @@ def cycles(stage: Stage, count: int) -> None:
 CYCLING = ("daemon.backoff_s=0.01", "daemon.crash_budget=2000", "checkpoint.keep_last=2")
 
 
+@pytest.mark.long
 @pytest.mark.scenario("P11")
 def test_starts_one_after_the_other_leave_nothing_behind(tmp_path: Path) -> None:
     stage = Stage(tmp_path, *CYCLING)

@@ -84,6 +84,7 @@ def test_python_m_leaves_the_working_directory_as_well(eves: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.long  # the rules by which each of them imports are shown above
 @pytest.mark.torch
 def test_lead_agents_and_ranks_of_a_whole_run_import_nothing_of_hers(eves: Path, short_dir: Path) -> None:
     paths = prepared(short_dir / "run", "train.steps=1")

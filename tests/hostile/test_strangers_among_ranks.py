@@ -206,7 +206,7 @@ os._exit(0)
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC01")
-@pytest.mark.parametrize("word", ["silence", "noise", "gloo"])
+@pytest.mark.parametrize("word", ["silence", pytest.param("noise", marks=pytest.mark.soak), "gloo"])
 def test_a_stranger_who_is_first_at_gloos_port_is_refused(tmp_path: Path, loot: Path, word: str) -> None:
     """gloo takes the first connection with the right pair number. The run ends that start, and goes on without.
 

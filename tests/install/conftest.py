@@ -43,7 +43,7 @@ def core(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True, timeout=60)
     (site,) = place.glob("lib/python*/site-packages")
     for name in _closure(wheel):
-        _link(metadata.distribution(name), site)
+        link(metadata.distribution(name), site)
     command = [sys.executable, "-m", "pip", "--python", place / "bin/python", "install", "--quiet"]
     subprocess.run([*command, "--no-deps", "--no-index", wheel], check=True, timeout=120)
     return place
@@ -91,7 +91,7 @@ def _closure(wheel: Path) -> set[str]:
     return found
 
 
-def _link(distribution: metadata.Distribution, site: Path) -> None:
+def link(distribution: metadata.Distribution, site: Path) -> None:
     """Link the top-level files and packages of one distribution into another environment."""
     origin = Path(str(distribution.locate_file("")))
     tops = {file.parts[0] for file in distribution.files or [] if file.parts[0] not in ("..", "__pycache__")}

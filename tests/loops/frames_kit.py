@@ -1,9 +1,13 @@
 """Runs of a framework's callback, one attempt after another in the same process."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 from tests.builders import write_config
 from tests.fakes.daemon import Daemon
+from tests.processes import free_port, python_path
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.session import Session
@@ -37,3 +41,21 @@ class Run:
         return Session(
             daemon, rank=0, world_size=1, paths=self.paths, epoch=epoch, resume=there[-1] if there else None
         )
+
+
+def two_ranks(program: Path, *argv: str) -> None:
+    """Two processes as torchrun would start them, to their end; both have to end well."""
+    environ = dict(os.environ) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"} | python_path()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(program), *argv],
+            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        _, said = rank.communicate(timeout=240)
+        assert rank.returncode == 0, said

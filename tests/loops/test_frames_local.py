@@ -48,7 +48,14 @@ def _weights(paths: RunPaths, file: str) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(("example", "library", "file"), EXAMPLES, ids=["huggingface", "lightning"])
+@pytest.mark.parametrize(
+    ("example", "library", "file"),
+    # The same on a real Slurm with TRL's Trainer: tests/slurm_cluster/test_trl.py.
+    [
+        pytest.param(*EXAMPLES[0], id="huggingface", marks=pytest.mark.soak),
+        pytest.param(*EXAMPLES[1], id="lightning"),
+    ],
+)
 def test_a_preemption_is_saved_at_the_end_of_the_step_and_the_next_life_ends_bit_for_bit_alike(
     tmp_path: Path, example: str, library: str, file: str
 ) -> None:

@@ -247,6 +247,13 @@ def test_without_a_daemon_and_a_directory_it_is_a_range_and_nothing_else() -> No
     assert run.resume is None
 
 
+def test_a_loop_finds_the_services_beside_it_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_SLURM_SERVICE_JUDGE", "n3:8000,n4:8000")
+    monkeypatch.setenv("VERL_SLURM_SERVICE_TOKEN", "secret")
+    with verl_slurm.run(model=nn.Linear(1, 1)) as run:
+        assert run.services == {"judge": ["n3:8000", "n4:8000"]}
+
+
 def test_a_loop_of_ones_own_asks_behind_each_step(alone: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
     with Agent(alone.paths, epoch=alone.epoch) as agent:

@@ -74,3 +74,14 @@ def test_a_save_that_is_under_way_is_not_thrown_away_with_the_step() -> None:
     busy[0] = False
     watch.look()
     assert [failure.request_id for failure in line.heard(SaveFailed)] == [1]
+
+
+def test_a_loop_that_can_leave_where_it_is_answers_itself() -> None:
+    line, leaves = Daemon(), [True]
+    watch = ReachWatch(_session(line, (300.0, 300.0)), leaves=lambda: leaves[0])
+    line.asked = SaveRequest(request_id=1, stop=True, seconds_left=30.0)
+    watch.look()
+    assert line.heard(SaveFailed) == []
+    leaves[0] = False
+    watch.look()
+    assert [failure.request_id for failure in line.heard(SaveFailed)] == [1]

@@ -4,7 +4,7 @@ import pytest
 
 from tests.builders import run_config
 from tests.harness import ROOT
-from verl_slurm.config.schema import ContainerConfig
+from verl_slurm.config.container import ContainerConfig
 from verl_slurm.slurm.batch import batch_script
 
 
@@ -13,8 +13,8 @@ from verl_slurm.slurm.batch import batch_script
     [
         (1, None, "single_node.sbatch"),
         (2, None, "multi_node.sbatch"),
-        (1, ContainerConfig(image="/images/a.sif"), "apptainer.sbatch"),
-        (2, ContainerConfig(image="a+b", runtime="pyxis"), "pyxis.sbatch"),
+        (1, ContainerConfig(image="/images/a.sif"), "single_node.sbatch"),
+        (2, ContainerConfig(image="/a+b.sqsh", runtime="pyxis"), "pyxis.sbatch"),
     ],
 )
 def test_each_run_has_the_script_that_can_start_it(

@@ -135,6 +135,20 @@ def test_what_is_done_to_a_task_of_an_array_is_done_to_no_other(stub: Stub, tmp_
     }
 
 
+@pytest.mark.parametrize(
+    ("moment", "updates"),
+    [("newer/25.11_node_lost_completing_expedited", False), ("26.05.5/node_lost_completing", True)],
+)
+def test_a_job_that_may_start_at_once_is_given_no_later_time(
+    stub: Stub, tmp_path: Path, moment: str, updates: bool
+) -> None:
+    """On 26.05.5 a job that waited already took the nodes of the run, which were kept for it until then."""
+    client = stub(f'echo "$@" >> {tmp_path}/asked; exec cat {shlex.quote(str(GOLDEN))}/{moment}.txt')
+    assert asyncio.run(client.requeue(1, 3, own_restarts=0)).kind == "already_requeued"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert any(line.startswith("update") for line in asked) is updates
+
+
 def test_the_signals_of_the_jobs_end_do_not_stop_a_command(stub: Stub) -> None:
     client = stub("kill -TERM $$; kill -USR1 $$; kill -INT $$; echo alive")
     assert asyncio.run(client.run(["scontrol"])).stdout == "alive\n"

@@ -68,8 +68,8 @@ def test_what_the_text_tells_is_asked_once(slurm: Slurm, tmp_path: Path, moment:
 @pytest.mark.parametrize(
     ("moment", "json", "end", "refusal"),
     [
-        ("newer/23.11_cancel_mode_preempted_completing", "PREEMPTED", "PREEMPTED", None),
-        ("newer/23.11_scancel_in_grace_completing", "CANCELLED", "CANCELLED", "cancelled"),
+        ("23.11.11/cancel_mode_6_completing", "PREEMPTED", "PREEMPTED", None),
+        ("23.11.11/scancel_in_grace_completing", "CANCELLED", "CANCELLED", "cancelled"),
     ],
 )
 def test_json_tells_a_preemption_from_a_cancel(

@@ -4,20 +4,20 @@ import pytest
 
 from verl_slurm.slurm.parse import ended_as
 
-NEWER = Path(__file__).parent / "golden" / "newer"
+GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize(
     ("moment", "end"),
     [
-        ("23.02_completing", None),  # one word, which says no more than the text
-        ("23.11_cancel_mode_preempted_completing", "PREEMPTED"),
-        ("23.11_scancel_in_grace_completing", "CANCELLED"),
-        ("25.11_requeued_completing", None),
+        ("23.02.8/cancel_mode_6_completing", None),  # one word, which says no more than the text
+        ("23.11.11/cancel_mode_6_completing", "PREEMPTED"),
+        ("23.11.11/scancel_in_grace_completing", "CANCELLED"),
+        ("newer/25.11_requeued_completing", None),
     ],
 )
 def test_the_end_is_told_where_slurm_tells_it(moment: str, end: str | None) -> None:
-    assert ended_as((NEWER / f"{moment}.json").read_text(), 1) == end
+    assert ended_as((GOLDEN / f"{moment}.json").read_text(), 1) == end
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
 ) -> None:
     if "vllm" in case and find_spec("vllm") is None:
         pytest.skip("NOT RUN: no vLLM here; `make vllm`, then .venv-vllm/bin/python -m pytest")
-    wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 6)
+    wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 4)
     seed = int(os.environ.get("VERL_SLURM_SEED") or _SEED)
     # Each case has choices of its own; of those of `make test` its seed says which they are.
     dice = random.Random(seed if case == "ppo" else f"{case} {seed}")

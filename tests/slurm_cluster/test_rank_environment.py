@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 REWARD = """
 import json, os, sys
 names = ("NODE_SET_UP", "NCCL_DEBUG", "DEMO_TOKEN", "TOOL_HOME")
-with open(f"{__file__}.{os.environ['SLURMD_NODENAME']}.json", "w") as seen:
+with open(f"PLACE.{os.environ['SLURMD_NODENAME']}.json", "w") as seen:
     json.dump({"prefix": sys.prefix, **{name: os.environ.get(name) for name in names}}, seen)
 
 def score(prompts, responses, answers):
@@ -34,7 +34,7 @@ def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
     ours = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (next(venv.glob("lib/python*/site-packages")) / "ours.pth").write_text(ours)
-    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "reward.py").write_text(REWARD.replace("PLACE", f"{tmp_path}/reward.py"))
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/tool").write_text("#%Module\nsetenv TOOL_HOME /opt/tool\n")
     secret = tmp_path / "secret"

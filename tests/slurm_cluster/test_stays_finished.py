@@ -1,6 +1,6 @@
 """A job that was preempted, and whose run then comes to its end: Slurm does not run it once more.
 
-From 23.02 to 25.11 slurmctld keeps the mark of a preemption over the requeue, and takes the job's own end for that
+From 24.05 to 25.11 slurmctld keeps the mark of a preemption over the requeue, and takes the job's own end for that
 preemption's: it requeues a job that exits with 0.
 """
 

@@ -1,29 +1,25 @@
 """GRPO by verl itself, on Ray over two nodes of a real Slurm: preempted, saved, requeued, resumed, finished."""
 
-import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
-
-from tests.processes import python_path
 
 pytest.importorskip("verl", reason="needs verl: make verl")
 
 from tests.harness import LiveRun
-from tests.verl.grpo import MODULES, grpo_words, make_prompts, write_config
+from tests.ledger_stats import ledger_stats
+from tests.slurm_cluster.verl_runs import PATIENCE_S, end, make_run, one, steps, wait_for_lines
+from tests.verl.grpo import make_prompts
 from tests.verl.tiny import make_model
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
+from verl_slurm.loops.rollout_records import session_seed
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.verl, pytest.mark.timeout(1500)]
-
-PATIENCE_S = 400.0
-"""For a start: Ray on two nodes, and a dozen processes that import torch and verl."""
 
 
 @pytest.fixture(scope="module")
@@ -36,42 +32,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def grpo(
     cluster: DevCluster, inputs: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[LiveRun]:
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", MODULES)
-    monkeypatch.setenv("PYTHONPATH", python_path()["PYTHONPATH"])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    model, prompts = inputs
-    config = write_config(tmp_path / "grpo.yaml", tmp_path / "run", grpo_words(model, prompts, 4))
-    live = LiveRun(cluster, tmp_path / "run", config=str(config))
+    live = make_run(cluster, inputs, tmp_path, monkeypatch, 4)
     yield live
-    live.cancel()
-    live.wait_slurm(lambda facts: facts.state not in ("RUNNING", "PENDING", "COMPLETING"))
-    left = [process for process in psutil.process_iter() if _of_ray(process, live)]
-    assert not left, left
-
-
-def _of_ray(process: psutil.Process, run: LiveRun, word: str = "") -> bool:
-    """Whether it is of this run's Ray, and is called so; Ray's workers rename themselves."""
-    try:
-        mine = process.environ().get("VERL_SLURM_RUN") == str(run.paths.root)
-        called = (process.name(), *process.cmdline()[:1])
-        return mine and process.status() != psutil.STATUS_ZOMBIE and any(word in name for name in called)
-    except psutil.Error:
-        return False
-
-
-def _one(run: LiveRun, word: str, node: str | None = None) -> psutil.Process:
-    """One of them, as soon as there is one; nobody tells that a process has begun."""
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        for process in [p for p in psutil.process_iter() if _of_ray(p, run, word)]:
-            if node in (None, process.environ().get("SLURMD_NODENAME")):
-                return process
-        time.sleep(0.2)
-    raise AssertionError(f"no {word} on {node}:\n{run.story()}")
-
-
-def _steps(run: LiveRun) -> list[int]:
-    return [int(msgspec.json.decode(line)["step"]) for line in run.paths.steps.read_bytes().splitlines()]
+    end(live)
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.soak)])
@@ -94,27 +57,74 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finis
     grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S, resume=saved["name"])
     grpo.wait_end(timeout_s=PATIENCE_S)
     assert grpo.status()["step"] == 4
-    assert _steps(grpo) == [1, 2, 3, 4], "each step once: none was trained twice, and none left out"
+    assert steps(grpo) == [1, 2, 3, 4], "each step once: none was trained twice, and none left out"
 
 
-@pytest.mark.soak
-def test_a_step_that_is_too_long_is_not_waited_for_and_the_last_verified_one_counts(
-    grpo: LiveRun, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.soak  # that its classes are ours: tests/verl/test_recipes.py
+def test_a_recipe_with_a_main_and_a_trainer_of_its_own_is_saved_and_resumed(
+    grpo: LiveRun, cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VERL_TEST_SAMPLE_S", "32")  # the grace time is 30 s
-    grpo.argv.append("checkpoint.every_steps=1")
+    done = tmp_path / "steps"
+    monkeypatch.setenv("VERL_TEST_RECIPE", str(done))
+    recipe = Path(__file__).parents[1] / "verl/recipe.py"
+    grpo.argv += [
+        f"trainer.command={msgspec.json.encode([str(recipe)]).decode()}",
+        "checkpoint.every_steps=50",
+    ]
     grpo.submit()
-    grpo.wait_event("verified", timeout_s=PATIENCE_S, name="step_000002")
+    grpo.wait(lambda: grpo.status().get("step", 0) >= 1, PATIENCE_S)
+    seen = len(grpo.events())
+    preempt(cluster, int(grpo.job_id), hold_s=1)
+    saved = grpo.wait_event("saved", after=seen, emergency=True)
+    grpo.wait_event("ended", after=seen, exit_code=25)
+    grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S, resume=saved["name"])
+    grpo.wait_end(timeout_s=PATIENCE_S)
+    assert steps(grpo) == [1, 2, 3, 4]
+    assert done.read_text().split() == ["1", "2", "3", "4"], "the recipe's own trainer did each step, once"
+    told = [event["text"] for event in grpo.events("warning") if event["topic"] == "ledger"]
+    assert any(text.startswith("AgentLoopManagerTQ is in the place of") for text in told), told
+
+
+def test_a_step_killed_or_left_in_mid_sampling_samples_nothing_twice(
+    grpo: LiveRun, cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = tmp_path / "sampled"
+    monkeypatch.setenv("VERL_TEST_SAMPLED", str(sampled))
+    # Responses end one after the other: 32 s for the 16 of each engine, where the grace time is 30 s.
+    monkeypatch.setenv("VERL_TEST_STAGGER_S", "2")
+    rollout = "verl.actor_rollout_ref.rollout"
+    grpo.argv += [f"{rollout}.seed=7", f"{rollout}.full_determinism=true"]
+    grpo.argv += ["checkpoint.every_steps=50", "verl.trainer.total_training_steps=3"]
+    grpo.submit()
+    worker = one(grpo, "LedgerWorker")
+    wait_for_lines(sampled, 8)
+    seen = len(grpo.events())
+    worker.kill()
+    grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S, number=2)
+    kept = {session_seed(7, *key) for key in ledger_stats(grpo.paths).keys}
+    assert len(kept) >= 4, "it was killed while it sampled"
+    # Of two steps, one was measured: the first one of a start is not.
+    grpo.wait(lambda: grpo.status().get("step", 0) >= 2, PATIENCE_S)
+    wait_for_lines(sampled, 64 + 8)
     seen = len(grpo.events())
     preempt(cluster, int(grpo.job_id), hold_s=1)
     assert grpo.wait_event("cause", after=seen)["cause"] == "preemption", grpo.story()
-    failed = grpo.wait_event("save_failed", after=seen)
-    assert "the end of the step cannot be reached" in failed["reason"]
+    saved = grpo.wait_event("saved", after=seen, emergency=True)
+    assert saved["name"] == "step_000002", "the weights are those of its end"
+    grpo.wait_event("verified", after=seen, name="step_000002")
     ended = grpo.wait_event("ended", after=seen, exit_code=25)
-    assert ended["time"] < _plus(grpo.events("cause")[-1]["time"], 15), (
-        "nobody waited for the grace time's end"
-    )
+    assert ended["time"] < _plus(grpo.events("cause")[-1]["time"], 20), "the end of step 3 was not waited for"
+    told = [event["text"] for event in grpo.events("notice") if event["topic"] == "ledger"]
+    assert any(text.startswith("step 3 is left while it is sampled: ") for text in told), told
+    # Of step 3 alone: what an engine had finished at the kill, and no worker had recorded, was sampled again since.
+    kept |= {session_seed(7, *key) for key in ledger_stats(grpo.paths).keys if key[0] >= 16}
     grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S, resume="step_000002")
+    grpo.wait_end(timeout_s=PATIENCE_S)
+    assert steps(grpo) == [1, 2, 3], "no step was done twice"
+    seeds = [msgspec.json.decode(line)[1] for line in sampled.read_bytes().splitlines()]
+    assert {seeds.count(seed) for seed in kept} == {1}, "what was in the ledger was sampled once"
+    assert len(set(seeds)) == 3 * 32
+    assert ledger_stats(grpo.paths).duplicates == ()
 
 
 def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo: LiveRun) -> None:
@@ -122,14 +132,14 @@ def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo
     grpo.submit()
     verified = grpo.wait_event("verified", timeout_s=PATIENCE_S)
     seen = len(grpo.events())
-    _one(grpo, "WorkerDict").kill()  # a training rank
+    one(grpo, "WorkerDict").kill()  # a training rank
     crash = grpo.wait_event("crash", after=seen, timeout_s=PATIENCE_S, kind="crash")
     assert "ActorDiedError" in crash["detail"]
     resumed = grpo.wait_event("restart", after=seen, number=2)
     assert resumed["resume"] >= verified["name"]
     (other,) = {"node1", "node2"} - {grpo.facts().batch_host}
     seen = len(grpo.events())
-    _one(grpo, "raylet", other).kill()
+    one(grpo, "raylet", other).kill()
     crash = grpo.wait_event("crash", after=seen, timeout_s=PATIENCE_S, kind="crash")
     assert "Ray has ended on this node" in crash["detail"]
     grpo.wait_event("restart", after=seen, number=3)
@@ -142,9 +152,12 @@ def test_a_driver_that_hangs_is_seen_by_its_pace(grpo: LiveRun) -> None:
     grpo.argv += [*patience, "checkpoint.every_steps=50", "verl.trainer.total_training_steps=100"]
     grpo.submit()
     grpo.wait(lambda: grpo.status().get("step", 0) >= 2, PATIENCE_S)
-    _one(grpo, "TaskRunner").suspend()
+    one(grpo, "TaskRunner").suspend()
     hung = grpo.wait_event("hang", timeout_s=PATIENCE_S)
     assert "rank 0 has passed no safe point" in hung["detail"]
+    stacks = [Path(grpo.wait_event("stacks")["log"]).read_text()]
+    for part in ("WorkerDict", "LedgerWorker", "Sampler"):
+        assert any(f"---- stacks of ray::{part}" in text for text in stacks), "workers and engines, too"
     grpo.wait_event("restart", timeout_s=PATIENCE_S, number=2)
 
 

@@ -14,12 +14,13 @@ from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
 from verl_slurm.submit.checks.inputs import absolute
 from verl_slurm.submit.checks.room import checkpoint_size
-from verl_slurm.submit.checks.verl import check_verl, require_same_ranks
+from verl_slurm.submit.checks.verl import check_ranks, check_verl
 from verl_slurm.verl.releases import installed_verl
 
 
@@ -60,18 +61,38 @@ def test_a_run_that_is_as_it_should_be_is_said_to_be(place: Path) -> None:
     assert notes == []
 
 
-@pytest.mark.parametrize(("entry", "folder"), [("sft", "global_step_6"), ("ppo", "global_step_6/actor")])
-def test_another_number_of_ranks_names_both_and_verls_own_merger(
-    place: Path, entry: str, folder: str
+def checkpoint(directory: Path, ranks: int, *files: str) -> Path:
+    """step_000006 with a manifest that names these files of verl's, which are there."""
+    place = directory / "step_000006"
+    for name in files:
+        path = place / "global_step_6" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x")
+    entries = tuple(FileEntry(path=f"global_step_6/{name}", size=1, sha256="0" * 64) for name in files)
+    write_manifest(place, 6, world_size=ranks, guest="verl", files=entries)
+    return place
+
+
+def shards(role: str, ranks: int) -> list[str]:
+    kinds = ("model", "optim", "extra_state")
+    return [f"{role}{kind}_world_size_{ranks}_rank_{n}.pt" for kind in kinds for n in range(ranks)]
+
+
+@pytest.mark.parametrize(("entry", "role"), [("sft", ""), ("ppo", "actor/")])
+def test_shards_that_are_not_understood_name_both_numbers_and_verls_own_merger(
+    place: Path, entry: str, role: str
 ) -> None:
+    data = ["data_0.pt", "data_1.pt"] if entry == "sft" else ["data.pt"]
+    checkpoint(place / "run/checkpoints", 2, *shards(role, 2), f"{role}fsdp_config.json", *data)
     given = config(place, "distributed.dp_size=4", entry=entry)
     with pytest.raises(ConfigError) as caught:
         check(given, saved(6, 2), saved(4, 4))
     line = caught.value.one_line()
+    folder = f"{place}/run/checkpoints/step_000006/global_step_6/{role}".rstrip("/")
     for word in (
-        "world size 4, and step_000006 was saved with 2",
+        "world size 4, and step_000006 was saved with 2: ",
         "distributed.dp_size=2",
-        f"python -m verl.model_merger merge --backend fsdp --local_dir {place}/run/checkpoints/step_000006/{folder} ",
+        f"python -m verl.model_merger merge --backend fsdp --local_dir {folder} ",
         "--target_dir MODEL_DIR",
         "optimizer",
     ):
@@ -79,13 +100,36 @@ def test_another_number_of_ranks_names_both_and_verls_own_merger(
     assert "\n" not in line
 
 
+def test_megatrons_checkpoints_keep_their_number_of_ranks(place: Path) -> None:
+    checkpoint(place / "run/checkpoints", 2, "actor/dist_ckpt/__0_0.distcp", "data.pt")
+    with pytest.raises(ConfigError, match=r"Megatron.*dp_size=2.*merge --backend megatron --local_dir"):
+        check(config(place, "distributed.dp_size=4", entry="ppo"), saved(6, 2))
+
+
 def test_the_checkpoint_that_counts_is_the_one_that_is_resumed_from(place: Path) -> None:
+    checkpoint(place / "run/checkpoints", 4, "actor/dist_ckpt/__0_0.distcp")
     paths = RunPaths(place / "run")
     both = (saved(6, 4), saved(4, 2))
-    require_same_ranks(config(place, "checkpoint.resume_from=step_000004"), paths, both)
-    require_same_ranks(config(place, "checkpoint.resume_from=null"), paths, both)
+    assert check_ranks(config(place, "checkpoint.resume_from=step_000004"), paths, both) == ""
+    assert check_ranks(config(place, "checkpoint.resume_from=null"), paths, both) == ""
     with pytest.raises(ConfigError):
-        require_same_ranks(config(place), paths, both)
+        check_ranks(config(place), paths, both)
+
+
+@pytest.mark.torch
+def test_a_start_that_will_divide_the_checkpoint_is_announced(place: Path) -> None:
+    from tests.verl.fake_shards import fsdp2_step
+
+    run = place / "run/checkpoints/step_000006"
+    step = fsdp2_step(run, 6, 2, roles=("",))
+    write_manifest(run, 6, world_size=2, guest="verl")
+    checked, [note] = check(config(place, "distributed.dp_size=4"), saved(6, 2))
+    assert "step_000006 was saved by 2 ranks: the start divides it among 4" in note
+    assert not [line for line in checked if "as saved" in line]
+    # A save of one file alone cannot be judged here; the start verifies it, and sets it aside.
+    (step / "optim_world_size_2_rank_1.pt").unlink()
+    _, notes = check(config(place, "distributed.dp_size=4"), saved(6, 2))
+    assert notes == []
 
 
 def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
@@ -96,9 +140,7 @@ def test_a_step_of_plain_verl_has_to_be_taken_over_first(place: Path) -> None:
 
 
 def test_a_checkpoint_of_another_run_is_asked_for_its_number_of_ranks(place: Path) -> None:
-    other = place / "other" / "step_000006"
-    other.mkdir(parents=True)
-    write_manifest(other, 6, world_size=8, guest="verl")
+    other = checkpoint(place / "other", 8, "dist_ckpt/__0_0.distcp")
     with pytest.raises(ConfigError, match="saved with 8"):
         check(config(place, f"checkpoint.resume_from={other}"))
     (other / "manifest.json").write_bytes(b"{}")

@@ -1,19 +1,18 @@
 """One tiny model and data set for all tests of the trainer."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model, hardly trained: as good as any for mechanics, and built in a second."""
     from verl_slurm.quickstart import model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "_WARM_STEPS", 20)
-        yield model.build_model(tmp_path_factory.mktemp("tiny") / "tiny")
+        return model.build_model(tmp_path_factory.mktemp("tiny") / "tiny")
 
 
 @pytest.fixture(scope="session")

@@ -197,8 +197,9 @@ def _replayed(ended: Ended) -> int:
 @pytest.mark.parametrize(
     ("phase", "number", "name"),
     [
-        ("generate", 2, "step_000000_sp0002"),  # before the first optimizer update there ever was
-        ("score", 18, "step_000001_sp0005"),
+        # Before the first optimizer update there ever was.
+        pytest.param("generate", 2, "step_000000_sp0002", marks=pytest.mark.soak),
+        pytest.param("score", 18, "step_000001_sp0005", marks=pytest.mark.soak),
         ("update", 24, "step_000001_sp0011"),
     ],
 )

@@ -7,13 +7,14 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.builders import write_manifest
 from verl_slurm.base.errors import ConfigError, Fenced, PermissionRefused, WireError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.loops import verl_node as node
+from verl_slurm.loops import ray_node as node
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 
 
@@ -66,6 +67,20 @@ def test_a_resume_names_what_verl_wrote_within_the_verified_checkpoint(paths: Ru
 def test_a_checkpoint_of_another_number_of_ranks_is_refused_before_verl_starts(paths: RunPaths) -> None:
     with pytest.raises(ConfigError, match="another number of ranks"):
         node._own(paths, config(4), arguments(paths, saved(paths)))
+
+
+def test_a_copy_that_was_divided_for_these_ranks_is_read_in_its_place(paths: RunPaths) -> None:
+    name = saved(paths)
+    copy = paths.resharded.checkpoints / name
+    (copy / "global_step_7" / "actor").mkdir(parents=True)
+    write_manifest(copy, 7, world_size=4, guest="verl")
+    own = node._own(paths, config(4), arguments(paths, name))
+    assert own.resume == copy / "global_step_7"
+    # With the former number of ranks what was saved counts.
+    assert (
+        node._own(paths, config(), arguments(paths, name)).resume
+        == paths.checkpoints / name / "global_step_7"
+    )
 
 
 def test_a_checkpoint_of_verls_sft_is_refused(paths: RunPaths) -> None:

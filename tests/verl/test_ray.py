@@ -19,8 +19,7 @@ pytest.importorskip("ray", reason="Ray comes with verl: make verl")
 from tests.hostile.another_user import WITH_OUR_PACKAGES, python_with
 from tests.hostile.runs_of_ranks import listeners
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops import verl_node as node
+from verl_slurm.loops import ray_node as node
 from verl_slurm.verl.ray_nodes import ray_argv, ray_environment
 
 pytestmark = [pytest.mark.verl, pytest.mark.timeout(1500)]
@@ -76,8 +75,6 @@ class Head:
             os.environ | python_path() | {"VERL_SLURM_CONTROL": str(self.scratch)},
             self.scratch / "ray.token",
             address,
-            RunPaths(root),
-            "test",
             nodes=1,
         )
         del self.environ["VERL_USE_EXTERNAL_MODULES"]

@@ -69,8 +69,17 @@ class Run:
         self.saves.step_done(step, {"actor/loss": 0.5})
         return left
 
-    def ask(self, *, stop: bool = True) -> None:
-        self.line.asked = SaveRequest(request_id=1, stop=stop)
+    def ask(self, *, stop: bool = True, seconds_left: float | None = None) -> None:
+        self.line.asked = SaveRequest(request_id=1, stop=stop, seconds_left=seconds_left)
+
+    def leaves_in_sampling(self, step: int, *, steps_s: float = 300.0, save_s: float | None = None) -> bool:
+        """A look at the request while the step after `step` is being sampled."""
+        self.session._steps_s.append(steps_s)
+        self.session.save_s = self.session.save_s if save_s is None else save_s
+        self.saves.saver.leaves_early = True
+        self.saves.numbers({"actor/loss": 0.125})
+        left: bool = self.saves.leave_early(step, self.writes(step))
+        return left
 
     def saved(self) -> list[tuple[str, int]]:
         return [(message.name, message.request_id) for message in self.line.heard(Saved)]
@@ -233,3 +242,62 @@ def test_it_leaves_as_asked() -> None:
 def test_anything_else_is_a_crash_with_words(step: int, saved: int, began: int, words: str) -> None:
     with pytest.raises(VerlSlurmError, match=words):
         ended(step, saved=saved, began=began)
+
+
+def test_a_long_step_is_left_while_it_is_sampled_with_a_save_of_the_one_before(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1)
+    run.step(2)
+    assert not run.leaves_in_sampling(2), "nobody has asked"
+    run.ask(seconds_left=30.0)
+    assert run.leaves_in_sampling(2)
+    run.saves.end(2)
+    assert (run.calls, run.saved()) == ([2], [("step_000002", 1)])
+    assert run.story() == [SaveStarted, Saved, Stopped]
+    assert not run.line.heard(SaveFailed), "the watch refuses nothing that the loop answers"
+
+
+def test_a_step_whose_end_comes_in_time_is_not_left(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1)
+    run.ask(seconds_left=30.0)
+    assert not run.leaves_in_sampling(1, steps_s=2.0)
+    assert run.step(2)
+    run.saves.end(2)
+    assert run.saved() == [("step_000002", 1)]
+
+
+def test_what_is_saved_already_is_the_answer_at_once(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1, periodic=True)
+    run.saves.saver.settle()
+    run.ask(seconds_left=30.0)
+    assert run.leaves_in_sampling(1)
+    run.saves.end(1)
+    assert (run.calls, run.saved()) == ([1], [("step_000001", 0), ("step_000001", 1)])
+
+
+def test_a_save_that_does_not_fit_is_not_begun_and_the_loop_leaves_all_the_same(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1)
+    run.ask(seconds_left=30.0)
+    assert run.leaves_in_sampling(1, save_s=45.0)
+    run.saves.end(1)
+    [failed] = run.line.heard(SaveFailed)
+    assert (run.calls, failed.request_id) == ([], 1)
+    assert "step 1 is not saved: a save takes 45.0 s, and 30.0 s are left" in failed.reason
+
+
+def test_before_the_first_step_is_done_there_is_nothing_to_save(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.ask(seconds_left=30.0)
+    assert run.leaves_in_sampling(0)
+    run.saves.end(0)
+    assert (run.calls, [m.reason for m in run.line.heard(SaveFailed)]) == ([], ["no step is done yet"])
+
+
+def test_an_operators_save_does_not_end_a_step(run: Run) -> None:
+    run.saves.begin(0, 9)
+    run.step(1)
+    run.ask(stop=False, seconds_left=30.0)
+    assert not run.leaves_in_sampling(1)

@@ -22,6 +22,10 @@ def judge(data: bytes, *, read_all: bool = True) -> str:
         os.close(fd)
 
 
+_OVERLAP = "Overlapped entries"
+"""zipfile's own words in Python 3.13, which looks for records that share bytes before it reads one."""
+
+
 @pytest.fixture(scope="module")
 def shard() -> bytes:
     buffer = io.BytesIO()
@@ -198,7 +202,8 @@ def test_what_no_torch_writes_into_the_directory_is_refused(
 ) -> None:
     entries = entries_of(shard)
     assert len(entries) == len(infos_of(shard))
-    assert what in judge(patched(shard, entries[3] + at, new))
+    found = judge(patched(shard, entries[3] + at, new))
+    assert what in found or _OVERLAP in found
 
 
 def test_records_that_share_bytes_are_refused() -> None:
@@ -214,7 +219,8 @@ def test_records_that_share_bytes_are_refused() -> None:
     within = patched(data, entries_of(data)[1] + 42, struct.pack("<I", data.index(inner.getvalue()[:30])))
     with zipfile.ZipFile(io.BytesIO(within)) as archive:
         assert len(archive.read("a/data/1")) == 100
-    assert "records overlap" in judge(within)
+    found = judge(within)
+    assert "records overlap" in found or _OVERLAP in found
 
 
 def test_bytes_that_belong_to_no_record_are_refused(shard: bytes) -> None:

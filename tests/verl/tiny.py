@@ -12,7 +12,7 @@ _CHAT = (
 _SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def make_model(directory: Path) -> Path:
+def make_model(directory: Path, head_dim: int = 16, most_positions: int = 128) -> Path:
     """Qwen2, two layers, one token a byte.
 
     transformers 5 loads the tokenizer of any `model_type=qwen2` as Qwen2Tokenizer, so it has to be one.
@@ -38,12 +38,12 @@ def make_model(directory: Path) -> Path:
     torch.manual_seed(0)
     shape = qwen.Qwen2Config(
         vocab_size=264,
-        hidden_size=32,
+        hidden_size=2 * head_dim,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=128,
+        max_position_embeddings=most_positions,
         pad_token_id=256,
         bos_token_id=None,
         eos_token_id=258,

@@ -20,8 +20,12 @@ RUN/                        0700
                             reward_request.json (another reward, as an operator asked for it),
                             metrics/ (where Prometheus finds the lead and the agents)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
+  ledger/turns/, tokens/    of verl: single turns and results of tools; tokens of responses that are being sampled
   checkpoints/              step_003000/, latest, quarantine/
   partial/checkpoints/      the same for partial saves, which are never resumed
+  resharded/checkpoints/    what a start of verl with another number of ranks reads (`verl/reshard/at_start.py`)
+  code.json                 what the attempts run of the user's code (`program/record.py`)
+  code/<digest>/            copies of the user's code, by content; <digest>.json: its files; <sha256>.diff
   frozen/<digest>/          models that do not train, stored once by content; <digest>.json: their expected content
   run_id                    16 hex digits that tell this run from others of its name, in shared tiers
   work/epoch_000003/        where a guest (config/schema.py) of that attempt writes uncommitted files
@@ -137,6 +141,25 @@ class RunPaths:
         return self.control / "metrics"
 
     @property
+    def code_record(self) -> Path:
+        return self.root / "code.json"
+
+    @property
+    def code(self) -> Path:
+        return self.root / "code"
+
+    def code_tree(self, digest: str) -> Path:
+        return self.code / digest
+
+    def code_files(self, digest: str) -> Path:
+        """The list of a copy's files."""
+        return self.code / f"{digest}.json"
+
+    def code_diff(self, digest: str) -> Path:
+        """The difference of a tree from its commit; `digest` is the diff's own."""
+        return self.code / f"{digest}.diff"
+
+    @property
     def frozen(self) -> Path:
         return self.root / "frozen"
 
@@ -166,6 +189,11 @@ class RunPaths:
     def partial(self) -> "RunPaths":
         """The root of partial saves. It is separate, so that no search for a state to resume from finds one."""
         return RunPaths(self.root / "partial", self.run)
+
+    @property
+    def resharded(self) -> "RunPaths":
+        """The root of copies for another number of ranks. It is separate for the same reason."""
+        return RunPaths(self.root / "resharded", self.run)
 
     @property
     def latest(self) -> Path:
@@ -206,9 +234,17 @@ class RunPaths:
         """Output of the ranks of one node, in one generation."""
         return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.node_{node_id:04d}.log"
 
+    def flight(self, epoch: int, generation: int) -> Path:
+        """The beginning of the names of the Flight Recorder's files, to which the rank is appended."""
+        return self.logs / f"epoch_{epoch:06d}.gen_{generation:02d}.flight.rank_"
+
     def agent_log(self, epoch: int, node_id: int) -> Path:
         """Log of the agents of one node, over all generations of one attempt."""
         return self.logs / f"epoch_{epoch:06d}.node_{node_id:04d}.agent.log"
+
+    def service_log(self, epoch: int, name: str, index: int) -> Path:
+        """Output of a service on the `index`-th of its nodes, over all of its restarts in one attempt."""
+        return self.logs / f"epoch_{epoch:06d}.service_{name}.{index:04d}.log"
 
     @property
     def tensorboard(self) -> Path:

@@ -83,12 +83,15 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent() -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Makes the kernel kill this process when the *thread* that forked it ends. May be called between fork and exec.
+
+    Args:
+        number: a signal to get instead of SIGKILL.
 
     The exec of a set-user-ID program clears it. The kernel does not report a parent that died before this call.
     """
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    _libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def become_subreaper() -> None:

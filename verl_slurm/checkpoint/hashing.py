@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, TypeVar
 
-__all__ = ["FEWEST", "LANES", "Hasher", "process_hasher"]
+__all__ = ["FEWEST", "LANES", "Hasher", "process_hasher", "reading_hasher"]
 
 LANES = 16
 FEWEST = 8
@@ -120,6 +120,19 @@ def process_hasher() -> Hasher:
     except Exception as error:  # noqa: BLE001 - of another release; no checkpoint fails for want of speed
         _say(f"cannot be used: {type(error).__name__}: {error}")
         return Hasher()
+
+
+@functools.cache
+def reading_hasher() -> Hasher:
+    """Returns the hasher that lets this processor read and check a checkpoint soonest."""
+    hasher = process_hasher()
+    if hasher.at_once == 1:
+        return hasher
+    import stringzilla
+
+    # With the SHA instructions two cores by hashlib are as fast as a disk, chunk by chunk. Batches would cost less of
+    # the processor, but the last ones are hashed when nothing is left to read, from 128 MiB more of fresh memory.
+    return Hasher() if "goldmont" in stringzilla.__capabilities__ else hasher
 
 
 def _agrees(lanes: Callable[[int], Any]) -> bool:

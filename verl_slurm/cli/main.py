@@ -60,6 +60,9 @@ COMMANDS: dict[str, Entry] = {
     "export": Entry(
         "checkpoint.export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."
     ),
+    "reshard": Entry(
+        "checkpoint.reshard", "reshard", "Divide a checkpoint of verl among another number of ranks."
+    ),
     "adopt": Entry(
         "checkpoint.adopt", "adopt", "Judge what plain verl has saved, and take it over into a run."
     ),

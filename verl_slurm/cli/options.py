@@ -22,6 +22,7 @@ __all__ = [
     "PLACE",
     "RUN",
     "Number",
+    "ParamType",
     "Whole",
     "exits",
     "json_option",
@@ -34,14 +35,17 @@ _KINDS = frozenset({"text", "number", "map", "section"})
 F = TypeVar("F", bound=Callable[..., Any])
 
 if TYPE_CHECKING:
-    _RunParam = click.ParamType[RunPaths]
-    _ConfigParam = click.ParamType[Path]
-    _WordParam = click.ParamType[str]
-else:  # generic at run time in newer releases of click only
-    _RunParam = _ConfigParam = _WordParam = click.ParamType
+    ParamType = click.ParamType
+else:
+
+    class ParamType(click.ParamType):
+        """The base of our types of parameters. click's own is generic at run time in newer releases alone."""
+
+        def __class_getitem__(cls, _: object) -> type:
+            return cls
 
 
-class _RunType(_RunParam):
+class _RunType(ParamType[RunPaths]):
     """A run directory: the path that `submit` printed. Converts it to its absolute `RunPaths`."""
 
     name = "run"
@@ -66,7 +70,7 @@ class _RunType(_RunParam):
         ]
 
 
-class _ConfigType(_ConfigParam):
+class _ConfigType(ParamType[Path]):
     """A YAML file, a run's directory, or the bare name of a shipped example (`quickstart`), which takes precedence
     over a path.
     """
@@ -91,7 +95,7 @@ class _ConfigType(_ConfigParam):
         return names or [CompletionItem(incomplete, type="file")]
 
 
-class _KeyType(_WordParam):
+class _KeyType(ParamType[str]):
     """A key of a configuration, e.g. `train.steps`; or with its value, `train.steps=50`."""
 
     name = "key"

@@ -33,7 +33,10 @@ _FREE_SECTIONS = (
     "checkpoint.",
     "train.eval_",
     "env.",
+    "health.",
     "hooks.",
+    # The code itself is compared by its content (`submit/checks/code.py`).
+    "code.",
     "env_from_files.",
 )
 _FREE_KEYS = {"group", "rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
@@ -41,11 +44,16 @@ _FREE_KEYS = {"group", "rollout.keep_samples", "rollout.max_logprob_gap", "rollo
 _FREE_OF_VERL = re.compile(
     r"verl\.trainer\.(total_|save_freq|test_freq|logger|project_name|experiment_name|val_)"
 )
+# Where a service runs and for how long it is waited for. What it computes is its command and environment.
+_FREE_OF_SERVICES = re.compile(
+    r"services\.[^.]+\.(nodes|cpus|gpus|port|probe|start_timeout_s|restarts|needed|slurm|env_from_files)\b"
+)
 
 
 def may_change(key: str) -> bool:
     """Returns whether `key` may differ between two submissions of one run."""
-    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS or _FREE_OF_VERL.match(key) is not None
+    patterns = (_FREE_OF_VERL, _FREE_OF_SERVICES)
+    return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS or any(p.match(key) for p in patterns)
 
 
 def refuse_changes(

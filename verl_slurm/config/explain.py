@@ -70,9 +70,10 @@ def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
         plain = field.type
         if typing.get_origin(plain) is typing.Annotated:
             plain = typing.get_args(plain)[0]
-        for choice in typing.get_args(plain):  # a section that may be null, or the entries of a list
+        for choice in typing.get_args(plain):  # a section that may be null, or the entries of a list or map
             if inner := _struct(choice):
-                mark = "[]." if typing.get_origin(plain) in (list, tuple) else "."
+                origin = typing.get_origin(plain)
+                mark = "[]." if origin in (list, tuple) else ".NAME." if origin is dict else "."
                 yield from _keys(inner, key + mark)
 
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.schema import Attention, RunConfig
 
-__all__ = ["FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes"]
+__all__ = ["FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes", "right_attentions"]
 
 
 class Family(NamedTuple):
@@ -20,7 +20,8 @@ class Family(NamedTuple):
 
     name: str
     sdpa: bool = True
-    """torch's scaled dot product computes its attention. False: `auto` means eager."""
+    """torch's scaled dot product computes its attention, in each release of transformers that is allowed: a login node
+    cannot ask which one the ranks have. False: `auto` means eager."""
     flash: bool = True
     """transformers offers flash_attention_2."""
     tp: str = ""
@@ -51,9 +52,9 @@ FAMILIES: dict[str, Family] = {
         "DeepSeek-V3, R1", tp="moe_tp_experts", remark=f"{_MOE}; its e_score_correction_bias stays as it was"
     ),
     "exaone4": Family("EXAONE 4"),
-    "falcon": Family("Falcon", tp=_NO_PLAN, pp=False, remark="rotary positions or ALiBi"),
+    "falcon": Family("Falcon", tp=_NO_PLAN, pp=False, remark="rotary positions, or ALiBi with sdpa alone"),
     "gemma": Family("Gemma"),
-    "gemma2": Family("Gemma 2", pp=False),
+    "gemma2": Family("Gemma 2", pp=False, sdpa=False),
     "gemma3_text": Family("Gemma 3, text"),
     "glm4": Family("GLM-4"),
     "glm4_moe": Family("GLM-4.5", tp="moe_tp_experts", remark=_MOE),
@@ -126,7 +127,7 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
             "float32 or bfloat16 weights",
             "dequantize the model and save it again",
         )
-    yield from _attention(config, kind)
+    yield from _attention(config, said)
     family = FAMILIES.get(kind)
     if family and family.positions:
         key, usual = family.positions
@@ -152,13 +153,34 @@ def _not_causal(said: Mapping[str, Any]) -> str:
     return ""
 
 
-def _attention(config: RunConfig, kind: str) -> Iterator[Complaint]:
-    wanted, family = config.model.attn_implementation, FAMILIES.get(kind)
-    key, remedy = "model.attn_implementation", "set model.attn_implementation=auto"
+def right_attentions(said: Mapping[str, Any]) -> list[Attention]:
+    """Returns the attentions that compute this model as it was made; `auto` takes the first that its class has. Pure.
+
+    A class of transformers may offer more. An attention drops silently what it does not know, such as a cap of the
+    scores, so an offer is no proof that the numbers are right.
+
+    Args:
+        said: the content of the model's config.json.
+    """
+    kind = str(said.get("model_type"))
+    # Its eager attention adds the bias of ALiBi twice (transformers 5.10 and 5.24), and the flash one refuses it.
+    if kind == "falcon" and said.get("alibi"):
+        return ["sdpa"]
     # An unknown family is offered all: the ranks ask its class.
-    offered = ["auto", *(["sdpa"] if not family or family.sdpa else []), "eager"]
-    if not family or family.flash:
-        offered.append("flash_attention_2")
+    family, right = FAMILIES.get(kind, Family(kind)), list[Attention]()
+    # torch's scaled dot product has no cap of the scores. transformers 5.10 leaves the cap out, 5.24 raises.
+    if family.sdpa and not said.get("attn_logit_softcapping"):
+        right.append("sdpa")
+    right.append("eager")
+    if family.flash:
+        right.append("flash_attention_2")
+    return right
+
+
+def _attention(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Complaint]:
+    wanted, kind = config.model.attn_implementation, str(said.get("model_type"))
+    key, remedy = "model.attn_implementation", "set model.attn_implementation=auto"
+    offered = ["auto", *right_attentions(said)]
     if wanted not in offered:
         yield Complaint(key, f"{wanted}, with model_type {kind}", f"one of {', '.join(offered)}", remedy)
     elif wanted == "flash_attention_2":
@@ -188,9 +210,10 @@ def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
         notes.append(
             f"model_type {kind} has not been tried with this trainer (docs/models.md has those that were)"
         )
-    elif not family.sdpa and config.model.attn_implementation == "auto":
+    if config.model.attn_implementation == "auto" and "sdpa" not in right_attentions(said):
         notes.append(
-            f"{family.name} has no sdpa: its attention is computed by eager (model.attn_implementation)"
+            f"{family.name if family else kind} has no sdpa: "
+            "its attention is computed by eager (model.attn_implementation)"
         )
     limit, longest = said.get("max_position_embeddings"), max_model_len(config)
     # With embeddings for positions a longer sequence is refused above; computed ones run, beyond what was trained.

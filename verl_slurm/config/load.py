@@ -379,8 +379,7 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
         message, dotted = str(error), ""
         if match := _PATH_IN_MESSAGE.fullmatch(message):
             message, dotted = match.groups()
-        # msgspec writes `[...]` for a key of a map.
-        dotted = dotted.replace("[...]", "")
+        dotted = _with_entry(data, dotted)
         # An index is for the message; lines and types are known by key.
         value = _value_at(data, dotted)
         key = dotted.partition("[")[0]
@@ -405,6 +404,26 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
             expected=expected,
             remedy=f"write {dotted}: {_example(expected, value)}",
         ) from None
+
+
+def _with_entry(data: dict[str, Value], dotted: str) -> str:
+    """Puts the key of the wrong entry where msgspec writes `[...]`: it does not say which one of a map it was."""
+    key, _, rest = dotted.partition("[...]")
+    entries = _value_at(data, key) if rest or dotted.endswith("[...]") else None
+    for kind in _maps_of(known_keys().get(key)):
+        for name, value in entries.items() if isinstance(entries, dict) else ():
+            try:
+                msgspec.convert(value, kind, strict=True)
+            except msgspec.ValidationError:
+                return f"{key}.{name}" + rest.replace("[...]", "")
+    return dotted.replace("[...]", "")
+
+
+def _maps_of(annotation: object) -> list[typing.Any]:
+    """Returns the kind of a map's values; none: it is no map."""
+    if typing.get_origin(annotation) is typing.Annotated:
+        annotation = typing.get_args(annotation)[0]
+    return list(typing.get_args(annotation)[1:]) if typing.get_origin(annotation) is dict else []
 
 
 def _choices(annotation: object) -> list[str]:

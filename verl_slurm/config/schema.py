@@ -8,7 +8,19 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from verl_slurm.config.code import CodeConfig
+from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.hooks import HooksConfig
+from verl_slurm.config.section import (
+    Fraction,
+    NonNegative,
+    NonNegativeFloat,
+    Positive,
+    PositiveFloat,
+    Section,
+)
+from verl_slurm.config.services import MOST_SERVICES, ServiceConfig, nodes_of_components
+from verl_slurm.config.slurm import SlurmConfig
 from verl_slurm.config.tiers import TierConfig
 
 __all__ = [
@@ -24,7 +36,6 @@ __all__ = [
     "ObservabilityConfig",
     "RolloutConfig",
     "RunConfig",
-    "SlurmConfig",
     "StepInterval",
     "TrainConfig",
     "VerlSection",
@@ -36,39 +47,30 @@ VerlSection = dict[str, Any]
 they are dotted. As in Hydra, `+` before a key adds one that verl's own configuration lacks."""
 
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
-PositiveFloat = Annotated[float, msgspec.Meta(gt=0.0)]
-NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0.0)]
-
-
 Attention = Literal["auto", "sdpa", "eager", "flash_attention_2"]
 BUILTIN = "builtin:"
 """Prefix of the names of models and data that the project makes itself."""
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section: frozen, keyword-only, closed."""
-
-
-class GuestConfig(_Section, frozen=True):
+class GuestConfig(Section, frozen=True):
     """Selects the training loop that runs.
 
     A *guest* is a loop outside this project: one of verl's own trainers, or a program of the user's. The daemon serves
     it like ours; its saves become ordinary checkpoints of the run.
     """
 
-    backend: Literal["native", "verl", "command"] = "native"
+    backend: Literal["native", "verl", "command", "ray"] = "native"
     """`native`: our trainer, as `model`, `data`, `rollout` and `train` describe it. `verl`: the package `verl`,
-    unpatched, as the section `verl` describes it. `command`: any program that calls `verl_slurm.run()`
-    (docs/guests.md)."""
+    unpatched, as the section `verl` describes it. `command`: any program that calls `verl_slurm.run()`, on all ranks
+    (docs/guests.md). `ray`: a program that drives Ray, once, on a Ray over all nodes of the job (docs/ray.md)."""
     entry: Literal["ppo", "sft"] = "ppo"
     """verl: `ppo` is `verl.trainer.main_ppo` on Ray (PPO, GRPO and the like), `sft` its SFT trainer."""
     command: tuple[Annotated[str, msgspec.Meta(min_length=1)], ...] = ()
-    """command: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. It is started
-    as torchrun would, on `distributed.dp_size` ranks over all nodes. A relative file is resolved from the directory of
-    the YAML."""
+    """command, ray: a Python file, or `-m` and a module, and its arguments, e.g. [train.py, --lr, "1e-4"]. With
+    `command` it is started as torchrun would, on `distributed.dp_size` ranks over all nodes; with `ray` once, on the
+    first node, and `distributed.dp_size` is the number of GPUs of the whole Ray. verl with entry ppo: the main of a
+    recipe in the place of `verl.trainer.main_ppo`, e.g. [-m, recipe.main, --config-name, mine], which is given verl's
+    settings. A relative file is resolved from the directory of the YAML."""
 
     @property
     def is_guest(self) -> bool:
@@ -77,10 +79,10 @@ class GuestConfig(_Section, frozen=True):
     @property
     def on_ray(self) -> bool:
         """Returns whether one process on the first node leads and Ray, instead of the agents, starts the others."""
-        return self.backend == "verl" and self.entry == "ppo"
+        return self.backend == "ray" or (self.backend == "verl" and self.entry == "ppo")
 
 
-class ModelConfig(_Section, frozen=True):
+class ModelConfig(Section, frozen=True):
     """Names the models that train and the reward."""
 
     path: str = "builtin:tiny"
@@ -97,7 +99,7 @@ class ModelConfig(_Section, frozen=True):
     and bfloat16. The setting in the model directory's config.json is ignored."""
 
 
-class DataConfig(_Section, frozen=True):
+class DataConfig(Section, frozen=True):
     """The prompts: a directory of JSON Lines, JSON, CSV, Parquet or Arrow files (docs/data.md)."""
 
     root: str = "builtin:arithmetic"
@@ -127,7 +129,7 @@ class DataConfig(_Section, frozen=True):
     text. Held-out prompts do not train, whether they are evaluated or not."""
 
 
-class RolloutConfig(_Section, frozen=True):
+class RolloutConfig(Section, frozen=True):
     """Sets how the policy is sampled."""
 
     engine: Literal["hf", "vllm"] = "hf"
@@ -155,7 +157,7 @@ class RolloutConfig(_Section, frozen=True):
     """vllm: use no CUDA graphs and compile nothing. The start is faster, and the nodes need no compiler."""
 
 
-class TrainConfig(_Section, frozen=True):
+class TrainConfig(Section, frozen=True):
     """Sets PPO and GRPO. Symbols follow Schulman et al. 2017 (arXiv:1707.06347) and 2015 (GAE, arXiv:1506.02438), and
     Shao et al. 2024 (DeepSeekMath, arXiv:2402.03300)."""
 
@@ -222,7 +224,7 @@ class TrainConfig(_Section, frozen=True):
     """Steps in the controller's window."""
 
 
-class DistributedConfig(_Section, frozen=True):
+class DistributedConfig(Section, frozen=True):
     """Sets the shape of the job."""
 
     dp_size: Positive = 2
@@ -262,7 +264,7 @@ class DistributedConfig(_Section, frozen=True):
         return range(node_rank * self.ranks_per_node, (node_rank + 1) * self.ranks_per_node)
 
 
-class EncryptionConfig(_Section, frozen=True):
+class EncryptionConfig(Section, frozen=True):
     """Locates the key that encrypts and signs checkpoints and journals; never holds the key itself."""
 
     key_file: str | None = None
@@ -276,7 +278,7 @@ class EncryptionConfig(_Section, frozen=True):
     """Digest of the one manifest without a signature that the run may resume from."""
 
 
-class StepInterval(_Section, frozen=True):
+class StepInterval(Section, frozen=True):
     """One row of `checkpoint.intervals`: the interval between saves up to a step."""
 
     every: Positive
@@ -284,7 +286,7 @@ class StepInterval(_Section, frozen=True):
     """The last step of this row. The last row has none and holds for the rest."""
 
 
-class CheckpointConfig(_Section, frozen=True):
+class CheckpointConfig(Section, frozen=True):
     """Sets what is saved, when, how many checkpoints stay, and where a run starts from.
 
     The time of a save never changes what is computed. Besides the periodic saves, the run saves at its end, when Slurm
@@ -348,54 +350,7 @@ class CheckpointConfig(_Section, frozen=True):
     """null: nothing is encrypted or signed."""
 
 
-class ContainerConfig(_Section, frozen=True):
-    """Names the image that agents and ranks run in. The lead stays outside, where Slurm's commands are.
-
-    The image needs this project's packages in the versions that are installed outside. The run's own directories are
-    mounted under their own names.
-    """
-
-    image: str
-    """apptainer: a path to a .sif, or a URI; pyxis: what `srun --container-image` takes."""
-    runtime: Literal["apptainer", "pyxis"] = "apptainer"
-    python: str = "python3"
-    """The interpreter in the image."""
-    binds: list[str] = []
-    """Further directories that ranks need, as absolute paths."""
-
-
-class SlurmConfig(_Section, frozen=True):
-    """Sets what the run asks of Slurm."""
-
-    partition: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    time_limit_min: Positive = 60
-    signal_lead_s: Annotated[int, msgspec.Meta(ge=10, le=65535)] = 120
-    """Seconds before the time limit at which Slurm warns (`--signal=B:USR1@N`); a save must fit into them."""
-    cpus_per_node: Positive = 1
-    gpus_per_node: NonNegative = 0
-    mem_mb_per_node: NonNegative = 0
-    """0: the partition's default."""
-    extra: dict[str, str | int | bool] = {}
-    """Further sbatch options by their long names, e.g. {constraint: a100}."""
-    successor: bool = True
-    """If Slurm may not requeue the job (--no-requeue, or the site's rule): queue another job that follows it."""
-    expedite: Literal["auto", "never"] = "auto"
-    """auto: `--requeue=expedite` where Slurm offers it. After a lost node the job then starts before all others."""
-    modules: tuple[str, ...] = ()
-    """What each node loads by `module load` before its ranks start, in this order (Lmod or Environment Modules)."""
-    python: str | None = None
-    """The ranks' Python: a virtual or conda environment, by its directory or by conda's name for it. It needs this
-    version of verl-slurm and what the ranks import. null: the environment that submits."""
-    setup: tuple[str, ...] = ()
-    """Commands that bash runs on each node before its ranks start, after `modules` and `python`. Each is complete by
-    itself; one that fails ends the start. The ranks see what they export; the daemon does not."""
-    container: ContainerConfig | None = None
-    """null: ranks run in the environment that submits."""
-
-
-class DaemonConfig(_Section, frozen=True):
+class DaemonConfig(Section, frozen=True):
     """Sets the daemon's time limits and restart budgets."""
 
     save_margin_s: PositiveFloat = 3.0
@@ -428,7 +383,7 @@ class DaemonConfig(_Section, frozen=True):
     """From the start of the ranks to their first message."""
 
 
-class ObservabilityConfig(_Section, frozen=True):
+class ObservabilityConfig(Section, frozen=True):
     """Sets what the daemon shows to Prometheus (docs/observability.md). Nothing here changes what is computed."""
 
     metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65534)] | None = None
@@ -447,7 +402,7 @@ class ObservabilityConfig(_Section, frozen=True):
     """Also export the newest step's reward, KL, losses and learning rate."""
 
 
-class RunConfig(_Section, frozen=True):
+class RunConfig(Section, frozen=True):
     """Joins all sections."""
 
     name: str = "run"
@@ -465,6 +420,7 @@ class RunConfig(_Section, frozen=True):
     {WANDB_API_KEY: ~/.wandb_key}. Each node reads it at each start; the value is stored nowhere."""
     trainer: GuestConfig = GuestConfig()
     verl: VerlSection = {}
+    code: CodeConfig = CodeConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -472,8 +428,11 @@ class RunConfig(_Section, frozen=True):
     distributed: DistributedConfig = DistributedConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     slurm: SlurmConfig = SlurmConfig()
+    services: Annotated[dict[str, ServiceConfig], msgspec.Meta(max_length=4 * MOST_SERVICES)] = {}
+    """Processes beside the ranks, by names of yours: judge models, sandboxes, inference servers."""
     daemon: DaemonConfig = DaemonConfig()
     observability: ObservabilityConfig = ObservabilityConfig()
+    health: HealthConfig = HealthConfig()
     hooks: HooksConfig = HooksConfig()
     tiers: Annotated[tuple[TierConfig, ...], msgspec.Meta(max_length=8)] = ()
     """Storage tiers that verified checkpoints are copied to, nearest first, e.g. node NVMe, object store, archive."""
@@ -481,8 +440,18 @@ class RunConfig(_Section, frozen=True):
     """The daemon runs the mover at this interval, and after every verified checkpoint."""
 
     @property
+    def all_nodes(self) -> int:
+        """Returns the number of nodes of the job: the ranks', and those of services."""
+        return sum(nodes_of_components(self.distributed.nodes, self.services))
+
+    def cpus_on_nodes_of(self, service: str) -> int:
+        """Returns the CPUs that are asked for on each node of a service; empty: of the ranks."""
+        apart = service in self.services and self.services[service].is_apart
+        return (self.services[service].cpus if apart else 0) or self.slurm.cpus_per_node
+
+    @property
     def speakers(self) -> int:
-        """Returns the number of ranks that talk to the daemon. On Ray it is 1: verl's driver."""
+        """Returns the number of ranks that talk to the daemon. On Ray it is 1: the driver."""
         return 1 if self.trainer.on_ray else self.distributed.world_size
 
     def speakers_on(self, node_rank: int) -> range:

@@ -2,15 +2,16 @@
 
 ```
 DIR/                 0700, default ~/.cache/verl-slurm/devcluster
-  slurm.conf         (and cgroup.conf, gres.conf)
+  slurm.conf         (and cgroup.conf, gres.conf, slurmdbd.conf)
   state.json lock    what was started; one command at a time
   munge/             key, socket: our own, never the machine's
   state/ spool/ run/ slurmctld's state, each slurmd's spool, pid files
   gpus/              placeholder files of counted GPUs that do not exist
+  database/          MariaDB's files and socket, with accounting
   log/               the daemons' logs
 ```
 
-It needs the programs of the packages slurm-wlm and munge, no root, no systemd, no accounting database, and never
+It needs the programs of the packages slurm-wlm and munge, no root, no systemd, no cgroups of its own, and never
 touches an existing cluster. Everything listens on loopback alone.
 """
 
@@ -19,10 +20,11 @@ import re
 import secrets
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -31,6 +33,15 @@ import psutil
 from verl_slurm.base.errors import ConfigError, SlurmRefused
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.processes import KnownProcess, boot_id, known
+from verl_slurm.devcluster import fixed_groups
+from verl_slurm.devcluster.accounting import (
+    database_sql,
+    install_database,
+    mariadbd_argv,
+    mariadbd_socket,
+    sacctmgr_commands,
+    slurmdbd_conf,
+)
 from verl_slurm.devcluster.conf import (
     ClusterLayout,
     ClusterOptions,
@@ -64,7 +75,7 @@ __all__ = ["ClusterStatus", "DevCluster", "default_directory"]
 _MAX_DIRECTORY_BYTES = 108 - 1 - len("/spool/node16/node16_4294967295.4294967295")
 _START_S = 30.0
 _POLL_S = 0.05
-_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus")
+_SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus", "database")
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +92,8 @@ class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Maps a node's name to the number of GPUs that Slurm grants there."""
     gpus_are_real: bool = False
     """False: Slurm counts them, but they do not exist."""
+    accounting: bool = False
+    """It was started with accounting."""
     seconds: float = 0.0
     """Duration of the command."""
     left: list[int] = []
@@ -123,12 +136,13 @@ class DevCluster:
 
         Raises:
             SlurmMissing: the programs are not installed.
-            ConfigError: the directory's name is too long for a socket.
+            ConfigError: the directory's name is too long for a socket, or the user has no name.
             SlurmRefused: a daemon did not come up; the error quotes its log.
         """
         began = time.monotonic()
         options = options or ClusterOptions()
-        programs = find_programs()
+        programs = find_programs(accounting=options.accounting)
+        user = user_name()
         self._check_directory()
         private_dir(self.directory)
         # One command at a time: two starts would each end what the other has started.
@@ -137,7 +151,7 @@ class DevCluster:
                 return self.status()
             self._end_everything()
             try:
-                self._start_daemons(options, programs)
+                self._start_daemons(options, programs, user)
             # Ctrl-C, too: half a cluster would look like one that runs.
             except BaseException:
                 self._end_everything()
@@ -162,7 +176,7 @@ class DevCluster:
                 remedy="choose a plain name with --dir",
             )
 
-    def _start_daemons(self, options: ClusterOptions, programs: dict[str, str]) -> None:
+    def _start_daemons(self, options: ClusterOptions, programs: dict[str, str], user: str) -> None:
         # One parameter of slurm.conf is spelled in two ways, and a version does not start with the other one's.
         version, version_text = slurm_version(programs["slurmctld"])
         for name in _SUBDIRECTORIES:
@@ -174,12 +188,13 @@ class DevCluster:
             (self.directory / "spool" / node).mkdir(mode=0o700)
         layout = ClusterLayout(
             directory=self.directory,
-            user=user_name(),
+            user=user,
             name=f"dev{secrets.token_hex(4)}",
             version=version,
-            # less than there is: slurmd drains a node that has less than it claims
-            memory_mb=max(64, psutil.virtual_memory().total // 2**20 * 9 // 10),
-            ports=free_ports(options.nodes + 1),
+            # Together the nodes have less than there is, as the system needs some itself.
+            memory_mb=options.mem_mb_per_node
+            or max(64, psutil.virtual_memory().total // 2**20 * 9 // 10 // options.nodes),
+            ports=free_ports(options.nodes + 2),
             gpus=deal_gpus(options, real_gpus(), self.directory / "gpus"),
         )
         for file in (file for files in layout.gpus.values() for file in files):
@@ -191,6 +206,8 @@ class DevCluster:
         write_file(self.directory / "gres.conf", gres_conf(layout).encode())
         # A key of its own: who may use the machine's munge cannot speak to this cluster, nor the other way round.
         write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
+        # An earlier start's has a password, and slurmdbd is not always started again.
+        (self.directory / "slurmdbd.conf").unlink(missing_ok=True)
         state = ClusterState(
             boot_id=boot_id(),
             name=layout.name,
@@ -201,6 +218,9 @@ class DevCluster:
         write_state(self.directory, state)
         # In this order: slurmctld and slurmd sign each message by munge, and slurmd registers with slurmctld.
         self.start_munged()
+        if options.accounting:
+            # Before slurmctld, which reads from it who may submit.
+            self._start_accounting(options, layout, programs)
         self.start_slurmctld()
         for node in node_names(options.nodes):
             self.start_slurmd(node)
@@ -214,10 +234,41 @@ class DevCluster:
             **self.env(),
         }
 
-    def _spawn(self, argv: list[str], pid_file: Path, log: Path) -> None:
-        """Runs a program that puts itself into the background, and waits for its pid file."""
-        # The file of a former daemon would count as this one's.
-        pid_file.unlink(missing_ok=True)
+    def _start_accounting(
+        self, options: ClusterOptions, layout: ClusterLayout, programs: dict[str, str]
+    ) -> None:
+        run, logs = self.directory / "run", self.directory / "log"
+        # Letters and digits alone: it stands in SQL and in slurmdbd.conf.
+        password = secrets.token_hex(32)
+        sql = self.directory / "database" / "init.sql"
+        write_file(sql, database_sql(password).encode())
+        write_file(self.directory / "slurmdbd.conf", slurmdbd_conf(layout, password).encode())
+        # Seconds, and longer where a disk takes its time to sync.
+        argv = install_database(programs["mariadb-install-db"], layout)
+        self._run(argv, logs / "start.log", within_s=4 * _START_S)
+        argv = mariadbd_argv(programs["mariadbd"], layout, sql)
+        # It stays in the foreground, unlike Slurm's daemons.
+        self._spawn([programs["setsid"], "--fork", *argv], run / "mariadbd.pid", logs / "mariadbd.log")
+        log = logs / "slurmdbd.log"
+        at = {"MYSQL_UNIX_PORT": str(mariadbd_socket(self.directory))}
+        self._spawn([programs["slurmdbd"]], run / "slurmdbd.pid", log, at)
+        self._await_port(layout.ports[-1], "slurmdbd", log)
+        for argv in sacctmgr_commands(programs["sacctmgr"], options, layout):
+            self._run(argv, log)
+        # slurmdbd has used the database by then, which reads it before it answers.
+        sql.unlink()
+
+    def _run(
+        self,
+        argv: list[str],
+        log: Path,
+        *,
+        name: str | None = None,
+        within_s: float | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        """Runs a program until it ends or has put itself into the background."""
+        name = name or Path(argv[0]).name
         with open(self.directory / "log" / "start.log", "ab") as output:
             try:
                 done = subprocess.run(
@@ -225,15 +276,26 @@ class DevCluster:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    env=self._daemon_env(),
+                    env={**self._daemon_env(), **(environment or {})},
                     cwd=self.directory,
-                    timeout=_START_S,
+                    timeout=within_s or _START_S,
                     check=False,
                 )
             except subprocess.TimeoutExpired:
-                raise self._did_not_start(Path(argv[0]).name, log) from None
+                raise self._did_not_start(name, log) from None
+        if done.returncode != 0:
+            raise self._did_not_start(name, log)
+
+    def _spawn(
+        self, argv: list[str], pid_file: Path, log: Path, environment: dict[str, str] | None = None
+    ) -> None:
+        """Starts a daemon that puts itself into the background, and waits for its pid file."""
+        # The file of a former daemon would count as this one's.
+        pid_file.unlink(missing_ok=True)
+        name = Path(argv[0]).name
+        self._run([*fixed_groups.prefix(), *argv], log, name=name, environment=environment)
         deadline = time.monotonic() + _START_S
-        while done.returncode == 0 and time.monotonic() < deadline:
+        while time.monotonic() < deadline:
             # the background process writes the pid file shortly after the foreground one has ended
             try:
                 process = known(int(pid_file.read_text()))
@@ -242,7 +304,16 @@ class DevCluster:
             if process is not None:
                 return
             time.sleep(_POLL_S)
-        raise self._did_not_start(Path(argv[0]).name, log)
+        raise self._did_not_start(name, log)
+
+    def _await_port(self, port: int, name: str, log: Path) -> None:
+        """Waits until something listens there: slurmdbd makes its tables first, for seconds on a slow disk."""
+        deadline = time.monotonic() + _START_S
+        while time.monotonic() < deadline:
+            with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+                return
+            time.sleep(_POLL_S)
+        raise self._did_not_start(name, log)
 
     def _did_not_start(self, what: str, log: Path) -> SlurmRefused:
         lines: list[str] = []
@@ -351,6 +422,7 @@ class DevCluster:
             slurm_version=None if state is None else state.slurm_version,
             nodes=nodes,
             gpus={} if state is None else {name: len(files) for name, files in state.gpus.items()},
+            accounting=state is not None and state.options.accounting,
             gpus_are_real=state is not None
             and any(self._is_real(file) for file in sum(state.gpus.values(), ())),
             seconds=round(time.monotonic() - began, 2),

@@ -1,6 +1,6 @@
 """The embedded cluster's configuration, as text. Pure: options in, slurm.conf out.
 
-Differences between Slurm versions (run on 22.05.8 and 24.11.5):
+Differences between Slurm versions (run on 22.05.8, 24.11.5 and 26.05.5):
 
 * up to 22.05 the early warning at a preemption is `SlurmctldParameters=preempt_send_user_signal`, from
   23.02 it is `PreemptParameters=send_user_signal`; the other spelling is a fatal parse error.
@@ -10,6 +10,8 @@ Differences between Slurm versions (run on 22.05.8 and 24.11.5):
 
 Settings that are defaults in all of them (auth/munge, no accounting, no task plugin) are left out: plugin names come
 and go between versions, defaults do not.
+
+Slurm counts cores, memory and GPUs when it places jobs. It confines no job to them: that takes cgroups of its own.
 """
 
 from collections.abc import Sequence
@@ -34,8 +36,11 @@ PREEMPTIBLE = "preemptible"
 """The default partition: `urgent` preempts its jobs. They are requeued after the grace time, unless asked otherwise.
 """
 URGENT = "urgent"
+"""A partition. With accounting a QOS, too."""
 
 _NodeCount = Annotated[int, msgspec.Meta(ge=1, le=16)]
+_CpuCount = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+_MegaBytes = Annotated[int, msgspec.Meta(ge=64, le=2**24)]
 _GpuCount = Annotated[int, msgspec.Meta(ge=0, le=16)]
 _Seconds = Annotated[int, msgspec.Meta(ge=0, le=3600)]
 
@@ -44,8 +49,12 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The options for a user or a test."""
 
     nodes: _NodeCount = 4
-    cpus_per_node: _NodeCount = 2
+    cpus_per_node: _CpuCount = 2
     """Claimed, not checked: two, so that a two-CPU urgent job and a training job collide on any machine."""
+    mem_mb_per_node: _MegaBytes | None = None
+    """Claimed, not checked. None: the nodes share nine tenths of the machine's memory. A job that asks for none gets
+    as much for each CPU as its share of the node.
+    """
     grace_s: _Seconds = 30
     """From the warning of a preemption to the TERM of everything; 0: there is no warning."""
     preempt_mode: Literal["REQUEUE", "CANCEL", "SUSPEND"] = "REQUEUE"
@@ -60,8 +69,14 @@ class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """GPUs of each node. `auto`: those of the machine, dealt out to the nodes in turn. A number: as many on every
     node, real ones if the machine has that many in all, else counted (`deal_gpus`).
     """
+    plugstack: str | None = None
+    """A file with plugins for srun and slurmd (SPANK), as Slurm's plugstack.conf; absolute."""
     send_user_signal: bool = True
     """Warns the batch process (`--signal=B:..`) at a preemption; without it the steps get TERM at once."""
+    accounting: bool = False
+    """With slurmdbd and a database. Then `sacct` answers, and a QOS decides who preempts whom: `urgent` preempts jobs
+    of `normal`, in any partition.
+    """
 
 
 class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +88,9 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
     version: tuple[int, int]
     """E.g. (22, 5)."""
     memory_mb: int
+    """Of each node."""
     ports: tuple[int, ...]
-    """slurmctld's, then one per node."""
+    """slurmctld's, then one per node, then slurmdbd's."""
     gpus: dict[str, tuple[str, ...]] = {}
     """Maps a node's name to the files of its GPUs."""
 
@@ -127,7 +143,7 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
 
     Args:
         options: the user's wishes.
-        layout: the machine's facts; `len(layout.ports)` must be `options.nodes + 1`.
+        layout: the machine's facts; `len(layout.ports)` must be `options.nodes + 2`.
     """
     base = layout.directory
     auth = f"socket={layout.munge_socket}"
@@ -160,14 +176,17 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         # No cgroups of its own: most containers grant none.
         "ProctrackType=proctrack/linuxproc",
         "SelectType=select/cons_tres",
-        "SelectTypeParameters=CR_Core",
+        # A suspended job keeps its memory: the job that preempts it would have none left.
+        f"SelectTypeParameters={'CR_Core' if options.preempt_mode == 'SUSPEND' else 'CR_Core_Memory'}",
+        # Without it a job that asks for no memory gets the whole node's.
+        f"DefMemPerCPU={max(1, layout.memory_mb // options.cpus_per_node)}",
         # a machine with fewer cores than the nodes claim is as good: nothing is bound
         "SlurmdParameters=config_overrides",
         # A node whose slurmd was killed comes back by itself when that runs again.
         "ReturnToService=2",
         "JobRequeue=1",
-        # By the partitions' PriorityTier below; a QOS would need an accounting database.
-        "PreemptType=preempt/partition_prio",
+        # By the partitions' PriorityTier below, unless there is an accounting database, which a QOS needs.
+        f"PreemptType=preempt/{'qos' if options.accounting else 'partition_prio'}",
         # the gang scheduler resumes suspended jobs: Slurm accepts SUSPEND in combination with GANG
         f"PreemptMode={'SUSPEND,GANG' if options.preempt_mode == 'SUSPEND' else options.preempt_mode}",
         "SchedulerType=sched/backfill",
@@ -182,9 +201,13 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         lines.append(f"SlurmctldParameters={','.join(slurmctld_parameters)}")
     if preempt_parameters:
         lines.append(f"PreemptParameters={','.join(preempt_parameters)}")
+    if options.accounting:
+        lines += _accounting(layout)
+    if options.plugstack is not None:
+        lines.append(f"PlugStackConfig={options.plugstack}")
     if layout.gpus:
         lines.append("GresTypes=gpu")
-    for name, port in zip(node_names(options.nodes), layout.ports[1:], strict=True):
+    for name, port in zip(node_names(options.nodes), layout.ports[1:-1], strict=True):
         gpus = f" Gres=gpu:{len(layout.gpus[name])}" if name in layout.gpus else ""
         lines.append(
             # One machine for all: nodes differ by name (`slurmd -N`) and port.
@@ -201,6 +224,27 @@ def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
         "DefaultTime=10 MaxTime=1440 State=UP"
     )
     return "\n".join(lines) + "\n"
+
+
+def _accounting(layout: ClusterLayout) -> list[str]:
+    lines = [
+        "AccountingStorageType=accounting_storage/slurmdbd",
+        "AccountingStorageHost=localhost",
+        f"AccountingStoragePort={layout.ports[-1]}",
+        # No password: with munge the word is the socket. For messages to slurmdbd AuthInfo above does not count.
+        f"AccountingStoragePass={layout.munge_socket}",
+        # As on big clusters: without it Slurm takes any --qos and any account, and limits do not hold.
+        "AccountingStorageEnforce=associations,limits,qos",
+        # By /proc; the cgroup plugin would need cgroups of its own. For MaxRSS and the like in sacct.
+        "JobAcctGatherType=jobacct_gather/linux",
+        "PriorityType=priority/multifactor",
+        "PriorityWeightQOS=10000",
+        "PriorityWeightAge=1000",
+        "PriorityWeightFairshare=1000",
+    ]
+    if layout.gpus:
+        lines.append("AccountingStorageTRES=gres/gpu")
+    return lines
 
 
 def cgroup_conf(version: tuple[int, int]) -> str:

@@ -74,16 +74,18 @@ def preempt(cluster: DevCluster, job_id: int, *, hold_s: int = 3, timeout_s: flo
         NotFound: no cluster, no such job.
         SlurmRefused: the job is not running, not preemptible, or was not preempted in time.
     """
-    _state(cluster)
-    return asyncio.run(_preempt(cluster, job_id, hold_s, timeout_s))
+    with_qos = _state(cluster).options.accounting
+    return asyncio.run(_preempt(cluster, job_id, hold_s, timeout_s, with_qos=with_qos))
 
 
-async def _preempt(cluster: DevCluster, job_id: int, hold_s: int, timeout_s: float) -> Preemption:
+async def _preempt(
+    cluster: DevCluster, job_id: int, hold_s: int, timeout_s: float, *, with_qos: bool
+) -> Preemption:
     client = SlurmClient(cluster.client_env())
     before = await client.job(job_id)
     _check_preemptible(before)
     began = time.monotonic()
-    urgent = await _submit_urgent(client, before, hold_s)
+    urgent = await _submit_urgent(client, before, hold_s, with_qos=with_qos)
     while time.monotonic() - began < timeout_s:
         facts = await client.job(job_id)
         seen: Literal["preempt_time", "requeued", "suspended"] | None = None
@@ -142,11 +144,13 @@ def _check_preemptible(facts: JobFacts) -> None:
         )
 
 
-async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int) -> int:
+async def _submit_urgent(client: SlurmClient, facts: JobFacts, hold_s: int, *, with_qos: bool) -> int:
     """Submits a job for exactly the nodes of the other, whole, that ends by itself."""
     assert facts.node_list is not None
     words = [
         f"--partition={URGENT}",
+        # With accounting the QOS decides, else the partition.
+        *([f"--qos={URGENT}"] if with_qos else []),
         # Its very nodes: on others it would preempt another job, or none.
         f"--nodelist={facts.node_list}",
         f"--nodes={facts.num_nodes}",

@@ -9,29 +9,47 @@ import socket
 import subprocess
 from pathlib import Path
 
-from verl_slurm.base.errors import SlurmMissing
+from verl_slurm.base.errors import ConfigError, SlurmMissing
 
-__all__ = ["EXTRA_PATH", "find_programs", "free_ports", "real_gpus", "slurm_version", "user_name"]
+__all__ = [
+    "EXTRA_PATH",
+    "find_programs",
+    "free_ports",
+    "real_gpus",
+    "slurm_version",
+    "user_name",
+]
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "scontrol", "sbatch", "srun")
+_ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db", "setsid")
 # Debian puts the daemons into directories that are not in an ordinary user's PATH
 EXTRA_PATH = "/usr/local/sbin:/usr/sbin:/sbin:/usr/local/bin:/usr/bin:/bin"
 
 
-def find_programs() -> dict[str, str]:
+def find_programs(*, accounting: bool = False) -> dict[str, str]:
     """Returns the absolute paths of the required programs.
 
     Raises:
-        SlurmMissing: names every one that is not there.
+        SlurmMissing: names every one that is not there, and the packages that have them.
     """
+    wanted = dict.fromkeys(_PROGRAMS, "slurm-wlm munge")
+    if accounting:
+        wanted |= dict.fromkeys(_ACCOUNTING_PROGRAMS, "slurmdbd mariadb-server-core")
     path = f"{os.environ.get('PATH', '')}:{EXTRA_PATH}"
-    found = {name: shutil.which(name, path=path) for name in _PROGRAMS}
+    found = {name: shutil.which(name, path=path) for name in wanted}
     missing = [name for name, where in found.items() if where is None]
     if missing:
+        packages = " ".join(dict.fromkeys(wanted[name] for name in missing))
+        get = f"apt-get install {packages} (not to be started)"
+        if os.geteuid() != 0:
+            # The cluster itself needs no root, its installation does.
+            get = f"ask an administrator of this machine for: {get}"
+        other = "start it without --accounting" if accounting else "submit with --cluster local"
         raise SlurmMissing(
-            "the embedded cluster needs Slurm's and munge's programs",
+            "the embedded cluster needs the programs of Slurm and munge"
+            + (", and with accounting MariaDB's" if accounting else ""),
             found=f"no {', '.join(missing)}",
-            remedy="apt-get install slurm-wlm munge (not to be started), or submit with --cluster local",
+            remedy=f"{get}, or {other}",
         )
     return {name: where for name, where in found.items() if where is not None}
 
@@ -61,12 +79,21 @@ def real_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def user_name() -> str:
-    """Returns the user for slurm.conf: the login name, or the number if there is none."""
+    """Returns the login name, for slurm.conf.
+
+    Raises:
+        ConfigError: the user has none, as in a container that was given a number alone. slurmctld does not take that.
+    """
     uid = os.geteuid()
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return str(uid)
+        raise ConfigError(
+            "the embedded cluster needs a user who has a name",
+            where="/etc/passwd",
+            found=f"no line for uid {uid}",
+            remedy="add one, run as another user of the container, or submit with --cluster local",
+        ) from None
 
 
 def free_ports(count: int) -> tuple[int, ...]:

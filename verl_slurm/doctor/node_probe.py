@@ -20,6 +20,8 @@ import msgspec
 
 from verl_slurm.base.files import write_file
 from verl_slurm.doctor.places import PlaceReport, probe_place
+from verl_slurm.health import Checked
+from verl_slurm.health.gpus import look_at_gpus
 
 __all__ = ["ClockServer", "NodeReport", "ask_clock", "look_at_node"]
 
@@ -46,6 +48,8 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
     """Node 0's clock minus this one's, in seconds. None: node 0, or not reached."""
     round_trip_s: float | None = None
+    gpus: tuple[Checked, ...] = ()
+    """What a run's agent would find of the GPUs (`verl_slurm.health.gpus`)."""
     local: PlaceReport | None = None
     """checkpoint.local_dir, if one is configured."""
 
@@ -62,6 +66,7 @@ def look_at_node(node: str, local_dir: str) -> NodeReport:
         num_gpus=len(list(gpus.iterdir())) if gpus.is_dir() else 0,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         shm_free_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,  # noqa: S108
+        gpus=tuple(look_at_gpus(lambda _: None, os.environ, required=False, foreign=True)),
         local=probe_place(Path(local_dir), _LOCAL_BYTES) if local_dir else None,
     )
 

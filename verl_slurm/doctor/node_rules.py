@@ -77,6 +77,15 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
                     "data loaders and NCCL want a gigabyte there",
                 )
             )
+        findings += [
+            bad(
+                one.check,
+                f"{report.node}: {one.found}",
+                "a run would leave the node (docs/health.md); report it",
+            )
+            for one in report.gpus
+            if one.verdict == "bad"
+        ]
         if report.local is not None:
             found = judge_place("checkpoint.local_dir", report.local, must_outlive_node=False)
             findings += [msgspec.structs.replace(f, found=f"{report.node}: {f.found}") for f in found]

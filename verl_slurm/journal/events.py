@@ -1,4 +1,5 @@
-"""Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal.
+"""Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal, with
+`service_events.py`.
 
 A line of the file is one JSON object. `event` names the kind: the class in snake_case (`OneCopy` is `one_copy`), unless
 the class says otherwise. Each kind may have `time`, `attempt` and `job_id` beside its own fields; a field at its
@@ -11,44 +12,16 @@ Compatibility: a kind is never removed, and a field only gets added, with a defa
 a field of another type, is read as `Other`: it is told as it is, and no fold counts it. Former names: `FORMER_KINDS`.
 """
 
-from datetime import datetime
-from typing import Annotated, Any, ClassVar, Literal
-
-import msgspec
+from typing import Any, ClassVar, Literal
 
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.journal.event import Event, Int
+from verl_slurm.journal.service_events import ServiceEnded, ServiceFailed, ServiceReady, ServiceStarted
 
 __all__ = ["FORMER_FIELDS", "FORMER_KINDS", "KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
+__all__ += ["ServiceEnded", "ServiceFailed", "ServiceReady", "ServiceStarted"]
 
 Cluster = Literal["slurm", "local"]
-Int = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
-"""JSON allows integers that no float can hold; one of those is none of ours."""
-
-
-def _snake(name: str) -> str:
-    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name).removeprefix("_")
-
-
-class Event(msgspec.Struct, kw_only=True, omit_defaults=True, tag_field="event", tag=_snake):
-    """What every kind of event has."""
-
-    loud: ClassVar[bool] = False
-    """Something is wrong: the lead's log marks the line."""
-
-    time: str = ""
-    """When it was written: UTC, ISO 8601, milliseconds. The host's clock."""
-    attempt: Int | None = None
-    """The attempt (one start of the Slurm job) that wrote it; None: a person's command did."""
-    job_id: str | None = None
-    """The job that it is about."""
-
-    @property
-    def at(self) -> float | None:
-        """`time` in seconds since 1970; None: it is no time."""
-        try:
-            return datetime.fromisoformat(self.time).timestamp()
-        except (ValueError, OverflowError, OSError):
-            return None
 
 
 # ---- jobs and attempts
@@ -334,6 +307,17 @@ class Adopted(Event):
 
     checkpoints: list[str] = []
     source: str = ""
+
+
+class Resharded(Event):
+    """A start of verl divided the checkpoint that it resumes from among another number of ranks."""
+
+    name: str
+    before: Int = 0
+    """Ranks that saved it."""
+    after: Int = 0
+    seconds: float | None = None
+    num_bytes: Int = 0
 
 
 # ---- saves

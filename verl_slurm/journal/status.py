@@ -28,6 +28,8 @@ class Status(msgspec.Struct, kw_only=True):
     phase: str = ""
     index: int = 0
     metrics: dict[str, float] = {}
+    stragglers: list[str] = []
+    """Ranks that work longer than the others between two safe points: `rank 3 on node2`."""
     last_checkpoint: str = ""
     """Verified."""
     last_checkpoint_time: str = ""
@@ -40,6 +42,8 @@ class Status(msgspec.Struct, kw_only=True):
     """So far (`folds.outages`). The sum is here, so that a list of a thousand runs reads no journal whole."""
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
+    services: dict[str, str] = {}
+    """What is known of each service on each of its nodes, `judge on node3`: `ready, 10.0.0.3:8000`."""
     updated: str = ""
 
 

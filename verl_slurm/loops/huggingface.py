@@ -13,6 +13,9 @@ The checkpoints are the Trainer's own, `checkpoint-N` as it writes them. They go
 So the Trainer's rotation finds none to delete, and `checkpoint.keep_last` sets how many stay. A save happens when the
 Trainer itself would save (`save_strategy`), each `checkpoint.every_steps`, at the last step, and when the daemon asks.
 
+One of TRL's trainers loses more in its own checkpoints than others do: its completions and its place in the data. They
+are saved beside (`trl_state`).
+
 Without a daemon the callback does nothing, and `service.train(trainer)` is `trainer.train()`.
 
 docs/guests-frameworks.md says where a resumed run equals an undisturbed one, and where it differs.
@@ -21,18 +24,23 @@ docs/guests-frameworks.md says where a resumed run equals an undisturbed one, an
 import functools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError, underlying
+from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
+from verl_slurm.loops.trl_state import TrlState
+from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.wire.messages import SaveRequest
 
 __all__ = ["VerlSlurmCallback"]
@@ -68,6 +76,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         self._began = self._evaluation_began = 0.0
         self._evaluation_s: float | None = None
         self._steps_of_epoch = 0
+        self._trl: TrlState | None = None
 
     def _resume(self) -> str | None:
         directory = self._own_files(_STATE, "the Hugging Face Trainer")
@@ -87,6 +96,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
             return trainer.train(**options)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
+        self._trl = TrlState.of(trainer)
         # Before `train`: the resume inside of it reads the optimizer's file.
         if trainer.args.device.type == "cpu":
             _know_cpus_by_number()
@@ -102,7 +112,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
         except BaseException as error:
             # On every way out: after the training `args.output_dir` is the user's again.
             self._restore(trainer.args)
-            self._refuse(error)
+            # Of all ranks' failures, this rank's own says whether another start would end in the same way.
+            self._refuse(underlying(error) if isinstance(error, VerlSlurmError) else error)
             # No collectives from here on: the other ranks may still be in a step.
             self._close(broken=True)
             raise
@@ -136,14 +147,31 @@ class VerlSlurmCallback(Served, TrainerCallback):
         # Looked for at every start: a job that died between its last save and its end comes here.
         if 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        if self._trl is not None:
+            self._begin_trl(self._trl, saver, args)
         # Last, after all refusals: from here on a checkpoint of the Trainer lands where it can be committed by a
         # rename.
         self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
+
+    def _begin_trl(self, trl: TrlState, saver: StepEndSaver, args: TrainingArguments) -> None:
+        """Restores what TRL's own checkpoint lacks, and says what is not kept. Collective."""
+        for loss in trl.losses():
+            self.session.notice(loss, topic="ledger", loud=True)
+        if self.session.rank == 0:
+            trl.keep_tables(Path(args.output_dir or ""), saver.work)
+        if self.resume is not None and not trl.load(Path(self.resume), saver.ranks):
+            self.session.notice(
+                "the checkpoint has no state of TRL's: what was sampled and not trained on is sampled again",
+                topic="ledger",
+                loud=True,
+            )
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._steps_of_epoch = 0
+        if self._saver is not None and self._trl is not None:
+            self._trl.epoch_begins(kwargs.get("train_dataloader"))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -238,10 +266,29 @@ class VerlSlurmCallback(Served, TrainerCallback):
             why=f"step {step} is one to save",
             last=last,
             began=self._began,
+            seal=functools.partial(self._seal, step),
         )
         # Earlier failures cost one save; without the last one the run has no result.
         if failure is not None and last:
             raise failure
+
+    def _seal(self, step: int, ranks: Collective) -> Sequence[FileEntry]:
+        """Waits until the Trainer has written on every rank, and writes TRL's part. Collective."""
+        ranks.max([0])
+        # The Trainer's own files are made durable and hashed by rank 0: who wrote which is not known here.
+        if self._trl is None or self._saver is None:
+            return ()
+        written = self._saver.work / f"checkpoint-{step}"
+        entries, problem = self._trl.write(written, step, ranks)
+        if problem:
+            self.session.notice(
+                f"the completions of this cycle are not in the checkpoint of step {step}, and will be sampled again "
+                f"if the run goes on from it: {problem}",
+                topic="ledger",
+                loud=True,
+            )
+        place = guest_directory("loop", step)
+        return [msgspec.structs.replace(entry, path=f"{place}/{entry.path}") for entry in entries]
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -41,6 +41,7 @@ from verl_slurm.loops.state_files import Generators, load_state, restore_rng, wr
 from verl_slurm.loops.states import Objects, split
 from verl_slurm.loops.step_end import StepEndSaver, free_ranks, own_ranks
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
 
 __all__ = ["Run", "run"]
 
@@ -93,6 +94,15 @@ class Run:
     @property
     def resume(self) -> Path | None:
         return self._session.resume
+
+    @property
+    def services(self) -> dict[str, list[str]]:
+        """`host:port` of each service beside the ranks, on each of its nodes, by its name (docs/services.md)."""
+        return {
+            name.removeprefix(SERVICE_VARIABLE).lower(): places.split(",")
+            for name, places in os.environ.items()
+            if name.startswith(SERVICE_VARIABLE) and name != SERVICE_TOKEN_VARIABLE
+        }
 
     def __enter__(self) -> Self:
         try:

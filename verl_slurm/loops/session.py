@@ -11,7 +11,6 @@ empty: from the start). The launcher of the ranks sets RANK and WORLD_SIZE. With
 daemon: every call is allowed and does nothing.
 """
 
-import faulthandler
 import os
 import time
 from collections import deque
@@ -31,7 +30,6 @@ from verl_slurm.wire.environment import (
     EPOCH_VARIABLE,
     RESUME_VARIABLE,
     RUN_VARIABLE,
-    STACKS_SIGNAL,
 )
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import (
@@ -51,6 +49,7 @@ from verl_slurm.wire.messages import (
     Stopped,
     Topic,
 )
+from verl_slurm.wire.stacks import answer_with_stacks
 
 __all__ = ["Session"]
 
@@ -132,8 +131,7 @@ class Session:
         paths, epoch, resume = _the_run(here)
         # Frameworks write checkpoints and logs with the default mode; the run is private to its user.
         os.umask(0o077)
-        # A C-level handler: it answers also where a rank hangs in a call that holds the interpreter lock.
-        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+        answer_with_stacks()
         line = RankClient.connect(Path(control))
         # The daemon's limit for a start runs until this message, so it is sent before torch and the framework are
         # imported.
@@ -297,14 +295,17 @@ class Session:
         """
         self.line.send(Finished(rank=self.rank, step=step))
 
-    def refused(self, error: VerlSlurmError, *, place: str = "", worked: bool = False) -> None:
+    def refused(
+        self, error: VerlSlurmError, *, told: str = "", place: str = "", worked: bool = False
+    ) -> None:
         """Reports that this rank ends because of an error that another start would not change.
 
         Args:
+            told: the error as the user is to read it; empty: as it is.
             place, worked: where code of the user's raised, as in `wire.messages.Refused`.
         """
         # Cut: a packet holds 64 KiB. The agent takes a longer one for a stranger's, and later messages would be lost.
-        code, reason = int(error.exit_code), error.one_line()[:MAX_STORY]
+        code, reason = int(error.exit_code), (told or error.one_line())[:MAX_STORY]
         self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
 
     def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:

@@ -6,6 +6,8 @@ guest/common.pt         rank 0: path → tensor, of those that are the same on e
 guest/sharded/          torch.distributed.checkpoint: `.metadata` and `__3_0.distcp`, where there are DTensors
 ```
 
+TRL's trainers have such a directory inside of the Trainer's own, `guest/trl/` (`trl_state`).
+
 All is read from a checkpoint that was verified before (by the lead, or by `plain`). Without a key, verification finds
 accidents alone. So the `.pt` files are read with `weights_only=True`. DCP's `.metadata`, a pickle, is read by
 `sharded_files`, and only if this loop has DTensors. torch's dcp_to_torch_save turns `guest/sharded` into one file for
@@ -40,17 +42,20 @@ _COMMON = "common.pt"
 Generators = dict[str, bytes | np.ndarray]
 
 
-def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> tuple[FileEntry, ...]:
-    """Writes this rank's part of the state into `work/guest`; returns the entries of all ranks' files. Collective.
+def write_state(
+    objects: Objects, work: Path, step: int, ranks: Collective, *, name: str = _DIRECTORY
+) -> tuple[FileEntry, ...]:
+    """Writes this rank's part of the state into `work/NAME`; returns the entries of all ranks' files. Collective.
 
     Args:
-        work: an empty directory of the run, seen by all ranks.
+        work: a directory of the run, seen by all ranks.
         step: whole steps done.
+        name: of an empty directory there.
 
     Raises:
         RanksFailed: some rank could not; on all ranks alike. So no collective call may be inside `together`.
     """
-    directory = work / _DIRECTORY
+    directory = work / name
     # Each phase by itself in `together`: a rank that fails inside must not leave the others in a later collective.
     marked, leaves, found = ranks.together("taking the state", lambda: _taken(objects))
     alike = _alike(found, ranks)
@@ -61,7 +66,7 @@ def write_state(objects: Objects, work: Path, step: int, ranks: Collective) -> t
     if any(ranks.max([len(leaves.sharded)])):
         names += _write_sharded(directory, leaves, ranks)
     # Last: files are durable and hashed once all of them are written.
-    return seal_own(work, lambda: names, ranks)
+    return seal_own(work, lambda: [f"{name}/{file}" for file in names], ranks)
 
 
 def _taken(objects: Objects) -> tuple[Any, Leaves, list[bytes]]:
@@ -82,7 +87,7 @@ def _write(
     if rank == 0 and common:
         names.append(_COMMON)
         torch.save(common, directory / _COMMON)
-    return [f"{_DIRECTORY}/{name}" for name in names]
+    return names
 
 
 def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[str]:
@@ -95,19 +100,22 @@ def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[s
         raise _failed("writing the sharded state failed", error) from error
     # DCP names its files by rank, so each rank makes its own durable; `.metadata` is written by rank 0.
     mine = sorted(path.name for path in place.glob(f"__{ranks.rank}_*.distcp"))
-    return [
-        f"{_DIRECTORY}/{_SHARDED}/{name}" for name in [*mine, *([".metadata"] if ranks.rank == 0 else [])]
-    ]
+    return [f"{_SHARDED}/{name}" for name in [*mine, *([".metadata"] if ranks.rank == 0 else [])]]
 
 
-def load_state(objects: Objects, checkpoint: Path, ranks: Collective) -> Generators:
+def load_state(
+    objects: Objects, checkpoint: Path, ranks: Collective, *, name: str = _DIRECTORY
+) -> Generators:
     """Restores the state of a verified checkpoint into `objects`; returns the generators', for `restore_rng`.
     Collective.
+
+    Args:
+        checkpoint: the `work` of `write_state`, in its place in the checkpoint.
 
     Raises:
         RanksFailed: it does not fit the objects of some rank.
     """
-    directory = checkpoint / _DIRECTORY
+    directory = checkpoint / name
     mine, common, sharded = ranks.together(
         "reading the state", lambda: _read_all(objects, directory, ranks.rank)
     )

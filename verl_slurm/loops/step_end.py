@@ -56,12 +56,19 @@ class ReachWatch:
         session: asked for its request and its measurements; told when the answer is no.
         busy: whether a save is in progress. A no ends the ranks at once, and that save with them. So the watcher waits
             for it, as long as the daemon allows, and judges the request then.
+        leaves: whether the loop can save the last step's end and leave where it is. It looks for the request itself
+            then, and this thread refuses nothing.
     """
 
     def __init__(
-        self, session: Session, *, busy: Callable[[], bool] = lambda: False, every_s: float = _LOOK_EVERY_S
+        self,
+        session: Session,
+        *,
+        busy: Callable[[], bool] = lambda: False,
+        leaves: Callable[[], bool] = lambda: False,
+        every_s: float = _LOOK_EVERY_S,
     ) -> None:
-        self._session, self._busy, self._every_s = session, busy, every_s
+        self._session, self._busy, self._leaves, self._every_s = session, busy, leaves, every_s
         self._over, self._lock = threading.Event(), threading.Lock()
         self._judged = 0
         self._thread: threading.Thread | None = None
@@ -86,7 +93,7 @@ class ReachWatch:
         with self._lock:
             # Read from shared memory, without a collective: this thread runs while the loop is anywhere in its step.
             request = self._session.request()
-            if request is None or request.request_id <= self._judged or self._busy():
+            if request is None or request.request_id <= self._judged or self._busy() or self._leaves():
                 return
             # Once: a second look could take back what the loop was promised. A step that outlasts all others is
             # waited for.
@@ -137,6 +144,7 @@ class StepEndSaver:
         request: the request that the ranks agreed on and `save` has not answered yet.
         stopping: the request after which the loop must leave.
         saved_step: of the newest checkpoint, including the resumed one; -1: none.
+        leaves_early: the loop is where it can save the last step and leave (`leave_early`). The loop sets it.
         saving: a save is being written. A framework that writes by itself says so (`begins`), and may withdraw it.
     """
 
@@ -161,7 +169,7 @@ class StepEndSaver:
         self.stopping: SaveRequest | None = None
         # A resumed step is on disk already: a stop before the first step is answered with that checkpoint.
         self.saved_step = step if session.resume is not None else -1
-        self.saving, self._announced = False, -1
+        self.saving, self._announced, self.leaves_early = False, -1, False
         self._total, self.every_steps = 0, 0
         # The agents write the request at different moments; without agreement ranks would save at different steps.
         self._stopper = Stopper(session.line, ranks.max)
@@ -196,7 +204,7 @@ class StepEndSaver:
         self.session.started(step, total)
         if self.session.has_daemon and self.session.rank == 0:
             # Started after `started`: until then the daemon ends the ranks at once, because none of them could save.
-            self._watch = ReachWatch(self.session, busy=self._is_busy)
+            self._watch = ReachWatch(self.session, busy=self._is_busy, leaves=lambda: self.leaves_early)
             self._watch.start()
 
     def step_done(self, step: int, metrics: Mapping[str, object], total: int = 0) -> None:
@@ -222,6 +230,16 @@ class StepEndSaver:
             if self.request is not None and self.request.stop:
                 self.stopping = self.request
         return self.request
+
+    def leave_early(self) -> bool:
+        """Returns whether the loop has to leave in the middle of its step: the end cannot be reached in time, and the
+        state is still that of the last step's end. `asked` then returns the request. For a loop with one speaking
+        rank.
+        """
+        request = self.session.request()
+        if request is None or not request.stop or self.session.reach(request).ok:
+            return False
+        return self.asked() is not None
 
     def begins(self, step: int) -> None:
         """Marks the begin of the save of `step`. A framework that writes by itself calls this before; otherwise `save`
@@ -305,11 +323,13 @@ class StepEndSaver:
         try:
             if write is not None:
                 write()
+            # Now: what they tell belongs to this step, and the next one may begin while the files are committed.
+            texts = self._texts(step)
             # In the loop's thread: the `seal` of a plain loop writes the live tensors, which the next step changes.
             if self._pool is None:
-                return self._commit(save, name, seal, request, why)
+                return self._commit(save, name, seal, request, why, texts)
             # Set before `saving` is cleared: `_is_busy` must not see a gap between the two.
-            self._pending = self._pool.submit(self._commit, save, name, seal, request, why)
+            self._pending = self._pool.submit(self._commit, save, name, seal, request, why, texts)
         finally:
             self.saving, self._announced = False, -1
         # A request is answered before the loop goes on to leave; a periodic save ends beside the next steps.
@@ -367,7 +387,13 @@ class StepEndSaver:
         self.session.saved(request_id, name, seconds=0.0, num_bytes=0, reason=why)
 
     def _commit(
-        self, save: LoopSave, name: str, seal: Seal, request: SaveRequest | None, why: str
+        self,
+        save: LoopSave,
+        name: str,
+        seal: Seal,
+        request: SaveRequest | None,
+        why: str,
+        texts: Mapping[str, bytes],
     ) -> RanksFailed | None:
         """Seals and commits. Collective over `_side`; with `beside` in the thread."""
         session, keeper, request_id = self.session, self._keeper, request.request_id if request else 0
@@ -378,7 +404,7 @@ class StepEndSaver:
             # Moved, not copied: the work directory is on the run's file system. So the framework's rotation finds
             # none to delete.
             parts = {guest_directory(self._guest, save.step): written}
-            done = commit_tree(session.paths, save, parts, texts=self._texts(save.step), sealed=sealed)
+            done = commit_tree(session.paths, save, parts, texts=texts, sealed=sealed)
             # Not tidied before a stop: removing old checkpoints would cost seconds of the grace period.
             keeper.saved(done, tidy=request is None or not request.stop)
             return msgspec.msgpack.encode(done)

@@ -26,6 +26,7 @@ class Saves:
         self.saver = saver
         self._total, self._began, self._said = 0, 0, 0
         self._metrics: Mapping[str, object] = {}
+        self._before: Mapping[str, object] = {}
 
     def begin(self, step: int, total: int) -> None:
         """Reports that the loop continues after `step` of `total` steps."""
@@ -34,7 +35,7 @@ class Saves:
 
     def numbers(self, metrics: Mapping[str, object]) -> None:
         """Sets the map in which verl collects the running step's numbers, as far as they are known at a save."""
-        self._metrics = metrics
+        self._before, self._metrics = self._metrics, metrics
 
     def save(self, step: int, write: Callable[[], None]) -> None:
         """Saves after `step`, as verl wants to.
@@ -45,6 +46,35 @@ class Saves:
         # Asked before a periodic save, which then answers the request as well: one save instead of two.
         self._asked(step)
         self._save(step, write)
+
+    def leave_early(self, step: int, write: Callable[[], None]) -> bool:
+        """Answers a request to stop while the step after `step` is being sampled, and its end cannot be reached.
+
+        Until it is sampled, weights and optimizers are those of the end of `step`. So the last update is saved if there
+        is time, and not lost with the running step.
+
+        Args:
+            write: makes verl write the state after `step`.
+
+        Returns:
+            Whether the loop must end here.
+        """
+        saver = self.saver
+        if not saver.leave_early():
+            return False
+        request, save_s = saver.request, saver.session.save_s
+        assert request is not None
+        left_s = request.seconds_left
+        if step == 0:
+            saver.session.save_failed(request.request_id, "no step is done yet")
+        elif saver.saved_step != step and save_s is not None and left_s is not None and left_s < save_s:
+            why = f"step {step} is not saved: a save takes {save_s:.1f} s, and {left_s:.1f} s are left"
+            saver.session.save_failed(request.request_id, why)
+        else:
+            # The numbers are those of the step that is saved.
+            self._metrics = self._before
+            self._save(step, write)
+        return True
 
     def step_end(self, step: int, write: Callable[[], None]) -> bool:
         """Runs after a step, and after its periodic save.

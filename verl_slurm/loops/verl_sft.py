@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
+from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
 from verl_slurm.loops.session import Session
 from verl_slurm.verl.composing import checked_settings, compose
 from verl_slurm.verl.overrides import OwnSettings
@@ -67,13 +67,15 @@ def _train(session: Session, words: Sequence[str]) -> None:
 
 def _under_a_daemon(session: Session) -> None:
     from verl_slurm.config.load import load_own
+    from verl_slurm.program.programs import Moves
 
     paths, resume, resume_step = session.paths, None, 0
-    config = load_own(paths.run_yaml)
+    config = Moves.of(paths).config(load_own(paths.run_yaml))
     if session.resume is not None:
-        manifest = require_guest(session.resume, "verl", world_size=session.world_size)
+        directory = for_ranks(paths, session.resume.name, session.world_size)
+        manifest = require_guest(directory, "verl", world_size=session.world_size)
         resume_step = manifest.step
-        resume = session.resume / f"global_step_{resume_step}"
+        resume = directory / f"global_step_{resume_step}"
     own = OwnSettings(
         nodes=config.distributed.nodes,
         ranks_per_node=config.distributed.ranks_per_node,

@@ -10,13 +10,16 @@ Three choices of the batch script carry the design (measured, Slurm 22.05 and 24
 """
 
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.services import nodes_of_components
 
 __all__ = [
     "batch_script",
+    "component_lines",
     "sbatch_options",
     "sbatch_parameters",
     "submission_environment",
@@ -38,12 +41,15 @@ _KEEP_UNLESS_SET = {
 }
 
 
-def sbatch_parameters(config: RunConfig, *, expedite: bool = False, after: str = "") -> dict[str, object]:
+def sbatch_parameters(
+    config: RunConfig, *, expedite: bool = False, after: str = "", avoids: Sequence[str] = ()
+) -> dict[str, object]:
     """Returns keyword arguments of submitit's `SlurmExecutor.update_parameters`.
 
     Args:
         expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`requeue_rules.py`).
         after: id of a job that must have ended for good before this one starts; empty: none.
+        avoids: nodes to stay away from, beside those that the user excludes.
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
@@ -59,10 +65,13 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False, after: str =
     if after:
         own = additional.get("dependency")
         additional["dependency"] = f"{own},afterany:{after}" if own else f"afterany:{after}"
+    if avoids:
+        own = additional.get("exclude")
+        additional["exclude"] = ",".join([str(own)] * bool(own) + list(avoids))
     parameters: dict[str, object] = {
         "job_name": config.name,
         "time": slurm.time_limit_min,
-        "nodes": config.distributed.nodes,
+        "nodes": nodes_of_components(config.distributed.nodes, config.services)[0],
         "ntasks_per_node": 1,
         "cpus_per_task": slurm.cpus_per_node,
         # The callable runs once, as the batch process, which gets the `B:` signals itself.
@@ -81,6 +90,38 @@ def sbatch_parameters(config: RunConfig, *, expedite: bool = False, after: str =
     return parameters
 
 
+def component_lines(config: RunConfig, requeue: str = "--requeue") -> list[str]:
+    """Returns the lines of a batch script for the further components of a heterogeneous job: a service's nodes each.
+
+    What the first component asks for by its name holds for them too, unless the service says otherwise. The lead is in
+    the first component, so the warning before the limit goes there alone.
+
+    Args:
+        requeue: the option of the first component: Slurm requeues all of them or none.
+    """
+    slurm, lines = config.slurm, list[str]()
+    for name, service in config.services.items():
+        if not service.is_apart:
+            continue
+        options: dict[str, object] = {"job-name": config.name, "time": slurm.time_limit_min}
+        options |= {
+            "nodes": service.nodes,
+            "ntasks-per-node": 1,
+            "cpus-per-task": config.cpus_on_nodes_of(name),
+        }
+        named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
+        options |= {option: value for option, value in named.items() if value is not None}
+        if service.gpus:
+            options["gpus-per-node"] = service.gpus
+        options |= {option: value for option, value in service.slurm.items() if value is not False}
+        words = [
+            f"--{option}" if value is True else f"--{option}={shlex.quote(str(value))}"
+            for option, value in options.items()
+        ]
+        lines += ["#SBATCH hetjob", *(f"#SBATCH {word}" for word in [*words, requeue])]
+    return lines
+
+
 def sbatch_options(config: RunConfig) -> list[str]:
     """Returns the same as command-line options for a hand-written batch script (`batch_script`)."""
     parameters = sbatch_parameters(config)
@@ -94,9 +135,12 @@ def sbatch_options(config: RunConfig) -> list[str]:
 
 def batch_script(config: RunConfig) -> str:
     """Returns the script of `sbatch/` that goes with these options."""
-    if config.slurm.container is not None:
-        return f"{config.slurm.container.runtime}.sbatch"
-    return "single_node.sbatch" if config.distributed.nodes == 1 else "multi_node.sbatch"
+    # Its script looks for the plugin. The other runtimes are started by agents, as ranks without one are.
+    if config.slurm.container is not None and config.slurm.container.runtime == "pyxis":
+        return "pyxis.sbatch"
+    if any(service.is_apart for service in config.services.values()):
+        return "heterogeneous.sbatch"
+    return "single_node.sbatch" if config.all_nodes == 1 else "multi_node.sbatch"
 
 
 def unwanted_environment(names: list[str], config: RunConfig) -> list[str]:

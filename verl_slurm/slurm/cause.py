@@ -56,6 +56,8 @@ CauseKind = Literal[
     "requeued",
     "node_lost",
     "reclaimed",
+    "bad_node",
+    "service",
     "suspended",
     "none",
     "unknown",
@@ -72,7 +74,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """`operator`: wants a save. `operator_requeue`: wants a save, with all the time that it needs, and the job
     requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or reports something that fits nothing. `failed`:
     Slurm ends the job because something broke (a node of one that it may not requeue), and it will not run again by
-    itself. `reclaimed`: the cloud takes a node back, which an agent reports, never Slurm."""
+    itself. An agent reports these, never Slurm: `reclaimed`, the cloud takes a node back; `bad_node`, a node failed a
+    check before its ranks started; `service`, one that the run needs cannot be started again."""
     evidence: str
     deadline: datetime | None = None
     """Time at which Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or the
@@ -89,6 +92,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
             "requeued",
             "node_lost",
             "reclaimed",
+            "bad_node",
         }
 
 

@@ -348,8 +348,9 @@ class SlurmClient:
         # Read just before: `scontrol requeue` revives a job that its user has cancelled, with exit code 0.
         facts = await self.job(job_id)
         refusal = refuse_requeue(facts, own_restarts)
-        # Where Slurm or somebody was first, the start time is still to be set: its own delay is 120 s.
-        if refusal is not None and refusal.kind != "already_requeued":
+        # Where Slurm or somebody was first, the start time is still to be set: its own delay is 120 s. Not so for an
+        # expedited job: it may start at once, and until a later time it would leave its nodes to others.
+        if refusal is not None and (refusal.kind != "already_requeued" or facts.expedited):
             return refusal
         kind: Literal["requeued", "already_requeued"] = "already_requeued"
         if refusal is None:

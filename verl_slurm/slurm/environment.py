@@ -39,6 +39,8 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     het_job_id: int | None = None
     het_size: int = 1
     """Components of a heterogeneous job; `node_list` and `num_nodes` cover all of them."""
+    sizes: tuple[int, ...] = ()
+    """Nodes of each component; of a job that is not heterogeneous, its own."""
 
     @property
     def label(self) -> str:
@@ -62,11 +64,12 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             raise _refuse("SLURM_HET_SIZE", str(het_size), f"at most {_MOST_COMPONENTS}")
         # Each component of a heterogeneous job has variables of its own.
         parts = [f"_HET_GROUP_{number}" for number in range(het_size)] if het_size > 1 else [""]
+        sizes = tuple(_number(env, f"SLURM_JOB_NUM_NODES{part}", least=1) for part in parts)
         return cls(
             job_id=_number(env, "SLURM_JOB_ID", least=1),
             restart_count=_number(env, "SLURM_RESTART_COUNT", default=0),
             node_list=",".join(_name(env, f"SLURM_JOB_NODELIST{part}", NODE_LIST) for part in parts),
-            num_nodes=sum(_number(env, f"SLURM_JOB_NUM_NODES{part}", least=1) for part in parts),
+            num_nodes=sum(sizes),
             node_name=_name(env, "SLURMD_NODENAME", NAME),
             cluster=_name(env, "SLURM_CLUSTER_NAME", NAME) if env.get("SLURM_CLUSTER_NAME") else None,
             partition=_name(env, "SLURM_JOB_PARTITION", NAME) if env.get("SLURM_JOB_PARTITION") else None,
@@ -76,6 +79,7 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             array_task_id=_optional_number(env, "SLURM_ARRAY_TASK_ID"),
             het_job_id=_optional_number(env, "SLURM_HET_JOB_ID"),
             het_size=het_size,
+            sizes=sizes,
         )
 
 

@@ -6,7 +6,7 @@ ranks then get: the daemon does without, so that no library path of a module can
 
 import shlex
 
-from verl_slurm.config.schema import SlurmConfig
+from verl_slurm.config.slurm import SlurmConfig
 
 __all__ = ["python_of", "setup_script"]
 

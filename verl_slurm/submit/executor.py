@@ -14,6 +14,7 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,13 @@ from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.slurm.batch import sbatch_parameters, submission_environment
+from verl_slurm.slurm.batch import component_lines, sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.slurm_verdict import refusal
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
-__all__ = ["local_command", "main", "render_script", "submit_job"]
+__all__ = ["local_command", "main", "render_script", "submit_job", "with_components"]
 
 _ENTRY = "verl_slurm.submit.start_job"
 _TIMEOUT_S = 120.0
@@ -49,7 +50,7 @@ def render_script(plan: SubmissionPlan) -> str:
     Raises:
         SlurmMissing: submitit finds no srun.
     """
-    executor = _slurm_executor(plan.config, RunPaths(plan.run_dir))
+    executor = _slurm_executor(plan.config, RunPaths(plan.run_dir), avoids=plan.avoids)
     # Private to submitit, whose public `submit` writes the script and queues it at once.
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
@@ -77,6 +78,7 @@ def submit_job(plan: SubmissionPlan, after: str = "") -> str:
     # Without the variables of a job that this runs in: they would reach the new one.
     environment = submission_environment(os.environ, plan.config)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster, after]
+    command += plan.avoids
     try:
         done = subprocess.run(
             command,
@@ -105,7 +107,7 @@ def submit_job(plan: SubmissionPlan, after: str = "") -> str:
     return answer.job_id
 
 
-def main(run_dir: str, cluster: Cluster, after: str) -> int:
+def main(run_dir: str, cluster: Cluster, after: str, avoids: Sequence[str] = ()) -> int:
     """Runs as the child: submits and answers in one JSON line."""
     # submitit's files are pickles, which whoever unpickles them runs.
     os.umask(0o077)
@@ -118,7 +120,9 @@ def main(run_dir: str, cluster: Cluster, after: str) -> int:
     config = load_own(paths.run_yaml)
     try:
         executor = (
-            _slurm_executor(config, paths, after) if cluster == "slurm" else _local_executor(config, paths)
+            _slurm_executor(config, paths, after, avoids)
+            if cluster == "slurm"
+            else _local_executor(config, paths)
         )
         job = executor.submit(BecomeLead(run_dir))
         answer = _Answer(job_id=str(job.job_id))
@@ -129,12 +133,15 @@ def main(run_dir: str, cluster: Cluster, after: str) -> int:
     return 0
 
 
-def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "") -> Any:
+def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids: Sequence[str] = ()) -> Any:
     from submitit import SlurmExecutor
 
     class OwnSlurmExecutor(SlurmExecutor):
         # Our entry asks who owns the pickle before submitit opens it (`start_job`).
         _submitit_command_str = property(_entry_of)
+
+        def _make_submission_file_text(self, command: str, uid: str) -> str:
+            return with_components(super()._make_submission_file_text(command, uid), config)
 
     try:
         # `exec` makes Python the batch process: Slurm sends `B:` signals to that one, and bash would hold a trap back.
@@ -145,8 +152,17 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "") -> Any:
         ) from error
     # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
-    executor.update_parameters(**sbatch_parameters(config, expedite=expedite, after=after))
+    executor.update_parameters(**sbatch_parameters(config, expedite=expedite, after=after, avoids=avoids))
     return executor
+
+
+def with_components(script: str, config: RunConfig) -> str:
+    """Returns submitit's batch script with the further components of a heterogeneous job, which submitit has not."""
+    lines = script.split("\n")
+    ours = [number for number, line in enumerate(lines) if line.startswith("#SBATCH ")]
+    requeue = next((line for line in lines if line.startswith("#SBATCH --requeue")), "#SBATCH --requeue")
+    more = component_lines(config, requeue.removeprefix("#SBATCH "))
+    return "\n".join([*lines[: ours[-1] + 1], *more, *lines[ours[-1] + 1 :]])
 
 
 def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
@@ -195,5 +211,7 @@ def _last_line(raw: bytes) -> str:
 
 if __name__ == "__main__":
     raise SystemExit(
-        main(str(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", sys.argv[3])
+        main(
+            str(Path(sys.argv[1])), "slurm" if sys.argv[2] == "slurm" else "local", sys.argv[3], sys.argv[4:]
+        )
     )

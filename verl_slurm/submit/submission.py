@@ -31,8 +31,12 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
+from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import job_state, settle
 from verl_slurm.runs.record import has_begun, has_ended, last_job, require_run, steps_done
+from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
+from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
+from verl_slurm.submit.checks.containers import check_container
 from verl_slurm.submit.checks.deadlines import check_deadlines
 from verl_slurm.submit.checks.group import check_group, group_id
 from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before, check_guest
@@ -53,6 +57,7 @@ from verl_slurm.submit.checks.preflight import (
 )
 from verl_slurm.submit.checks.rank_environment import check_rank_environment
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
+from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script, submit_job
@@ -97,6 +102,8 @@ def plan_submission(
     cluster: Literal["auto", "slurm", "local"] = "auto",
     ask_slurm: bool = True,
     base: Path | None = None,
+    code: CodeChoice | None = None,
+    trees: TreesRead | None = None,
 ) -> SubmissionPlan:
     """Checks everything that can be checked without making anything.
 
@@ -107,6 +114,8 @@ def plan_submission(
         cluster: `auto` is Slurm if its commands are there.
         ask_slurm: False for a run that is only prepared.
         base: what the command line's paths are relative to (`relative_paths`); default: the working directory.
+        code: for a run that has begun, and whose code has changed since: go on with the run's copy, or take the new.
+        trees: of the user's code, as they were read for other runs of a sweep.
 
     Raises:
         ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: what is wrong.
@@ -130,21 +139,27 @@ def plan_submission(
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
     checked += check_rank_environment(config, packages)
     checked += check_hooks(config)
+    good, reached = check_services(config)
+    checked += good
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
     good, unreachable = check_group(config)
     checked += good
+    # With `--code run` the programs that count are the run's copies: those outside may be gone.
+    runs = Moves.of(paths).config(config) if code == "run" else config
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
     if config.trainer.is_guest:
-        checked += check_guest(config)
+        checked += check_guest(runs)
     else:
-        inputs, notes = check_inputs(config, written.model.path)
+        inputs, notes = check_inputs(runs, written.model.path)
         notes += check_family(config)
         checked += [f"{name} {taken}" for name, taken in inputs]
     check_resume_from(config)
     if config.checkpoint.resume_from not in (None, "auto"):
         checked.append("the checkpoint to resume from")
     chosen, note = choose_cluster(cluster)
+    config, good = check_container(config, chosen)
+    checked += good
     slurm = None
     if chosen == "slurm" and ask_slurm:
         slurm = check_slurm(config)
@@ -154,6 +169,7 @@ def plan_submission(
         check_keys(config, chosen),
         gpu_note(config, chosen),
         check_metrics_port(config),
+        reached if chosen == "slurm" else None,
         unreachable,
         source_note(source),
     )
@@ -181,6 +197,11 @@ def plan_submission(
         _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
+    caller = base or Path.cwd()
+    taken = plan_code(config, caller, paths, begun=begun, choice=code, known=trees)
+    notes += taken.notes
+    if taken.record.trees:
+        checked.append(f"code {'; '.join(taken.lines())}")
     if config.trainer.backend == "verl":
         good, doubtful = check_verl(config, paths, committed)
         checked, notes = [*checked, *good], [*notes, *doubtful]
@@ -190,6 +211,10 @@ def plan_submission(
     if slurm is not None:
         good, doubtful = check_deadlines(config, paths, committed, slurm)
         checked, notes = [*checked, *good], [*notes, *doubtful]
+    avoids: tuple[str, ...] = ()
+    if slurm is not None:
+        avoids, doubtful = nodes_to_avoid(config, slurm)
+        notes = [*notes, *doubtful]
     plan = SubmissionPlan(
         config=config,
         run_dir=paths.root,
@@ -198,7 +223,9 @@ def plan_submission(
         begun=begun,
         resumes_from=committed[0].name if committed else None,
         inputs=tuple(inputs),
+        code=taken,
         checked=tuple(checked),
+        avoids=avoids,
         notes=tuple(notes),
     )
     if slurm is None:
@@ -282,6 +309,7 @@ def carry_out(
                 # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
                 if forgotten := prints.remember(paths.hash_cache, seen):
                     notices.append(forgotten)
+            copied = keep_code(undo, paths, plan.code)
             # sbatch comes last, since all before it can be undone and a queued job cannot.
             if not prepare_only:
                 job_id = submit_job(msgspec.structs.replace(plan, config=config), after)
@@ -289,9 +317,14 @@ def carry_out(
         if drift is not None:
             # After the job: a confirmed change whose submission failed has changed nothing.
             _record_drift(paths, drift)
+        for told in copied:
+            append_event(paths, told)
         if job_id is not None:
             # Still under the lock: the next submit learns of this job from the journal.
             append_event(paths, ev.Submitted(plan.cluster, socket.gethostname(), job_id=job_id))
+            if plan.avoids:
+                # Names no node: the user's record says how long. A requeue looks there again, and takes it back.
+                append_event(paths, ev.Avoid([], f"the job avoids {', '.join(plan.avoids)}", job_id=job_id))
     return Submitted(
         run_dir=str(paths.root),
         cluster=plan.cluster,

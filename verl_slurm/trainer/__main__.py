@@ -5,7 +5,6 @@ USR1 and CONT arrive ignored, and run by hand they end the process as usual.
 """
 
 import argparse
-import faulthandler
 import os
 import traceback
 from pathlib import Path
@@ -14,12 +13,14 @@ from typing import NoReturn
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.health import WrongProduct
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
-from verl_slurm.wire.environment import CONTROL_VARIABLE, STACKS_SIGNAL
+from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.lifeline import die_with_launcher
-from verl_slurm.wire.messages import RankStarted
+from verl_slurm.wire.messages import MAX_REASON, RankStarted, RankUnfit
+from verl_slurm.wire.stacks import answer_with_stacks
 
 __all__ = ["main", "run_and_leave"]
 
@@ -33,8 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     # First: every file and directory of this process is its owner's alone.
     os.umask(0o077)
-    # The daemon sends it to a rank that hangs; the stacks go to the rank's log without the help of its threads.
-    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    # The daemon asks a rank that hangs.
+    answer_with_stacks()
     control = os.environ.get(CONTROL_VARIABLE)
     rank = int(os.environ.get("RANK", "0"))
     line: RankLine = RankClient.connect(Path(control)) if control else NoDaemon()
@@ -46,32 +47,43 @@ def main(argv: list[str] | None = None) -> int:
         # RanksFailed stands on all ranks alike; what it was caused by decides about the next start.
         error = underlying(raised)
         console.complain(f"rank {rank}: {error.one_line()}")
+        if isinstance(error, WrongProduct):
+            line.send(RankUnfit(rank=rank, evidence=error.one_line()[:MAX_REASON]))
         # A crash: the daemon tries again. A refusal is told to it, and is final.
         if restart_may_help(error):
             return int(ExitCode.INTERNAL)
-        _refuse(line, rank, error)
+        _refuse(line, rank, error, RunPaths(options.run))
         return int(error.exit_code)
     return int(ExitCode.OK)
 
 
-def _refuse(line: RankLine, rank: int, error: VerlSlurmError) -> None:
+def _refuse(line: RankLine, rank: int, error: VerlSlurmError, paths: RunPaths) -> None:
+    from verl_slurm.program.programs import Moves
     from verl_slurm.trainer.reward.python import RewardRaised
 
     session = Session(line, rank=rank, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     if isinstance(error, RewardRaised):
-        session.refused(error, place=error.place, worked=error.worked)
+        told = Moves.of(paths).as_submitted(error.one_line())
+        session.refused(error, told=told, place=error.place, worked=error.worked)
     else:
         session.refused(error)
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     from verl_slurm.config.load import load_own
+    from verl_slurm.trainer.flight import write_on_request
+    from verl_slurm.trainer.known_results import check_product, check_sum
     from verl_slurm.trainer.place import Place, process_group
     from verl_slurm.trainer.setup import build_loop
 
     config = load_own(paths.run_yaml)
     place = Place.from_environ(os.environ)
     with process_group(config, place) as (device, ranks):
+        if control := os.environ.get(CONTROL_VARIABLE):
+            write_on_request(Path(control), place.rank)
+        if config.health.known_results:
+            check_product(device)
+            check_sum(device, place.rank, place.world_size)
         loop = build_loop(
             config,
             paths,

@@ -21,6 +21,7 @@ from transformers.utils import logging as hf_logging
 
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.causal_lm import ValueModel, accepted
+from verl_slurm.config.families import right_attentions
 from verl_slurm.config.roles import ROLES, Role
 from verl_slurm.config.schema import Attention, DistributedConfig
 from verl_slurm.trainer.data import Batch
@@ -114,7 +115,7 @@ def load_pretrained(
             model, report = auto_class.from_pretrained(
                 str(path),
                 config=config,
-                attn_implementation=_attention(attention, model_class, path),
+                attn_implementation=_attention(attention, model_class, config, path),
                 local_files_only=True,
                 trust_remote_code=False,
                 # The other format is a pickle.
@@ -165,22 +166,23 @@ def _class_of(auto_class: Any, config: Any, path: Path, key: str) -> Any:
     return found[0] if isinstance(found, tuple) else found
 
 
-def _attention(wanted: Attention, model_class: Any, path: Path) -> str:
+def _attention(wanted: Attention, model_class: Any, config: Any, path: Path) -> str:
     """Returns the attention to pass to `from_pretrained`."""
+    has = {
+        "sdpa": model_class._supports_sdpa,
+        "flash_attention_2": model_class._supports_flash_attn,
+        "eager": True,
+    }
+    offered = [name for name in right_attentions(config.to_dict()) if has[name]]
     if wanted == "auto":
         # Always a name: without one transformers takes that of the directory.
-        return "sdpa" if model_class._supports_sdpa else "eager"
-    lacks = {
-        "sdpa": not model_class._supports_sdpa,
-        "flash_attention_2": not model_class._supports_flash_attn,
-        "eager": False,
-    }
-    if lacks[wanted]:
+        return offered[0]
+    if wanted not in offered:
         raise ConfigError(
             "this model does not have that attention",
             where=f"model.attn_implementation, {path}",
             found=f"{wanted}, with {model_class.__name__}",
-            expected="auto",
+            expected=f"one of {', '.join(['auto', *offered])}",
             remedy="set model.attn_implementation=auto",
         )
     # Without the package transformers would download a kernel instead.

@@ -33,6 +33,7 @@ from verl_slurm.dataset.prompts.directory import Content
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.loops.session import Session
+from verl_slurm.program.programs import Moves
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
@@ -248,7 +249,8 @@ def _build_loop(
         ranks,
         state.reward,
         state.position,
-        first=config.model.reward,
+        # The copy of the submission: the file outside may have been edited since.
+        first=Moves.of(paths).config(config).model.reward,
         recorded=manifest.frozen if manifest else None,
         keep=keep,
     )

@@ -298,7 +298,7 @@ def _misfit(one: Judged, entry: str, world_size: int) -> str:
     if one.layout.entry != entry:
         return f"saved by verl's {one.layout.entry} trainer, the run has trainer.entry: {entry}"
     if one.world_size != world_size:
-        return f"saved by {one.world_size} ranks, the run has {world_size}: verl cannot divide it anew"
+        return f"saved by {one.world_size} ranks, the run has {world_size}: `verl-slurm reshard` divides it"
     return ""
 
 

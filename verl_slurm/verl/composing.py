@@ -51,12 +51,15 @@ class Composed(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
 
 
-def checked_settings(entry: Entry, section: Mapping[str, Any], own: OwnSettings) -> Composed:
+def checked_settings(
+    entry: Entry, section: Mapping[str, Any], own: OwnSettings, *, recipe: bool = False
+) -> Composed:
     """Composes the user's settings and those of a start, and refuses impossible ones. Takes a second, mostly for
     imports.
 
     Args:
         section: `RunConfig.verl`.
+        recipe: for a recipe's own main, which may look at the mode, and names a trainer itself or by the mode.
 
     Raises:
         ConfigError: verl does not take a setting, or a run cannot.
@@ -66,7 +69,7 @@ def checked_settings(entry: Entry, section: Mapping[str, Any], own: OwnSettings)
     answer = composed(entry, [*said.values(), *own_settings(entry, own, said)])
     # On what comes out, not on the words: a reference or a group may set a key without naming it.
     require_possible(answer.settings, said)
-    if entry == "ppo":  # our trainers are registered under verl's names
+    if entry == "ppo" and not recipe:  # our trainers are registered under names like verl's
         answer.words.append(f"trainer.v1.trainer_mode=verl_slurm_{trainer_mode(answer.settings)}")
     return answer
 

@@ -17,9 +17,9 @@ DIR/global_step_N/transfer_queue/           asynchronous trainers: prompts in fl
 ```
 
 verl's FSDP shards can be read by as many ranks as wrote them, and no other number: with others verl looks for
-`model_world_size_W_rank_0.pt` and finds none. Its own merger makes a Hugging Face model of the shards (`python -m
-verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer, the schedule, the generators and
-the place in the data are lost.
+`model_world_size_W_rank_0.pt` and finds none. `verl.reshard` divides them anew. verl's own merger makes a Hugging Face
+model of the shards (`python -m verl.model_merger merge`, verl 0.9.1), the weights alone, in bfloat16. The optimizer,
+the schedule, the generators and the place in the data are lost.
 """
 
 import re
@@ -32,7 +32,18 @@ from typing import Literal
 
 from verl_slurm.checkpoint.format.info import Problem
 
-__all__ = ["Entry", "Layout", "merge_command", "missing_beside", "read_layout", "step_of", "way_out"]
+__all__ = [
+    "Entry",
+    "Layout",
+    "is_distributed",
+    "megatron_command",
+    "merge_command",
+    "missing_beside",
+    "read_layout",
+    "shard_of",
+    "step_of",
+    "way_out",
+]
 
 Entry = Literal["ppo", "sft", "other"]
 """The trainer of verl that wrote it; other: none whose layout is known here."""
@@ -55,7 +66,7 @@ class Layout:
     """The contents of one `global_step_N`, judged by its names.
 
     Attributes:
-        world_size: ranks that wrote it, and the only number that can read it; None: no shard tells it.
+        world_size: ranks that wrote it, and the only number that verl reads it with; None: no shard tells it.
         roles: the models with shards: ("actor", "critic"), ("",) of SFT.
         num_data: data loader states: 1 of PPO, one per data-parallel rank of SFT.
         problems: missing or contradictory files; paths relative to the step's directory.
@@ -72,6 +83,17 @@ def step_of(name: str) -> int | None:
     """Returns the N of `global_step_N`, spelt as verl spells it; None: another name."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
+
+
+def shard_of(path: str) -> int | None:
+    """Returns the number of ranks that a file of a step is a shard for; None: it is no shard."""
+    match = _SHARD.fullmatch(path)
+    return None if match is None else int(match[3])
+
+
+def is_distributed(names: Collection[str]) -> bool:
+    """Returns whether Megatron, Automodel or torchtitan wrote a step."""
+    return any(word in name for name in names for word in _FOREIGN)
 
 
 def read_layout(names: Collection[str]) -> Layout:
@@ -145,7 +167,7 @@ def _nothing_known(names: Collection[str]) -> Problem:
     if not names:
         return Problem(path=".", what="empty: a save that had only begun")
     # Beyond us is not damaged: such a step is not called broken by a reader that cannot judge it.
-    if any(word in name for name in names for word in _FOREIGN):
+    if is_distributed(names):
         what = (
             "a distributed checkpoint (Megatron, torchtitan): only those of verl's FSDP engine can be judged"
         )
@@ -207,6 +229,12 @@ def merge_command(step: Path, entry: str, target: str = "MODEL_DIR") -> str:
     """
     local = step if entry == "sft" else step / "actor"
     words = ("--backend", "fsdp", "--local_dir", str(local), "--target_dir", target)
+    return shlex.join(["python", "-m", "verl.model_merger", "merge", *words])
+
+
+def megatron_command(step: Path, target: str = "MODEL_DIR") -> str:
+    """Returns the command that makes a model of what Megatron saved in `global_step_N`."""
+    words = ("--backend", "megatron", "--local_dir", str(step / "actor"), "--target_dir", target)
     return shlex.join(["python", "-m", "verl.model_merger", "merge", *words])
 
 

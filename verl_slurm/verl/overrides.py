@@ -68,6 +68,7 @@ _ALLOWED = (
 """Keys below ours that users may still set."""
 _LOOKED_AT = ("trainer.v1.trainer_mode", "trainer.use_v1", "trainer.del_local_ckpt_after_load")
 _MODES = ("sync", "colocate_async")
+_MANAGER = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _WHOLE = frozenset({"model", "optimizer", "extra"})
 
 
@@ -146,6 +147,9 @@ def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) ->
             "hydra.run.dir": str(own.save_dir.parent / "hydra"),
             "hydra.output_subdir": None,
         }
+        # `++`: no file of verl's has the key, though its program reads it. A manager of the user's own stays.
+        if _MANAGER not in said:
+            ours[f"++{_MANAGER}"] = "verl_slurm.loops.verl_rollouts.LedgerManager"
     else:
         ours |= {"trainer.default_hdfs_dir": None, "trainer.max_ckpt_to_keep": None}
     # A cadence of the user's own is theirs: each save of verl's becomes a checkpoint, whatever its step.

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from verl_slurm import rendezvous
-from verl_slurm.base.paths import RunPaths
 
 __all__ = ["object_store_bytes", "ray_argv", "ray_environment", "ray_token", "temp_fits"]
 
@@ -68,15 +67,12 @@ def ray_argv(
     return [*argv, "--include-dashboard=false", "--no-monitor"]
 
 
-def ray_environment(
-    environ: Mapping[str, str], token_file: Path, head: str, paths: RunPaths, name: str, nodes: int
-) -> dict[str, str]:
+def ray_environment(environ: Mapping[str, str], token_file: Path, head: str, nodes: int) -> dict[str, str]:
     """Returns the environment of Ray's own processes, which pass it to every actor, and of verl's driver.
 
     Args:
         token_file: holds `ray_token`.
         head: host:port of Ray's GCS.
-        name: the run's.
         nodes: of the job.
     """
     modules = [name for name in environ.get(_EXTERNAL, "").split(",") if name and name != _OUR_MODULE]
@@ -94,10 +90,6 @@ def ray_environment(
     # Ray kills workers when the whole machine's memory is short. Slurm has given us a part of it and watches that.
     unless_said = {
         "RAY_memory_monitor_refresh_ms": "0",
-        # For verl's loggers (trainer.logger): all starts of a run continue the same curves.
-        "TENSORBOARD_DIR": str(paths.tensorboard),
-        "WANDB_RUN_ID": f"{name}-{hashlib.sha256(str(paths.root).encode()).hexdigest()[:8]}",
-        "WANDB_RESUME": "allow",
     }
     if nodes == 1:
         unless_said["GLOO_SOCKET_IFNAME"] = "lo"

@@ -41,6 +41,9 @@ class RankLine(Protocol):
     def request(self) -> SaveRequest | None:
         """Returns the daemon's newest request. Costs one memory read."""
 
+    def waited(self, seconds: float) -> None:
+        """Records that this rank has waited for the others at a safe point, until now."""
+
 
 class NoDaemon:
     """Replaces the daemon for a trainer that is started by hand: it requests nothing and drops messages."""
@@ -51,6 +54,9 @@ class NoDaemon:
     def request(self) -> SaveRequest | None:
         return None
 
+    def waited(self, seconds: float) -> None:
+        del seconds
+
 
 class RankClient:
     """Connects a rank to its agent."""
@@ -60,6 +66,8 @@ class RankClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.Lock()  # a guest's watcher and its commits send, too
         self._next_progress, self._phase = 0.0, ""
+        self._since: float | None = None  # the first safe point
+        self._waited_s = 0.0
 
     @classmethod
     def connect(cls, control: Path) -> Self:
@@ -83,6 +91,9 @@ class RankClient:
         now = time.monotonic()
         patience = _PATIENCE_S
         if isinstance(message, Progress):
+            if self._since is not None:
+                own_s = max(now - self._since - self._waited_s, 0.0)
+                message = msgspec.structs.replace(message, own_s=round(own_s, 3))
             # Rank 0 always sends a new phase and the last step; a step's end carries its metrics.
             last = message.step == message.total > 0
             news = message.rank == 0 and (last or message.phase != self._phase)
@@ -100,6 +111,13 @@ class RankClient:
 
     def request(self) -> SaveRequest | None:
         return self._page.request() if self._page.request_id() else None
+
+    def waited(self, seconds: float) -> None:
+        # Until the first safe point ranks load their models, each for its own time.
+        if self._since is None:
+            self._since = time.monotonic()
+        else:
+            self._waited_s += seconds
 
     def close(self) -> None:
         self._socket.close()

@@ -12,9 +12,16 @@ __all__ = [
     "CONTROL_VARIABLE",
     "EPOCH_VARIABLE",
     "GENERATION_VARIABLE",
+    "HOST_VARIABLE",
+    "INDEX_VARIABLE",
     "LOCAL_RESTART_VARIABLE",
+    "LOG_VARIABLE",
+    "PORT_VARIABLE",
+    "RECIPE_VARIABLE",
     "RESUME_VARIABLE",
     "RUN_VARIABLE",
+    "SERVICE_TOKEN_VARIABLE",
+    "SERVICE_VARIABLE",
     "STACKS_SIGNAL",
 ]
 
@@ -34,8 +41,28 @@ GENERATION_VARIABLE = "VERL_SLURM_GENERATION"
 RESUME_VARIABLE = "VERL_SLURM_RESUME"
 """The name of the checkpoint that the lead verified (step_000012); empty: start from nothing."""
 
+SERVICE_VARIABLE = "VERL_SLURM_SERVICE_"
+"""Before the name of a service, in capitals, the ranks find its `host:port`, of all its nodes and with commas between
+them."""
+
+SERVICE_TOKEN_VARIABLE = "VERL_SLURM_SERVICE_TOKEN"  # noqa: S105 - its name
+"""A secret that ranks and services of one attempt have in common. A service may ask for it. `TOKEN` names no service.
+"""
+
+HOST_VARIABLE, PORT_VARIABLE = "VERL_SLURM_HOST", "VERL_SLURM_PORT"
+"""Where a service has to listen: the address by which the ranks reach its node, and a port."""
+
+INDEX_VARIABLE = "VERL_SLURM_SERVICE_INDEX"
+"""Of a service: on which of its nodes it runs, from 0."""
+
 LOCAL_RESTART_VARIABLE = "VERL_SLURM_LOCAL_RESTART"
 """Replaces SLURM_RESTART_COUNT in a run without Slurm. A lead sets it for the attempt that it becomes by exec."""
+
+RECIPE_VARIABLE = "VERL_SLURM_RECIPE"
+"""Set for processes of verl below a recipe's own main."""
+
+LOG_VARIABLE = "VERL_SLURM_LOG"
+"""The log of this node's ranks, to which processes append that have another output (`wire.stacks`)."""
 
 STACKS_SIGNAL = signal.SIGRTMIN + 3
 """Makes a rank write the stacks of all its threads into its log (`faulthandler`, in C, whichever thread holds the GIL).

@@ -62,6 +62,11 @@ def ranks_key(token: bytes, epoch: int, generation: int) -> bytes:
     return _mac(token, b"ranks", _SEQUENCE.pack(epoch), _SEQUENCE.pack(generation))
 
 
+def services_token(token: bytes, epoch: int) -> str:
+    """Derives what the ranks and services of one attempt have in common. Each node derives it; it is never sent."""
+    return _mac(token, b"services", _SEQUENCE.pack(epoch)).hex()
+
+
 class Framer(Generic[M]):
     """Frames both directions of one connection.
 

@@ -25,10 +25,20 @@ def die_with_launcher() -> None:
     if control is None or sys.platform != "linux":
         return
     parent = os.getppid()
+    # A worker of Ray's: its raylet forks it in a thread that may end, and dies with our launcher, like all of Ray.
+    if _name(parent) == "raylet":
+        return
     die_with_parent()
     # Checked after the request: the kernel signals a death from then on, and the launcher may have died before.
     if parent == 1 or not _is_launcher(parent, control) or os.getppid() != parent:
         os._exit(1)
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _is_launcher(pid: int, control: str) -> bool:

@@ -15,7 +15,9 @@ lead starts the next generation over new links. So no message is received or act
 A generation (one start of all ranks) goes, in the good case:
 
 ```
+lead  → agent  Baseline(time, places)                    → the agent looks at its node
 agent → lead   AgentReady(node, node_id, free_port)
+               or, of a node that is not fit: NodeUnfit(evidence)  → the job is requeued without it
 lead  → agent  Launch(generation, node_rank, master_addr, master_port, resume, epoch)
 rank  → lead   RankStarted, then Progress at once, at most every 0.5 s (rank 0) or 1 s (the others); Notice at times
    a preemption:
@@ -36,6 +38,9 @@ agent → lead   NodeExited(exit_code, detail)
 lead  → agent  Shutdown
 ```
 
+A service (`services` of the configuration) has a host on each of its nodes, which is a peer like an agent: it says
+`ServiceSaid`, hears `Shutdown`, and outlives generations.
+
 Ranks' messages pass through the agent unchanged; it checks that `rank` is one of its own.
 
 The keys under which ranks find each other (torch's `Store`) go the same two ways, over a second Unix socket
@@ -54,6 +59,7 @@ __all__ = [
     "MAX_STORY",
     "MAX_VALUE",
     "AgentReady",
+    "Baseline",
     "DumpStacks",
     "Finished",
     "FromAgent",
@@ -61,16 +67,19 @@ __all__ = [
     "FromStoreClient",
     "Launch",
     "NodeExited",
+    "NodeUnfit",
     "Notice",
     "PartSaved",
     "Progress",
     "RankStarted",
+    "RankUnfit",
     "Refused",
     "SaveFailed",
     "SaveRequest",
     "SaveStarted",
     "Saved",
     "SavedOnNodes",
+    "ServiceSaid",
     "Shutdown",
     "SignalSeen",
     "SpotNoticeSeen",
@@ -90,7 +99,7 @@ MAX_STORY = 4000
 """Characters of a text for people. A story tells of one error, and may tell of a thousand ranks: a message beyond
 `wire.client.MAX_MESSAGE` ends the line."""
 
-Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device"]
+Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device", "ledger"]
 """Topics of a `Notice`."""
 
 # \A and \Z, since msgspec searches for the pattern and `$` accepts a newline at the end.
@@ -115,6 +124,8 @@ class Launch(_Message, frozen=True, kw_only=True):
     master_port: int
     resume: str
     """Name of the checkpoint directory to resume from; empty: start from nothing."""
+    services: Annotated[dict[str, str], msgspec.Meta(max_length=64)] = {}
+    """Where the services are that the ranks may use: name -> `host:port`, with commas between several."""
 
 
 # The tag and the field's name are older than the class. If a package is upgraded under a running job, a lead of the old
@@ -134,6 +145,18 @@ class SaveRequest(_Message, frozen=True, kw_only=True, tag="StopRequest"):
     def why(self) -> str:
         """Returns why the save is made, for people (`Saved.reason`)."""
         return "the job ends" if self.stop else "asked for"
+
+
+class Baseline(_Message, frozen=True, kw_only=True):
+    """The first message over each link: what the lead sees, for a node to compare itself with. A lead of a release
+    before this one sends none."""
+
+    time: float
+    """Slurm's clock, in seconds since 1970."""
+    places: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=4096)], ...], msgspec.Meta(max_length=1000)
+    ] = ()
+    """Directories and files that ranks need and the lead sees."""
 
 
 class DumpStacks(_Message, frozen=True, kw_only=True):
@@ -156,6 +179,13 @@ class AgentReady(_Message, frozen=True, kw_only=True):
     address: str
     """The address by which other nodes reach it."""
     free_port: int
+
+
+class NodeUnfit(_Message, frozen=True, kw_only=True):
+    """Reports, in place of `AgentReady`, that no rank should start on this node."""
+
+    node: str
+    evidence: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
 class SignalSeen(_Message, frozen=True, kw_only=True):
@@ -191,12 +221,39 @@ class NodeExited(_Message, frozen=True, kw_only=True):
     """Last lines of the first failed rank's stderr, or the signal that killed it."""
 
 
+# ---- service host → lead
+
+
+class ServiceSaid(_Message, frozen=True, kw_only=True):
+    """Reports what has become of a service on one of its nodes. The first one is also this peer's first message."""
+
+    service: Annotated[str, msgspec.Meta(pattern=r"\A[a-z][a-z0-9_]{0,31}\Z")]
+    index: Annotated[int, msgspec.Meta(ge=0, le=1023)]
+    """Which of its nodes, from 0."""
+    node: str
+    what: Literal["started", "ready", "ended", "failed"]
+    """`ended`: it is started again, for the `restarts`-th time in a row. `failed`: it is not."""
+    # What each rank finds in its environment: the longest IPv6 address, brackets and a port.
+    address: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z.:%\[\]_-]+:[0-9]{1,5}\Z", max_length=80)]
+    restarts: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """`ready`: since its start."""
+    detail: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
+
+
 # ---- rank → lead, through its agent
 
 
 class RankStarted(_Message, frozen=True, kw_only=True):
     rank: int
     pid: int
+
+
+class RankUnfit(_Message, frozen=True, kw_only=True):
+    """Reports, before training, that this rank's node computes wrongly. The rank ends itself."""
+
+    rank: int
+    evidence: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 
 
 class Progress(_Message, frozen=True, kw_only=True):
@@ -216,6 +273,8 @@ class Progress(_Message, frozen=True, kw_only=True):
     """Memory in use on this rank's GPU, by all processes; None without a GPU."""
     total: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     """Number of steps, if only the loop knows it; 0: the configuration has it."""
+    own_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Seconds since this rank's first safe point in which it did not wait at one for the others (`stopping.py`)."""
 
 
 class SaveStarted(_Message, frozen=True, kw_only=True):
@@ -372,10 +431,11 @@ class StrangerMet(_Message, frozen=True, kw_only=True):
     """The ranks whose places were taken, and what is known of the processes that took them, for people."""
 
 
-ToAgent = Launch | SaveRequest | DumpStacks | Shutdown | StoreAnswer
+ToAgent = Baseline | Launch | SaveRequest | DumpStacks | Shutdown | StoreAnswer
 FromStoreClient = StoreCall | StrangerMet
 FromRank = (
     RankStarted
+    | RankUnfit
     | Progress
     | SaveStarted
     | PartSaved
@@ -387,4 +447,14 @@ FromRank = (
     | Stopped
     | Finished
 )
-FromAgent = AgentReady | SignalSeen | SpotNoticeSeen | StacksWritten | NodeExited | FromStoreClient | FromRank
+FromAgent = (
+    AgentReady
+    | NodeUnfit
+    | SignalSeen
+    | SpotNoticeSeen
+    | StacksWritten
+    | NodeExited
+    | ServiceSaid
+    | FromStoreClient
+    | FromRank
+)

@@ -6,6 +6,7 @@ conclusion. No signal handler does any work: a computing rank is asked at its ne
 hanging one.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,9 @@ class Stopper:
         # Negative, so that the maximum is the soonest; no two nodes have the same monotonic clock.
         hurry_ms = _NO_HURRY if left is None else -int(max(0.0, left) * 1000)
         # One collective for all four numbers, at each safe point.
+        began = time.monotonic()
         newest, newest_stop, any_busy, hurry_ms = self._greatest((*mine, int(busy), hurry_ms))
+        self._line.waited(time.monotonic() - began)
         # The page shows a request for as long as no newer one replaces it.
         if newest <= self._obeyed:
             return Agreement(None, bool(any_busy))

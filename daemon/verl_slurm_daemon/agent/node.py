@@ -11,10 +11,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Coroutine, Mapping
 from functools import partial
@@ -24,22 +24,28 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import open_log, write_file
+from verl_slurm.base.one_line import printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import become_subreaper
+from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.runtimes import ranks_inside
+from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.environment import SlurmJob
-from verl_slurm.slurm.rank_setup import python_of
-from verl_slurm.wire.environment import STACKS_SIGNAL
-from verl_slurm.wire.framing import ranks_key
+from verl_slurm.wire.environment import LOG_VARIABLE
+from verl_slurm.wire.flight import request_flights
+from verl_slurm.wire.framing import ranks_key, services_token
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import (
+    MAX_REASON,
     AgentReady,
+    Baseline,
     DumpStacks,
     FromRank,
     Launch,
     NodeExited,
-    RankStarted,
+    NodeUnfit,
     SaveRequest,
     Shutdown,
     SignalSeen,
@@ -50,21 +56,23 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
+from verl_slurm_daemon.agent.container import Lifeline, ranks_argv, ranks_environ
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
 from verl_slurm_daemon.agent.rank_environment import prepare_environment
+from verl_slurm_daemon.agent.rank_output import first_cause
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
-from verl_slurm_daemon.allocation.launcher import launcher_argv, launcher_env
+from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
+from verl_slurm_daemon.agent.stacks import write_stacks
 from verl_slurm_daemon.decide.leaving import Known
-from verl_slurm_daemon.link.channel import LeadLink, Refusals, connect
+from verl_slurm_daemon.link.channel import LeadLink, Refusals
+from verl_slurm_daemon.link.reach import CONNECT_PAUSES_S, reach_lead
 from verl_slurm_daemon.processes import (
     RELAYED,
     WARNINGS,
     bury_orphans,
-    child_setup,
     kill_tree,
     listen,
-    signal_ranks,
-    tail,
+    spare_former_children,
 )
 
 if TYPE_CHECKING:
@@ -74,11 +82,10 @@ __all__ = ["run_agent"]
 
 T = TypeVar("T")
 
-_CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 _STACKS_S = 1.0
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
-"""Bytes at the end of the ranks' log that are searched for the cause of their end; characters of each line."""
+_FLIGHTS_S = 3.0
+"""NCCL's thread looks for a request once a second. The lead waits 5 s."""
+_BASELINE_S = 2.0
 _STORE_PLACES = 16
 """Connections to the ranks' store for each connection that a rank may have to its agent."""
 _HEARD_S = 30.0
@@ -92,17 +99,18 @@ class Agent:
         self._paths, self._config, self._epoch = paths, config, epoch
         self._node, self._node_id = node, node_id
         self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
+        self._baselines: asyncio.Queue[tuple[tuple[str, ...], float]] = asyncio.Queue()
         self._launches: asyncio.Queue[Launch] = asyncio.Queue()
         self._shutdown = asyncio.Event()
         self._lead_lost = asyncio.Event()
         self._warned = asyncio.Event()
         self._address: LeadAddress | None = None
         self._link: LeadLink | None = None
-        self._pids: set[int] = set()
         self._rank_log = Path()
         self._dumping: asyncio.Task[None] | None = None
         self._ranks: RankSocket | None = None
         self._store: StoreSocket | None = None
+        self._lifeline: Lifeline | None = None
         self._tasks: list[asyncio.Task[None]] = []
         # Signals that came before the link; the lead asks Slurm for their cause, so they wait for it.
         self._early_signals: list[str] = []
@@ -150,15 +158,24 @@ class Agent:
         """Works until nothing is left to do here; `leaving` finds out why."""
         self._address = read_lead_address(self._paths)
         # First of all: whatever breaks from here on, the lead is told.
-        self._link = link = await self._connect(self._address, failed)
+        try:
+            # With an error to report, one try is worth it.
+            pauses = CONNECT_PAUSES_S if failed is None else ()
+            self._link = link = await reach_lead(self._address, self._epoch, self._warned, pauses)
+        except WireError as error:
+            raise failed or error from error
         self._tasks = [asyncio.create_task(self._listen(link))]
         if failed is not None:
             raise failed
+        if not await self._is_fit(link):
+            return
         places = 4 * self._config.distributed.ranks_per_node
         refusals = Refusals(REASONS, self._tell_of_stranger)
         self._ranks = RankSocket(self._from_rank, places, refusals)
         self._store = StoreSocket(self._ranks.directory, link.send, _STORE_PLACES * places, refusals)
         await self._store.open()
+        if ranks_inside(self._config):
+            self._lifeline = await Lifeline.open(self._ranks.directory)
         self._tasks.append(asyncio.create_task(self._ranks.serve()))
         link.send(
             AgentReady(
@@ -175,6 +192,30 @@ class Agent:
             self._relay(name)
         await self._live(link, self._ranks)
 
+    async def _is_fit(self, link: LeadLink) -> bool:
+        """Returns whether ranks may start on this node; if not, the lead is told, and it ends this agent."""
+        # Outside Slurm the next attempt begins on the same machine, and would find the same.
+        if not self._config.health.check_nodes or "SLURM_JOB_ID" not in os.environ:
+            return True
+        from verl_slurm_daemon.agent.node_check import look_at_node  # for the first start of each agent alone
+
+        try:
+            async with asyncio.timeout(_BASELINE_S):
+                places, ahead_s = await self._baselines.get()
+        # A lead outside Slurm, or of an older release: then the package was replaced under the job.
+        except TimeoutError:
+            return True
+        checked = await self._first(look_at_node(self._config, places, ahead_s))
+        if checked is None:
+            return False
+        told = {one.check: f"{one.verdict}: {one.found}" for one in checked}
+        self._log.say("health", found=told)
+        wrong = [f"{one.check}: {one.found}" for one in checked if one.verdict == "bad"]
+        if wrong:
+            link.send(NodeUnfit(node=self._node, evidence=printable("; ".join(wrong))[:MAX_REASON]))
+            await self._first(asyncio.sleep(_HEARD_S))
+        return not wrong
+
     def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
         self._log.say("stranger", loud=True, reason=reason, peer=peer, total=total)
 
@@ -189,30 +230,6 @@ class Agent:
         self._metrics.refused = refused
         if problem := await self._metrics.open(own_host):
             self._log.say("metrics", loud=True, problem=problem)
-
-    async def _connect(self, address: LeadAddress, failed: Exception | None) -> LeadLink:
-        """Tries until the lead has a free place: unknown peers may hold all of them for some seconds.
-
-        Args:
-            failed: the one thing to report; it is worth a single try.
-        """
-        for pause in (*_CONNECT_PAUSES_S, None):
-            try:
-                return await connect(address.host, address.port, bytes.fromhex(address.token), self._epoch)
-            except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-                if failed is not None:
-                    raise failed from error
-                if pause is None or self._warned.is_set():
-                    raise WireError(
-                        "the lead cannot be reached",
-                        where=f"{address.host}:{address.port}",
-                        found=f"{type(error).__name__} {error}",
-                        remedy="are TCP connections between the job's nodes allowed?",
-                    ) from error
-                # Slurm's TERM means that there may soon be nobody to reach, nor anybody who tries.
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._warned.wait(), pause)
-        raise AssertionError("unreachable")
 
     async def _live(self, link: LeadLink, ranks: RankSocket) -> None:
         # ---- wait until all agents are ready and the lead has named the checkpoint to resume from
@@ -231,18 +248,28 @@ class Agent:
         environ = await self._first(prepare_environment(self._config, os.environ, log))
         if environ is None:
             return
-        python = python_of(self._config.slurm) or sys.executable
+        environ[LOG_VARIABLE] = str(log)
+        moves = Moves.of(self._paths)
+        config = moves.config(self._config)
+        if path := moves.search_path(environ.get(PYTHONPATH, "")):
+            environ[PYTHONPATH] = path
+        # The program reads its settings by relative names: those that were submitted, not those that lie there now.
+        place = moves.folder(os.getcwd()) if config.trainer.command else None
+        if place is not None:
+            environ["PWD"] = place
+        start = (config, self._paths, launch, ranks.directory)
         # A file and no pipe: a pipe that is not read any more would stop the ranks at a print.
         with open(self._open_rank_log(log), "wb") as output:
             launcher = await asyncio.create_subprocess_exec(
-                *launcher_argv(python, self._config, self._paths, launch, ranks.directory),
-                env=launcher_env(environ, self._config, self._paths, launch, ranks.directory),
+                *ranks_argv(*start),
+                env=ranks_environ(*start, self._with_services(environ, launch)),
+                cwd=place,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 # A session leader is how `bury_orphans` tells our children, which asyncio waits for, from adopted ones.
                 start_new_session=True,
-                preexec_fn=child_setup,
+                preexec_fn=partial(keep_to, self._config, launch.node_rank),
             )
         self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
         # Not before: it uses a thread, and the launcher has to be forked by a process that has one.
@@ -254,10 +281,17 @@ class Agent:
         self._log.say("exited", code=exit_code)
         # Before NodeExited: a Saved or Finished that a rank sent just before its end may still lie in the socket.
         await ranks.drain()
-        detail = "" if exit_code == 0 else _first_cause(tail(log, _TOLD_BYTES))
+        detail = "" if exit_code == 0 else moves.as_submitted(first_cause(log))
         link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
+
+    def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
+        if not self._config.services:
+            return environ
+        assert self._address is not None
+        token = services_token(bytes.fromhex(self._address.token), self._epoch)
+        return environ | variables_of_ranks(self._config, launch, token, os.environ)
 
     async def _watch_the_cloud(self, link: LeadLink) -> None:
         """Tells the lead once if the cloud takes this node back."""
@@ -304,7 +338,10 @@ class Agent:
     async def _leave(self, job: SlurmJob | None) -> bool:
         """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
         # First of all: the end of this step tells the lead that no process of ours is left (`inputs.GenerationEnded`),
-        # and ranks that outlive it would write beside the next attempt's.
+        # and ranks that outlive it would write beside the next attempt's. A container's first: its runtime may stand
+        # between this process and them.
+        if self._lifeline is not None and not await self._lifeline.end():
+            self._log.say("kill", loud=True, container="did not end")
         self._kill_all()
         for _ in range(4):  # turns of the loop: an end of the link that has already come is seen
             await asyncio.sleep(0)
@@ -340,6 +377,8 @@ class Agent:
             task.cancel()
         if self._store is not None:
             self._store.close()
+        if self._lifeline is not None:
+            self._lifeline.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -385,6 +424,8 @@ class Agent:
 
     def _from_lead(self, message: ToAgent) -> None:
         match message:
+            case Baseline():
+                self._baselines.put_nowait((message.places, time.time() - message.time))
             case Launch():
                 self._launches.put_nowait(message)
             case SaveRequest():
@@ -401,17 +442,16 @@ class Agent:
                 self._shutdown.set()
 
     async def _dump_stacks(self) -> None:
-        """Makes the ranks dump their stacks and waits a second: nothing tells when a rank has written its last line."""
+        """Makes all processes dump their stacks and waits: nothing tells when one has written its last line."""
         assert self._link is not None
-        # faulthandler answers the signal in C: a rank that hangs with the GIL held writes its stacks, too.
-        signal_ranks(self._pids, STACKS_SIGNAL)
-        await asyncio.sleep(_STACKS_S)
+        if self._rank_log is not None:
+            await write_stacks(self._rank_log)
+        asked = request_flights(self._ranks.directory) if self._ranks is not None else 0
+        await asyncio.sleep(_FLIGHTS_S if asked else _STACKS_S)
         self._link.send(StacksWritten(node=self._node, log=str(self._rank_log)))
 
     def _from_rank(self, message: FromRank) -> None:
         assert self._link is not None
-        if isinstance(message, RankStarted):
-            self._pids.add(message.pid)
         self._link.send(message)
         if self._metrics is not None:
             self._metrics.heard(message)
@@ -433,20 +473,11 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _first_cause(text: str) -> str:
-    """Returns the lines that state the cause. A launcher prints its own after the rank's, and verl's
-    processes warn of errors that were none.
-    """
-    lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if "Warning" not in line]
-    errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
-    return "\n".join((errors or lines)[-6:])
-
-
 def run_agent(root: Path, epoch: int) -> ExitCode:
     """Runs the agent of this node from start to end."""
     # Before the first child: an orphan goes to the nearest subreaper that there is when its parent dies.
     become_subreaper()
+    spare_former_children()
     # `kill_tree` reaps children that asyncio also waits for; its warning about that says nothing to anybody.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     paths = RunPaths(root)

@@ -18,8 +18,8 @@ from verl_slurm.base.scratch import Scratch
 from verl_slurm.wire.client import MAX_MESSAGE, SOCKET_NAME
 from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.framing import MAX_FRAME
-from verl_slurm.wire.messages import FromRank, FromStoreClient, StoreAnswer
-from verl_slurm.wire.peer_credentials import peer_of
+from verl_slurm.wire.messages import FromRank, FromStoreClient, RankStarted, StoreAnswer
+from verl_slurm.wire.peer_credentials import Peer, peer_of
 from verl_slurm.wire.store_line import LENGTH, STORE_SOCKET_NAME
 from verl_slurm_daemon.link.channel import Refusals
 
@@ -112,11 +112,11 @@ class RankSocket:
                 self._refusals.add("crowded" if peer.is_ours else "user", str(peer))
                 connection.close()
                 continue
-            task = asyncio.create_task(self._listen(connection))
+            task = asyncio.create_task(self._listen(connection, peer))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _listen(self, connection: socket.socket) -> None:
+    async def _listen(self, connection: socket.socket, peer: Peer) -> None:
         loop = asyncio.get_running_loop()
         spoken_for: int | None = None
         # A rank that is killed resets the connection; its launcher tells of the end.
@@ -133,6 +133,9 @@ class RankSocket:
                     self._refusals.add("rank", f"{type(message).__name__} of rank {message.rank}")
                     return
                 spoken_for = message.rank
+                if isinstance(message, RankStarted):
+                    # As this node knows it: in a container, a rank may know itself by another number.
+                    message = msgspec.structs.replace(message, pid=peer.pid)
                 self._deliver(message)
 
     async def drain(self) -> None:

@@ -64,7 +64,7 @@ def _watch(ranks: dict[int, int], first: int) -> int:
             continue
         how = f"ended with exitcode {code}"
         if code < 0:
-            # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`node._first_cause`).
+            # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`rank_output`).
             how = f"was ended by Signal {-code} ({signal.Signals(-code).name})"
         _end(ranks)
         # After the others' end, so that it is the log's last line: where the agent looks.

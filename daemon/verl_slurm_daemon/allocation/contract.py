@@ -38,6 +38,9 @@ class Allocation(Protocol):
     async def address(self) -> str:
         """Returns the address at which the agents reach this process."""
 
+    def now(self) -> float:
+        """Returns the scheduler's clock, in seconds since 1970."""
+
     async def cause(self, trigger: str) -> CauseKnown:
         """Returns why `trigger` happened."""
 
@@ -68,14 +71,21 @@ class Allocation(Protocol):
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         """Keeps the next attempt of this run away from these nodes, and replaces our earlier exclusions;
-        returns what came of it.
+        returns what came of it. Where too few other nodes would be left, the last ones may be used again.
         """
 
     async def still_alive(self, owner: Epoch) -> str:
         """Returns why `owner`, another attempt, may still be at work; empty: it is not."""
 
-    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
-        """Starts `argv` on every node; the step is over when all returned processes have ended."""
+    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+        """Starts `argv` on every node of the ranks; the step is over when all returned processes have ended.
+
+        Args:
+            service: on the nodes of this service instead.
+
+        Raises:
+            OSError: nothing was started.
+        """
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
         """Called once the step has started: makes its agents outlive this node's processes, however those die."""

@@ -94,6 +94,10 @@ def check_hosts(hosts: tuple[Host, ...], config: RunConfig) -> None:
         raise _wrong(
             "checkpoint.local_dir", config.checkpoint.local_dir, "null, with several hosts and no Slurm"
         )
+    for name, service in config.services.items():
+        if service.nodes:
+            # Its host would have to be started there by hand.
+            raise _wrong(f"services.{name}.nodes", f"{service.nodes}", "0, with several hosts and no Slurm")
     for host in hosts:
         if host.slots < shape.ranks_per_node:
             raise _wrong(host.name, f"slots={host.slots}", f"slots={shape.ranks_per_node} or more")

@@ -1,10 +1,16 @@
 """Builds the command lines of a restart as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
 
+import hashlib
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.services import nodes_of_services
+from verl_slurm.containers.runtimes import agents_inside, contained_agents_argv
 from verl_slurm.wire.environment import (
     CONTROL_VARIABLE,
     EPOCH_VARIABLE,
@@ -12,9 +18,18 @@ from verl_slurm.wire.environment import (
     RESUME_VARIABLE,
     RUN_VARIABLE,
 )
+from verl_slurm.wire.flight import flight_environment
 from verl_slurm.wire.messages import Launch
 
-__all__ = ["agent_argv", "container_places", "launcher_argv", "launcher_env", "step_argv"]
+__all__ = [
+    "StepNodes",
+    "agent_argv",
+    "launcher_argv",
+    "launcher_env",
+    "nodes_of_step",
+    "service_host_argv",
+    "step_argv",
+]
 
 
 def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
@@ -24,24 +39,76 @@ def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
     return [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
 
 
-def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int = 1) -> list[str]:
-    """Returns the command line of a Slurm step with an agent on every node of the job.
+def service_host_argv(python: str, paths: RunPaths, epoch: int, name: str) -> list[str]:
+    """Returns the command line of a host of the service `name`."""
+    life = ["--run", str(paths.root), "--epoch", str(epoch), "--name", name]
+    return [python, "-P", "-m", "verl_slurm_daemon", "service", *life]
+
+
+class StepNodes(NamedTuple):
+    """The nodes of a step, among all of the job's."""
+
+    wanted: range
+    """Counted over all components, in their order."""
+    groups: tuple[int, ...]
+    """The components that they are in."""
+    are_whole: bool
+    """They are all nodes of these components: srun needs no list of them."""
+
+
+def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") -> StepNodes:
+    """Returns which nodes a step has.
+
+    Args:
+        sizes: nodes of each component of the job.
+        service: its name; empty: the ranks.
+    """
+    ranks = config.distributed.nodes
+    wanted = nodes_of_services(ranks, config.services)[service] if service else range(ranks)
+    # What a job is asked for by hand may be larger than the run: then srun chooses among its nodes, as ever.
+    if config.all_nodes == ranks and not service:
+        return StepNodes(wanted, tuple(range(len(sizes))), True)
+    ends = list(accumulate(sizes))
+    spans = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    groups = [
+        number for number, span in enumerate(spans) if span.start < wanted.stop and wanted.start < span.stop
+    ]
+    return StepNodes(wanted, tuple(groups), sum(sizes[number] for number in groups) == len(wanted))
+
+
+def step_argv(
+    srun: str,
+    config: RunConfig,
+    agent: list[str],
+    *,
+    het_size: int = 1,
+    nodes: StepNodes | None = None,
+    names: Sequence[str] = (),
+    cpus: int = 0,
+) -> list[str]:
+    """Returns the command line of a Slurm step with an agent, or a service's host, on each of its nodes.
 
     Args:
         agent: Python and its arguments.
         het_size: components of the job. Above 1, each component brings its own number of nodes.
+        nodes: of the step; None: all nodes of the job.
+        names: Slurm's names of the nodes, where they are a part of a component.
+        cpus: of each node; 0: those of the ranks' nodes.
     """
-    nodes = config.distributed.nodes
-    counts = [f"--nodes={nodes}", f"--ntasks={nodes}"]
+    number = config.distributed.nodes if nodes is None else len(nodes.wanted)
+    counts = [f"--nodes={number}", f"--ntasks={number}"]
     if het_size > 1:
+        groups = range(het_size) if nodes is None else nodes.groups
         # srun counts the tasks of each component by itself; SLURM_NODEID counts over all of them (seen on 22.05.8).
-        counts = ["--het-group=" + ",".join(str(number) for number in range(het_size))]
+        counts = [*(counts if names else ()), "--het-group=" + ",".join(map(str, groups))]
+    if names:
+        counts.append("--nodelist=" + ",".join(names))
     argv = [
         srun,
         *counts,
         "--ntasks-per-node=1",
         # Repeated: since 22.05 srun does not take it from the job.
-        f"--cpus-per-task={config.slurm.cpus_per_node}",
+        f"--cpus-per-task={cpus or config.slurm.cpus_per_node}",
         "--overlap",  # saved parts may have to be fetched while the ranks' step runs
         # The end of one agent says nothing about the others; the lead decides.
         "--kill-on-bad-exit=0",
@@ -51,39 +118,14 @@ def step_argv(srun: str, config: RunConfig, agent: list[str], *, het_size: int =
         "--input=none",
         "--quiet",
     ]
-    return [*argv, *_contained(config, agent)]
-
-
-def _contained(config: RunConfig, agent: list[str]) -> list[str]:
-    """Wraps `agent` in the container image, if one is configured. The run's paths are the same inside and outside."""
-    container = config.slurm.container
-    if container is None:
-        return agent
-    inside = [container.python, *agent[1:]]
-    binds = ",".join(f"{place}:{place}" for place in container_places(config))
-    if container.runtime == "pyxis":
-        return [f"--container-image={container.image}", f"--container-mounts={binds}", *inside]
-    gpus = ["--nv"] if config.distributed.device == "cuda" else []
-    return ["apptainer", "exec", *gpus, f"--bind={binds}", container.image, *inside]
-
-
-def container_places(config: RunConfig) -> list[str]:
-    """Lists the directories that a container must see: the run's, its inputs', the second copy's, and the
-    user's own.
-    """
-    reward = config.model.reward.partition(":")
-    wanted = [config.run_dir, config.model.path, config.data.root, config.data.eval_root or ""]
-    wanted += [reward[2] if reward[0] == "classifier" else "", config.checkpoint.local_dir or ""]
-    wanted += [str(Path(word).parent) for word in config.trainer.command[:1] if word.startswith("/")]
-    wanted += config.slurm.container.binds if config.slurm.container else []
-    return sorted({place for place in wanted if place.startswith("/")})
+    return [*argv, *(contained_agents_argv(config, agent) if agents_inside(config) else agent)]
 
 
 def launcher_argv(
     python: str, config: RunConfig, paths: RunPaths, launch: Launch, scratch: Path
 ) -> list[str]:
     """Returns the command that starts the ranks of one node: `ranks` for our trainer and most guests, Ray for
-    verl's PPO.
+    verl's PPO and for programs that drive Ray.
 
     Args:
         scratch: a private directory of this node; the agent removes it.
@@ -92,7 +134,7 @@ def launcher_argv(
     trainer, shape = config.trainer, config.distributed
     if trainer.on_ray:
         here = ["--node-rank", str(launch.node_rank), "--head", f"{launch.master_addr}:{launch.master_port}"]
-        return [python, "-P", "-m", "verl_slurm.loops.verl_node", *life, *here, "--scratch", str(scratch)]
+        return [python, "-P", "-m", "verl_slurm.loops.ray_node", *life, *here, "--scratch", str(scratch)]
     if trainer.backend == "verl":
         # verl's SFT is one process for each rank, as torchrun would start it, and needs no Ray.
         program = ["-m", "verl_slurm.loops.verl_sft", *life]
@@ -102,6 +144,23 @@ def launcher_argv(
         program = ["-m", "verl_slurm.trainer", *life]
     place = [str(shape.nodes), str(launch.node_rank), str(shape.ranks_per_node)]
     return [python, "-P", "-m", "verl_slurm_daemon.agent.ranks", *place, *program]
+
+
+def tracker_environment(paths: RunPaths, name: str) -> dict[str, str]:
+    """Returns the names under which a run's attempts continue one run of its trackers, in their own variables.
+
+    MLflow is not among them: MLFLOW_RUN_ID has to name a run that exists.
+    """
+    digest = hashlib.sha256(str(paths.root).encode()).hexdigest()
+    return {
+        "TENSORBOARD_DIR": str(paths.tensorboard),
+        "WANDB_RUN_ID": f"{name}-{digest[:8]}",
+        # Not `must`: the first attempt finds none.
+        "WANDB_RESUME": "allow",
+        # Older releases take exactly 21 lower-case letters and digits.
+        "SWANLAB_RUN_ID": digest[:21],
+        "SWANLAB_RESUME": "allow",
+    }
 
 
 def launcher_env(
@@ -118,6 +177,9 @@ def launcher_env(
     environ = clean_environment(environ)
     # By default compiled code is loaded from /tmp/torchinductor_USER, which any user can create before us.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
+    flights = paths.flight(launch.epoch, launch.generation)
+    own |= flight_environment(flights, control, config.health.flight_records)
+    own |= tracker_environment(paths, config.name)
     fixed = {CONTROL_VARIABLE: str(control), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     fixed["PYTHONSAFEPATH"] = "1"  # nothing is imported from the directory in which the user submitted
     # Our own trainer gets these in its command line; a guest's is the user's.

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,6 +12,7 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.services import nodes_of_services
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Outlook
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -57,6 +59,9 @@ class LocalAllocation:
     async def hasten(self, clean: bool) -> None:
         """Does nothing: the next attempt starts at once."""
 
+    def now(self) -> float:
+        return time.time()
+
     async def withdraw(self) -> str:
         return ""
 
@@ -74,9 +79,11 @@ class LocalAllocation:
         lives = KnownProcess(owner.pid, owner.born).is_running()
         return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
 
-    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
         nodes = range(self._config.distributed.nodes)
-        return [await self._start(argv, node, f"local{node}") for node in nodes]
+        if service:
+            nodes = nodes_of_services(len(nodes), self._config.services)[service]
+        return [await self._start(argv, number, f"local{node}") for number, node in enumerate(nodes)]
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
         """Does nothing: there is no requeue to ask for."""
@@ -102,5 +109,6 @@ class HostfileAllocation(LocalAllocation):
     async def address(self) -> str:
         return self._host
 
-    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
+    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+        # Services are beside the ranks, here (`hostfile.check_hosts`).
         return [await self._start(argv, 0, self._host)]

@@ -8,6 +8,7 @@ while a virtual machine sleeps. Slurm gives whole seconds, so nodes that agree w
 import asyncio
 import contextlib
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -20,6 +21,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.runtimes import in_image
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import cancelled_task, ended_cancelled, predecessor_of
 from verl_slurm.slurm.cause import Trigger, decide_cause
@@ -27,8 +29,9 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.sparing import sparable
 from verl_slurm_daemon.allocation.contract import Outlook
-from verl_slurm_daemon.allocation.launcher import step_argv
+from verl_slurm_daemon.allocation.launcher import nodes_of_step, step_argv
 from verl_slurm_daemon.allocation.successor import queue_successor
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
@@ -138,6 +141,9 @@ class SlurmAllocation:
             self._epilog_s = 0.0 if conf.get("Epilog", "(null)") == "(null)" else _EPILOG_S
             self._kill_wait_s = float(conf["KillWait"].split()[0])
 
+    def now(self) -> float:
+        return self._clock.now().timestamp()
+
     async def cause(self, trigger: str) -> CauseKnown:
         # KillWait began before slurmctld answered, so it is counted from the question.
         asked = time.monotonic()
@@ -234,6 +240,11 @@ class SlurmAllocation:
                 held = "held" in (facts.reason or "").lower()
                 if facts.state != "COMPLETING" or facts.restarts <= self.restart or held:
                     return
+                # Requeued by Slurm after a lost node, it may start as soon as it has left its nodes, before all others.
+                # With a start time it lets a job pass that waits already (26.05.5). Slurm refuses one from the job's
+                # user, but not from an operator, nor from its own user, as on an embedded cluster.
+                if facts.expedited and self._start is None:
+                    return
                 eligible = facts.eligible_time
                 if eligible is not None and eligible > self._clock.now() and eligible != self._start:
                     return  # somebody chose another time
@@ -311,26 +322,25 @@ class SlurmAllocation:
             facts = await self._client.job(self._job.job_id)
             if not nodes and (facts.excluded or "") == own:
                 return ""
-            if nodes and not await self._can_spare(nodes, own, facts.partition.split(",")[0]):
-                return f"nothing is avoided: partition {facts.partition} has too few other nodes like that"
+            spared = await self._sparable(nodes, own, facts.partition.split(",")[0]) if nodes else ()
             # With the user's own exclusion: ExcNodeList is replaced as a whole.
-            wanted = ",".join(([own] if own else []) + list(nodes))
-            await self._client.exclude(facts, wanted)
+            wanted = ",".join(([own] if own else []) + list(spared))
+            # Where none can be spared, an earlier exclusion goes as well.
+            if wanted != (facts.excluded or ""):
+                await self._client.exclude(facts, wanted)
         except VerlSlurmError as error:
             return f"nothing is avoided: {error}"
-        return f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
+        few = f"partition {facts.partition} has too few other nodes like that"
+        if nodes and not spared:
+            return f"nothing is avoided: {few}"
+        said = f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
+        back = [node for node in nodes if node not in spared]
+        return f"{said}; it may have {', '.join(back)}: {few}" if back else said
 
-    async def _can_spare(self, nodes: Sequence[str], own: str, partition: str) -> bool:
-        """Returns whether the run has enough nodes without these."""
+    async def _sparable(self, nodes: Sequence[str], own: str, partition: str) -> tuple[str, ...]:
         usable = await self._client.usable_nodes(partition)
-        bad = {*nodes, *(await self._client.expand(own) if own else ())}
-        # Nodes of the same kind that are up: others may lack what a constraint or a GPU request asks for, and nothing
-        # withdraws the exclusion while the job waits.
-        kinds = {usable.get(node) for node in nodes}
-        if kinds == {None}:  # already down: Slurm avoids them by itself
-            return False
-        left = sum(1 for node, kind in usable.items() if node not in bad and kind in kinds)
-        return left >= self._config.distributed.nodes
+        excluded = await self._client.expand(own) if own else ()
+        return sparable(nodes, usable, excluded, self._config.all_nodes)
 
     async def is_running(self) -> bool:
         """Returns whether Slurm has the job as running. Raises as `SlurmClient.job`."""
@@ -358,9 +368,31 @@ class SlurmAllocation:
                     return f"job {owner.job_id} is {facts.state}"
             await asyncio.sleep(pause)
 
-    async def start_step(self, argv: list[str]) -> list[asyncio.subprocess.Process]:
-        step = step_argv("srun", self._config, argv, het_size=self._job.het_size)
-        return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL)]
+    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+        nodes = nodes_of_step(self._config, self._job.sizes, service)
+        names: list[str] = []
+        if not nodes.are_whole:
+            try:
+                # It parses the names, and asks no slurmctld.
+                names = await self._client.expand(self._job.node_list)
+            except VerlSlurmError as error:
+                raise OSError(f"the names of the job's nodes: {error}") from error
+            if nodes.wanted.stop > len(names):
+                raise OSError(
+                    f"the job has {len(names)} nodes, and its configuration {self._config.all_nodes}"
+                )
+            names = names[nodes.wanted.start : nodes.wanted.stop]
+        step = step_argv(
+            "srun",
+            self._config,
+            argv,
+            het_size=self._job.het_size,
+            nodes=nodes,
+            names=names,
+            cpus=self._config.cpus_on_nodes_of(service),
+        )
+        environ = {**os.environ, **in_image(self._config)}
+        return [await asyncio.create_subprocess_exec(*step, stdin=asyncio.subprocess.DEVNULL, env=environ)]
 
     def keep_step(self, step: list[asyncio.subprocess.Process]) -> None:
         # srun forks a shepherd. It has Slurm KILL the whole step, on all nodes, once srun has died without a

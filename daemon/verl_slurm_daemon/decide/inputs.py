@@ -2,6 +2,8 @@
 
 `effects` and `loop` make them, `policy.decide` reads them."""
 
+from typing import Literal
+
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
@@ -15,14 +17,15 @@ __all__ = [
     "GenerationEnded",
     "Hung",
     "Input",
+    "LeaveNode",
     "NodeFailed",
     "Over",
     "RankSaid",
     "Ready",
-    "Reclaimed",
     "RequeueAnswered",
     "RunLost",
     "SaveDeadline",
+    "ServiceLost",
     "SignalArrived",
     "StartFailed",
     "StartTimedOut",
@@ -41,6 +44,8 @@ class Ready(_Event, frozen=True):
     world_size: int
     strangers: int = 0
     """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.folds.progress`)."""
+    unfit: int = 0
+    """Attempts in a row, before this one, that met a bad node."""
 
 
 class Over(_Event, frozen=True):
@@ -84,12 +89,20 @@ class CauseKnown(_Event, frozen=True):
     """Seconds until the job is killed; None: Slurm gives no deadline."""
 
 
-class Reclaimed(_Event, frozen=True):
-    """The cloud takes a node back."""
+class LeaveNode(_Event, frozen=True):
+    """An agent or a rank reports that the run must leave its node."""
 
     node: str
+    cause: Literal["reclaimed", "bad_node"]
     evidence: str
-    seconds_left: float
+    seconds_left: float | None = None
+    """Seconds until the node is gone; None: it stays, and no rank has begun to train on it."""
+
+
+class ServiceLost(_Event, frozen=True):
+    """A service that the run needs cannot be started again."""
+
+    detail: str
 
 
 class RankSaid(_Event, frozen=True):
@@ -175,7 +188,8 @@ Input = (
     | StartFailed
     | SignalArrived
     | CauseKnown
-    | Reclaimed
+    | LeaveNode
+    | ServiceLost
     | RankSaid
     | NodeFailed
     | StrangerFound

@@ -5,7 +5,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.wire.messages import Refused, SavedOnNodes
+from verl_slurm.wire.messages import PartSaved, Refused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.decide.states import State
@@ -68,8 +68,10 @@ class Model(msgspec.Struct, frozen=True):
     intent: Intent | None = None
     cause: str = ""
     asking: bool = False
-    reclaimed: tuple[str, ...] = ()
-    """Nodes that their cloud takes back."""
+    left: tuple[str, ...] = ()
+    """Nodes that the next attempt must not have: their cloud takes them back, or they failed a check."""
+    unfit: int = 0
+    """Attempts in a row, before this one, that met a bad node."""
     ask_again: str = ""
     """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
     started: bool = False
@@ -101,9 +103,22 @@ class Model(msgspec.Struct, frozen=True):
     """Where the user's code last raised, and the exception; empty: it has not, or new rollouts came since."""
 
     @property
+    def all_finished(self) -> bool:
+        # `Ready` has not come while `world_size` is 0: nobody has finished then.
+        return self.world_size > 0 and len(self.finished) == self.world_size
+
+    def further(self, message: SaveStarted | PartSaved) -> "Model":
+        """Returns this with a rank's progress in the save before the end."""
+        if self.state is not State.SAVING or message.request_id != self.request_id:
+            return self
+        if isinstance(message, SaveStarted):
+            return msgspec.structs.replace(self, came=self.came | {message.rank})
+        return msgspec.structs.replace(self, wrote=self.wrote | {message.rank})
+
+    @property
     def saves_unbounded(self) -> bool:
-        """Returns whether this is a save before the end without a deadline: the user asked for the requeue."""
-        return self.state is State.SAVING and self.cause == "operator_requeue"
+        """Returns whether this is a save before the end without a deadline: Slurm does not want the nodes."""
+        return self.state is State.SAVING and self.cause in ("operator_requeue", "service")
 
 
 class Decision(msgspec.Struct, frozen=True):

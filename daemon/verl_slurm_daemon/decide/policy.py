@@ -25,6 +25,7 @@ from verl_slurm.wire.messages import (
     PartSaved,
     Progress,
     RankStarted,
+    RankUnfit,
     Refused,
     Saved,
     SavedOnNodes,
@@ -34,6 +35,7 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.delays import MOST_FAILED_STARTS, delay_after
 from verl_slurm_daemon.decide.model import Decision, FailureKind, Intent, Model, suspects
 from verl_slurm_daemon.decide.notes import given_up, kept_note, late_ranks, saved_notes
 from verl_slurm_daemon.decide.states import NEXT, State
@@ -42,11 +44,6 @@ __all__ = ["decide"]
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6
-_MOST_FAILED_STARTS = 24
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600
-"""Waits after starts that storage stopped, and of jobs that strangers kept from starting. The second start waits
-30 s, then 60, ...: the last of 24 begins 18 hours later.
-"""
 _STRANGER_DELAY_S = 5
 """Wait in place after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
 _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
@@ -67,8 +64,10 @@ def decide(model: Model, event: inputs.Input) -> Decision:
 
 def _decide(model: Model, event: inputs.Input) -> Decision:
     match event:
-        case inputs.Ready(world_size, strangers):
-            return _launch(msgspec.structs.replace(model, world_size=world_size, strangers=strangers))
+        case inputs.Ready(world_size, strangers, unfit):
+            return _launch(
+                msgspec.structs.replace(model, world_size=world_size, strangers=strangers, unfit=unfit)
+            )
         case inputs.Over(exit_code, reason):
             return _exit(model, exit_code, reason)
         case inputs.AllDone(name, detail):
@@ -79,9 +78,13 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_signal(model, signal, where)
         case inputs.CauseKnown():
             return _on_cause(msgspec.structs.replace(model, asking=False), event)
-        case inputs.Reclaimed(node, evidence, left):
-            model = msgspec.structs.replace(model, reclaimed=(*model.reclaimed, node))
-            return _act_on_cause(model, inputs.CauseKnown("reclaimed", f"node {node}: {evidence}", left))
+        case inputs.LeaveNode():
+            return _on_leave_node(model, event)
+        case inputs.ServiceLost(detail):
+            # Without ranks there is nothing to save: as if they could not start. A save is not given up for it.
+            if model.state is State.RUNNING:
+                return _act_on_cause(model, inputs.CauseKnown("service", detail, None))
+            return _on_failure(model, detail) if model.state is State.LAUNCHING else Decision(model)
         case inputs.RankSaid(message):
             return _on_rank(model, message)
         case inputs.NodeFailed(node, detail, lost):
@@ -96,7 +99,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
                 return _give_up(model, detail)
             if generation != model.generation or model.state not in _TRAINING:
                 return Decision(model)  # any other save before the end has its own deadline
-            if _all_finished(model):  # their work is done and counts; their processes do not end
+            if model.all_finished:  # their work is done and counts; their processes do not end
                 warning = act.Note(ev.Warned("hang", detail))
                 return Decision(model, (warning, act.TakeDown(True)))
             return _on_failure(model, detail, "hang", node)
@@ -147,15 +150,30 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
 def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
     """Requeues: another node, or a later hour, may do."""
     note = act.Note(ev.StartFailed(event.detail, event.before))
-    if event.before >= _MOST_FAILED_STARTS:
+    if event.before >= MOST_FAILED_STARTS:
         reason = f"{event.before + 1} attempts in a row could not begin: {event.detail}"
         ended = _exit(model, event.exit_code, reason)
         return Decision(ended.model, (note, *ended.actions))
     # Each start in a row waits twice as long: storage that is away for a night costs minutes of the allocation.
-    delay_s = min(_FIRST_DELAY_S << (event.before - 1), _LONGEST_DELAY_S) if event.before else None
+    delay_s = delay_after(event.before)
     intent = model.intent or Intent.REQUEUE
     cause = model.cause or "start"
     return _leave(msgspec.structs.replace(model, intent=intent, cause=cause, delay_s=delay_s), note)
+
+
+def _on_leave_node(model: Model, event: inputs.LeaveNode) -> Decision:
+    """Leaves a node without a look at the budgets: nothing of ours has failed."""
+    model = msgspec.structs.replace(model, left=(*model.left, event.node))
+    if event.cause == "bad_node" and model.state in _BEFORE_RANKS and model.intent is None:
+        # The first time other nodes are likely. Where Slurm has none, each start would meet the same node again.
+        model = msgspec.structs.replace(model, delay_s=delay_after(model.unfit))
+        if model.unfit >= MOST_FAILED_STARTS:
+            reason = f"{model.unfit + 1} attempts in a row met bad nodes: {event.node}: {event.evidence}"
+            refusal = Refused(rank=-1, exit_code=int(ExitCode.NO_PROGRESS), reason=reason)
+            after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
+            return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
+    evidence = f"node {event.node}: {event.evidence}"
+    return _act_on_cause(model, inputs.CauseKnown(event.cause, evidence, event.seconds_left))
 
 
 def _on_all_done(model: Model, name: str, detail: str) -> Decision:
@@ -212,7 +230,9 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         # The ranks stand still with the job, so they could not save.
         case "suspended":
             return Decision(model, (note,))
-        case "preemption" | "time_limit" | "failed" | "operator_requeue" | "reclaimed":
+        case (
+            "preemption" | "time_limit" | "failed" | "operator_requeue" | "reclaimed" | "bad_node" | "service"
+        ):
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
         # This replaces an intent to requeue (rule 1). It is saved all the same: the user may submit the run again.
         case "cancel":
@@ -257,10 +277,10 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
         # Models may load for minutes after this, before the first safe point makes the state RUNNING.
         case RankStarted():
             return Decision(msgspec.structs.replace(model, started=True))
-        case Stopped():
+        case Stopped() | RankUnfit():  # the second comes as `LeaveNode`, with its node
             return Decision(model)
         case SaveStarted() | PartSaved():
-            return Decision(_further(model, message))
+            return Decision(model.further(message))
         case Progress():
             return _on_progress(model, message)
         # Kept until shared storage answers: if the deadline or a crash comes first, this copy is what is left.
@@ -319,15 +339,6 @@ def _on_refused(model: Model, message: Refused) -> Decision:
     return Decision(model, (note, act.TakeDown()))
 
 
-def _further(model: Model, message: SaveStarted | PartSaved) -> Model:
-    """Records a rank's progress in the save before the end."""
-    if model.state is not State.SAVING or message.request_id != model.request_id:
-        return model
-    if isinstance(message, SaveStarted):
-        return msgspec.structs.replace(model, came=model.came | {message.rank})
-    return msgspec.structs.replace(model, wrote=model.wrote | {message.rank})
-
-
 def _on_progress(model: Model, message: Progress) -> Decision:
     where = (message.step, message.phase, message.index)
     notes = []
@@ -344,7 +355,7 @@ def _on_progress(model: Model, message: Progress) -> Decision:
 def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
     """Reacts to a node that is dead or silent. The others are taken down too: no rank can go on alone."""
     # The first failure is kept: the peers of a dead rank fail in their collectives because of it.
-    if model.state not in (*_TRAINING, State.SAVING) or model.failure or _all_finished(model):
+    if model.state not in (*_TRAINING, State.SAVING) or model.failure or model.all_finished:
         return Decision(model)
     after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
     if kind == "hang":
@@ -355,7 +366,7 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
 def _on_stranger(model: Model, node: str, detail: str) -> Decision:
     """Reacts to a stranger: the start is lost."""
     refused = model.refusal is not None and not model.refusal.place
-    if model.state not in (*_TRAINING, State.SAVING) or refused or _all_finished(model):
+    if model.state not in (*_TRAINING, State.SAVING) or refused or model.all_finished:
         return Decision(model)
     # The ranks' own reports, which may have come first, follow from the stranger: they are overwritten.
     after = msgspec.structs.replace(
@@ -368,7 +379,7 @@ def _on_generation_ended(model: Model, exit_code: int) -> Decision:
     model = msgspec.structs.replace(model, step_gone=True)
     if model.refusal is not None and model.refusal.exit_code == ExitCode.FENCED:
         return _exit(model, ExitCode.FENCED, model.refusal.reason)
-    if _all_finished(model) and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
+    if model.all_finished and model.state in (*_TRAINING, State.SAVING, State.CHECKING):
         if model.unverified:  # the run is done once the last checkpoint has been read back
             return Decision(msgspec.structs.replace(model, state=State.CHECKING))
         return _on_end(model)
@@ -415,15 +426,13 @@ def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
         return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
     jobs = max(starts // (budget + 1), 1)
     # After most of a day the run ends with a report: else it would queue for weeks and train on no day of them.
-    if jobs > _MOST_FAILED_STARTS:
+    if jobs > MOST_FAILED_STARTS:
         ended = _exit(
             model, ExitCode.NO_PROGRESS, f"{starts} restarts in a row met strangers: {model.failure}"
         )
         return Decision(ended.model, (note, *ended.actions))
-    delay_s = min(_FIRST_DELAY_S << (jobs - 1), _LONGEST_DELAY_S)
-    return _leave(
-        msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="stranger", delay_s=delay_s), note
-    )
+    after = msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="stranger", delay_s=delay_after(jobs))
+    return _leave(after, note)
 
 
 def _on_backoff_over(model: Model, stuck: int) -> Decision:
@@ -444,7 +453,7 @@ def _on_verified(model: Model, event: inputs.Verified) -> Decision:
         return Decision(model, (note,))
     lost = "" if event.good else "pruned" if event.pruned else "corrupt"
     model = msgspec.structs.replace(model, unverified="", lost=lost)
-    if model.state is State.CHECKING and not _all_finished(model):
+    if model.state is State.CHECKING and not model.all_finished:
         return _leave(model, note)
     # If all are done, their end is the next event.
     after = _on_end(model) if model.state is State.CHECKING and model.step_gone else Decision(model)
@@ -461,7 +470,7 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
         # Asked for before the ranks are gone: taking them down may use up the time that Slurm leaves.
-        actions.append(act.Requeue((*suspects(model.failed), *model.reclaimed), model.delay_s))
+        actions.append(act.Requeue((*suspects(model.failed), *model.left), model.delay_s))
     if not model.step_gone:
         actions.append(act.TakeDown())
     after = msgspec.structs.replace(model, state=State.LEAVING)
@@ -481,16 +490,10 @@ def _maybe_exit(model: Model) -> Decision:
         return Decision(model)
     if model.intent in _EXIT_OF:
         return _exit(model, _EXIT_OF[model.intent], f"{model.cause}: {model.intent}")
-    # Slurm has not answered yet: `RequeueAnswered` comes back here.
-    if model.requeue is None:
+    if model.requeue is None:  # Slurm has not answered yet: `RequeueAnswered` comes back here
         return Decision(model)
     return _exit(model, model.requeue.exit_code, model.requeue.detail)
 
 
 def _exit(model: Model, code: ExitCode, reason: str) -> Decision:
     return Decision(msgspec.structs.replace(model, state=State.ENDED), (act.Exit(code, reason),))
-
-
-def _all_finished(model: Model) -> bool:
-    # `Ready` has not come while `world_size` is 0: nobody has finished then.
-    return model.world_size > 0 and len(model.finished) == model.world_size

@@ -32,11 +32,14 @@ from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.lead_file import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm.wire.messages import (
     AgentReady,
-    DumpStacks,
+    Baseline,
     FromAgent,
     FromRank,
     Launch,
     NodeExited,
+    NodeUnfit,
+    RankUnfit,
+    ServiceSaid,
     Shutdown,
     SignalSeen,
     SpotNoticeSeen,
@@ -46,30 +49,31 @@ from verl_slurm.wire.messages import (
     StrangerMet,
 )
 from verl_slurm_daemon.allocation.contract import Allocation
-from verl_slurm_daemon.allocation.launcher import agent_argv
+from verl_slurm_daemon.allocation.launcher import agent_argv, service_host_argv
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.decide.completion import nothing_left
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.bad_nodes import places_seen, write_down
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 from verl_slurm_daemon.lead.requeueing import requeue
+from verl_slurm_daemon.lead.resharding import fit_ranks
 from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, parts_since
+from verl_slurm_daemon.lead.services import Services
+from verl_slurm_daemon.lead.stacks import write_stacks
+from verl_slurm_daemon.lead.step import GOODBYE_S, end_step
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 from verl_slurm_daemon.link.rank_store import RankStore
 
 __all__ = ["Effects"]
 
-_GOODBYE_S = 5.0
-"""From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
 _AGENTS_READY_S = 60.0
 """From srun to the last agent's first message: 0.3 s on an idle cluster; a node with a slow disk may need longer."""
 _STEP_ENDS_S = 2.0
 """From the end of the first agent to that of srun, if srun is what ends."""
-_STACKS_S = 5.0
-"""Limit for all agents to report that stacks are written; each takes a second."""
 
 
 class Effects:
@@ -95,15 +99,18 @@ class Effects:
         self._links: dict[str, AgentLink] = {}
         self._ready: dict[str, AgentReady] = {}
         self._all_ready = asyncio.Event()
-        self._pace = PaceWatch(config.daemon)  # each restart has its own
+        self._pace = PaceWatch.of(config)  # each restart has its own
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
         self._listeners: set[asyncio.Task[None]] = set()
         self._store = RankStore()
         self._step: list[asyncio.subprocess.Process] = []
         self._tasks: set[asyncio.Task[None]] = set()
+        self._places: tuple[str, ...] = ()
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
         self._mover = TierMover(paths, config, journal)
+        host_argv = partial(service_host_argv, sys.executable, paths, epoch)
+        self._services = Services(config, allocation, journal, host_argv, post)
         self.refusals = Refusals(REASONS, self._tell_of_stranger)
         self.exit: tuple[ExitCode, str] | None = None
         self.left_clean = True
@@ -117,9 +124,10 @@ class Effects:
         """
         self._keys = load_keys(self._config.checkpoint.encryption)
         self._spawn(self._mover.run())
+        self._places = await asyncio.to_thread(places_seen, self._config, self._paths)
         token = secrets.token_bytes(32)
         # Twice the agents: each may ask over a second connection whether the lead lives (`orphan`).
-        links = 2 * self._config.distributed.nodes + 4
+        links = 2 * self._config.distributed.nodes + self._services.num_hosts + 4
         host = await self._allocation.address()
         self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals.add)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
@@ -136,6 +144,8 @@ class Effects:
             write_lead_address(self._paths, self._address)
 
     async def close(self) -> None:
+        # First: their hosts hear it over the port that is closed below.
+        self.left_clean = await self._services.close() and self.left_clean
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
@@ -193,11 +203,10 @@ class Effects:
     async def _run_generation(self, generation: int) -> None:
         # All of these are new for each restart: what an agent of the former step still sends changes nothing of this
         # one.
-        self._generation, self._leaving = generation, asyncio.Event()
+        self._generation, self._leaving, self.left_clean = generation, asyncio.Event(), True
         self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
-        self.left_clean = True
         self._all_ready = asyncio.Event()
-        self._pace, self._stacks = PaceWatch(self._config.daemon), asyncio.Queue()
+        self._pace, self._stacks = PaceWatch.of(self._config), asyncio.Queue()
         # Calls that still wait are answered here.
         self._store.close()
         self._store = RankStore()
@@ -222,7 +231,7 @@ class Effects:
         for link in self._links.values():
             link.send(Shutdown())
         if self._listeners:  # the agents' last messages are still in the sockets
-            await asyncio.wait(self._listeners, timeout=_GOODBYE_S)
+            await asyncio.wait(self._listeners, timeout=GOODBYE_S)
         for link in self._links.values():
             link.close()
         # Last: `Finished` and `Saved` of these messages come before it, or a run that is done would count as a crash.
@@ -242,13 +251,16 @@ class Effects:
         await asyncio.to_thread(self._require_unchanged, point)
         array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
         done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
+        if not done and not await fit_ranks(self._config, point, self._leaving, self._journal):
+            return inputs.GenerationEnded(0)
         if not done:
             self._journal.write(ev.Restart(generation, point.name or None, point.progress))
         # After the journal has the restart: a lead that is killed before this takes the named checkpoint again.
         self._paths.resume_once.unlink(missing_ok=True)
         if done:
             return inputs.AllDone(point.name, done)
-        if self._leaving.is_set():  # a cancel came during the search
+        await self._services.start(self._leaving)
+        if self._leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
             return inputs.GenerationEnded(0)
         self._announce(generation)
         self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
@@ -268,8 +280,7 @@ class Effects:
         note_trained_with(self._paths, now)
 
     async def _watch_pace(self, generation: int) -> None:
-        node, detail = await self._pace.hang()
-        self._post(inputs.Hung(generation, node, detail))
+        self._post(inputs.Hung(generation, *await self._pace.hang()))
 
     async def _resume_point(self) -> ResumePoint:
         checkpoint = self._config.checkpoint
@@ -303,6 +314,7 @@ class Effects:
             return
         # By SLURM_NODEID and not by arrival: the same nodes get the same ranks at each restart.
         nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
+        services = self._services.addresses()
         for node_rank, ready in enumerate(nodes):
             self._links[ready.node].send(
                 Launch(
@@ -312,6 +324,7 @@ class Effects:
                     master_addr=nodes[0].address,
                     master_port=nodes[0].free_port,
                     resume=point.name,
+                    services=services,
                 )
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
@@ -356,19 +369,33 @@ class Effects:
                     # after.
                     self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
                     link.send(StoreAnswer(call=message.call, outcome="ok"))
+                case ServiceSaid():
+                    self._listeners.discard(task)  # a service outlives this restart
+                    self._services.hear(message, link)
                 case SpotNoticeSeen():
-                    self._post(inputs.Reclaimed(message.node, message.evidence, message.seconds_left))
+                    self._post(inputs.LeaveNode(node, "reclaimed", message.evidence, message.seconds_left))
+                case NodeUnfit():
+                    node, said_goodbye = message.node, True
+                    self._links[node] = link  # it waits for Shutdown
+                    self._leave_bad_node(node, message.evidence)
+                case RankUnfit():
+                    self._leave_bad_node(node, f"rank {message.rank}: {message.evidence}")
                 case StacksWritten():
                     self._stacks.put_nowait(message)
                 case _:
                     rank_message: FromRank = message
-                    self._pace.hear(node, rank_message)
+                    for news in self._pace.hear(node, rank_message):
+                        self._journal.write(news)
                     self._post(inputs.RankSaid(rank_message))
 
+        if self._allocation.cluster == "slurm":  # elsewhere the next attempt begins on the same machines
+            link.send(Baseline(time=self._allocation.now(), places=self._places))
         try:
             await link.messages(deliver)
         except (OSError, VerlSlurmError) as error:
             self._journal.write(ev.Link(node, str(error)))
+        if self._services.gone(link):
+            return
         # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing.
         if node and not said_goodbye:
             detail = "the agent is gone without a word"
@@ -377,6 +404,15 @@ class Effects:
                 absent = nodes - len(self._ready)
                 node, detail = "", f"the step ended while {absent} of {nodes} agents had not come"
             self._post(inputs.NodeFailed(node, detail, lost=True))
+
+    @property
+    def stragglers(self) -> list[str]:
+        """Returns the ranks that are slow now, with their nodes."""
+        return self._pace.stragglers
+
+    def _leave_bad_node(self, node: str, evidence: str) -> None:
+        self._spawn(write_down(self._config, self._paths, self._journal, node, evidence))
+        self._post(inputs.LeaveNode(node, "bad_node", evidence))
 
     async def _fell_with_the_step(self) -> bool:
         """Returns whether an agent is gone because its step did not come up as a whole: srun ends the running agents
@@ -389,20 +425,10 @@ class Effects:
                 await asyncio.gather(*(process.wait() for process in self._step))
         return all(process.returncode is not None for process in self._step)
 
-    async def _write_stacks(self) -> None:
-        """Makes all ranks dump their stacks and waits, bounded: a dead node does not answer."""
-        for link in self._links.values():
-            link.send(DumpStacks())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STACKS_S):
-                for _ in range(len(self._links)):  # more may join in between
-                    written = await self._stacks.get()
-                    self._journal.write(ev.Stacks(written.node, written.log))
-
     async def _take_down(self, *, stacks: bool = False) -> None:
         if stacks:
             generation = self._generation
-            await self._write_stacks()
+            await write_stacks(self._links.values(), self._stacks, self._journal)
             if generation != self._generation:
                 return  # it ended by itself in between: the running one is the next
         # Before anything is awaited: `_begin` looks at it just before a step starts, and a later step would not be
@@ -411,20 +437,8 @@ class Effects:
         step = self._step
         for link in self._links.values():
             link.send(Shutdown())
-        # First the agents' own end, then by srun, which passes TERM on to the step. KILL to srun comes last: without
-        # its shepherd (`keep_step`) it leaves agents behind.
-        for end in (None, signal.SIGTERM, signal.SIGKILL):
-            alive = [process for process in step if process.returncode is None]
-            if not alive:
-                return
-            for process in alive:
-                if end is not None:
-                    self.left_clean = False
-                    with contextlib.suppress(ProcessLookupError):
-                        process.send_signal(end)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await asyncio.gather(*(process.wait() for process in alive))
+        if not await end_step(step, GOODBYE_S):
+            self.left_clean = False
 
     # ---- saves
 
@@ -476,9 +490,7 @@ class Effects:
         self._post(await self._allocation.cause(trigger))
 
     async def _requeue(self, avoid: tuple[str, ...], delay_s: int | None) -> None:
-        self._post(
-            await requeue(self._allocation, self._config.daemon, self._paths, self._journal, avoid, delay_s)
-        )
+        self._post(await requeue(self._allocation, self._config, self._paths, self._journal, avoid, delay_s))
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself

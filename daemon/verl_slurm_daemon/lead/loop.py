@@ -4,7 +4,7 @@ One attempt, in order:
 
 1. `umask 077`, signals into the queue, the epoch taken (fencing), the journal opened. If storage does not
    allow it, the lead waits; after that the start has failed (`start.py`).
-2. The data set is compared with its fingerprint; starts without progress are counted.
+2. The data set is compared with its fingerprint, and the image with its digest; starts without progress are counted.
 3. Restarts, until the policy says `Exit`.
 4. Slurm is told what is to become of the job (`Requeue=0`, or when it may start again), and the end is recorded.
    After a requeue outside Slurm, the next attempt begins in this process.
@@ -31,11 +31,12 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.image import check_image
 from verl_slurm.dataset.fingerprint.record import check_dataset
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.outages import Outages
-from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
+from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts, unfit_starts
 from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
@@ -48,6 +49,7 @@ from verl_slurm_daemon.decide.model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import State
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.code import check_code
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.hooks import Hooks
 from verl_slurm_daemon.lead.start import PAUSES_S, SIGNALS, prepare, say_again, start_failed
@@ -93,6 +95,7 @@ class Lead:
         self._status_due = 0.0
         self._outages = Outages()
         self._hooks: Hooks | None = None
+        self._journal: Journal | None = None
         self._metrics: LeadMetrics | None = None
         if config.observability.metrics_port is not None:
             from verl_slurm_daemon.lead import metrics_page as lead_metrics  # 2 MB, for a port
@@ -118,6 +121,7 @@ class Lead:
         epoch = 0 if mine is None else mine.epoch  # 0 owns nothing
         job_id = self._allocation.job_id
         journal = Journal(self._paths, epoch=epoch, job_id=job_id, heard=self._journaled)
+        self._journal = journal
         self._hooks = Hooks(self._paths, self._config, lambda text: journal.write(ev.Warned("hooks", text)))
         effects = Effects(
             self._paths, self._config, self._allocation, journal, epoch, self._events.put_nowait
@@ -206,7 +210,7 @@ class Lead:
         except OSError:  # it cannot be told; the epoch is in the line
             ours = True
         if ours:
-            self._status.state = State.ENDED
+            self._status.state, self._status.services = State.ENDED, {}
             last = self._status.last_checkpoint or None
             journal.write(ev.Ended(int(code), code.name, reason, last))
             journal.status(self._status)
@@ -230,10 +234,28 @@ class Lead:
             status.last_checkpoint = event.resume or ""
             status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
             status.phase = ""
+        self._service_seen(event)
         self._outages.feed(event)
         if each := self._outages.each:
             status.interruptions, status.interrupted_s = len(each), self._outages.seconds
             status.last_interruption = msgspec.to_builtins(each[-1])
+
+    def _service_seen(self, event: ev.Event) -> None:
+        match event:
+            case ev.ServiceStarted(service=name, node=node, address=address):
+                said = f"starting, {address}"
+            case ev.ServiceReady(service=name, node=node, address=address):
+                said = f"ready, {address}"
+            case ev.ServiceEnded(service=name, node=node, restarts=restarts, budget=budget):
+                said = f"restart {restarts} of {budget}"
+            case ev.ServiceFailed(service=name, node=node, detail=detail):
+                said = f"failed: {detail}"
+            case _:
+                return
+        self._status.services |= {f"{name} on {node}" if node else name: said}
+        # At once: no rank speaks while they are waited for, and `_note` writes what happens to ranks.
+        if self._journal is not None:
+            self._journal.status(self._status)
 
     async def _refuse_if_owned(self) -> Epoch | None:
         """Returns the run's former owner, which is over.
@@ -260,6 +282,7 @@ class Lead:
                 event = await self._events.get()
                 decision = decide(self._model, event)
                 self._model = decision.model
+                self._status.stragglers = effects.stragglers
                 self._note(event, journal)
                 for action in decision.actions:
                     effects.perform(action)
@@ -294,15 +317,19 @@ class Lead:
             OSError: storage does not answer.
         """
         notices: list[str] = []
+        await asyncio.to_thread(check_image, self._config)
         root = data_root(self._config)
         if root is not None:
             await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
         for text in notices:
             journal.write(ev.Notice("data", text))
+        for event in await asyncio.to_thread(check_code, self._paths, self._config):
+            journal.write(event)
         await effects.open()
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
             journal.write(ev.Warned("metrics", problem))
-        return inputs.Ready(self._config.speakers, stranger_restarts(read_events(self._paths)))
+        events = read_events(self._paths)
+        return inputs.Ready(self._config.speakers, stranger_restarts(events), unfit_starts(events))
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""

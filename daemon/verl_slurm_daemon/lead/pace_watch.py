@@ -1,4 +1,5 @@
-"""Keeps the pace of one restart from its ranks' messages, and waits for a hang. `hang.py` defines a hang.
+"""Keeps the pace of one restart from its ranks' messages: waits for a hang (`hang.py`), and names stragglers
+(`stragglers.py`).
 
 Time during which this process itself stood still does not count as silence.
 """
@@ -6,10 +7,13 @@ Time during which this process itself stood still does not count as silence.
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Self
 
-from verl_slurm.config.schema import DaemonConfig
+from verl_slurm.config.schema import DaemonConfig, RunConfig
+from verl_slurm.journal.events import Notice, Warned
 from verl_slurm.wire.messages import Finished, FromRank, Progress, RankStarted, SaveStarted
 from verl_slurm_daemon.decide.hang import HangWatch
+from verl_slurm_daemon.decide.stragglers import StragglerWatch
 
 __all__ = ["PaceWatch"]
 
@@ -25,13 +29,32 @@ class PaceWatch:
 
     Args:
         clock: returns monotonic seconds.
+        stragglers: compares the ranks; None: they are not compared.
     """
 
-    def __init__(self, config: DaemonConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        clock: Callable[[], float] = time.monotonic,
+        stragglers: StragglerWatch | None = None,
+    ) -> None:
         self._hang = HangWatch(config.hang_factor, config.hang_floor_s, config.load_timeout_s)
         self._node_of: dict[int, str] = {}
+        self._stragglers = stragglers
         self._clock, self._stood_still_s = clock, 0.0
         self._next_look: float | None = None
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Returns the watch of a restart with this configuration."""
+        compared = StragglerWatch(config.health.straggler_factor, config.speakers)
+        return cls(config.daemon, stragglers=compared)
+
+    @property
+    def stragglers(self) -> list[str]:
+        """Returns the ranks that are slow now, with their nodes."""
+        slow = () if self._stragglers is None else self._stragglers.slow
+        return [f"rank {rank} on {self._node_of.get(rank, '?')}" for rank in slow]
 
     def awake_s(self) -> float:
         """Returns the clock without the time during which this process stood still."""
@@ -43,18 +66,24 @@ class PaceWatch:
             self._next_look = now + _MOST_LOOK_S  # counted once; the look itself is due at once
         return now - self._stood_still_s
 
-    def hear(self, node: str, message: FromRank) -> None:
-        """Takes note of a message from a rank of `node`."""
+    def hear(self, node: str, message: FromRank) -> list[Notice]:
+        """Takes note of a message from a rank of `node`; returns what is new for the journal."""
+        news: list[Notice] = []
         match message:
             case RankStarted(rank=rank):
                 self._node_of[rank] = node
                 self._hang.started(rank, self.awake_s())
             case Progress(rank=rank, safe_points=safe_points):
                 self._hang.passed(rank, safe_points, self.awake_s())
+                if self._stragglers is not None:
+                    for one in self._stragglers.passed(rank, safe_points, message.own_s):
+                        form = Warned if one.slow else Notice
+                        news.append(form("straggler", f"{self._node_of.get(one.rank, '?')}: {one.words}"))
             case SaveStarted(rank=rank):
                 self._hang.saves(rank, self.awake_s())
             case Finished(rank=rank):
                 self._hang.finished(rank, self.awake_s())
+        return news
 
     async def hang(self) -> tuple[str, str]:
         """Waits until a rank has been silent for too long. Returns its node (empty: not known) and a text for

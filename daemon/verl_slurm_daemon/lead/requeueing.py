@@ -6,13 +6,14 @@ from datetime import UTC, datetime
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.config.schema import DaemonConfig
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.bad_nodes import recalled
 
 __all__ = ["requeue"]
 
@@ -22,7 +23,7 @@ _AVOID_S = 3.0
 
 async def requeue(
     allocation: Allocation,
-    config: DaemonConfig,
+    config: RunConfig,
     paths: RunPaths,
     journal: Journal,
     avoid: tuple[str, ...],
@@ -45,14 +46,19 @@ async def requeue(
 
 
 async def _avoid(
-    allocation: Allocation, config: DaemonConfig, paths: RunPaths, journal: Journal, new: tuple[str, ...]
+    allocation: Allocation, config: RunConfig, paths: RunPaths, journal: Journal, new: tuple[str, ...]
 ) -> None:
-    """Tells Slurm which nodes failed us lately. If there were some earlier and none now, tells it that as well."""
-    events = read_events(paths)
+    """Tells Slurm which nodes failed this run or another one of the user lately. If there were some earlier and none
+    now, tells it that as well."""
+    events, bad = read_events(paths), await recalled(config)
+    for problem in bad.problems:
+        journal.write(ev.Notice("health", f"passed over: {problem}"))
     # An earlier exclusion has to be taken back once its time is over: Slurm keeps it for good.
-    if not new and not any(isinstance(event, ev.Avoid) for event in events):
+    if not new and not bad.nodes and not any(isinstance(event, ev.Avoid) for event in events):
         return
-    nodes = avoided_nodes(events, new, datetime.now(UTC), config.avoid_node_s)
+    own = avoided_nodes(events, new, datetime.now(UTC), config.daemon.avoid_node_s)
+    # First those that failed a check: where too few nodes are left, the last ones may be used again.
+    nodes = tuple(dict.fromkeys((*bad.names, *own)))
     said = f"nothing is avoided: no answer in {_AVOID_S:.0f} s"
     with contextlib.suppress(TimeoutError):
         # Bounded: the requeue is accepted and its delay runs, so the exit is all that waits for this.

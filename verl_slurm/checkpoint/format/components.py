@@ -17,7 +17,7 @@ Components = tuple[Literal["actor", "critic", "optimizer"], ...]
 """Tensor domains of a partial save, in the order of the format; empty: a full one."""
 
 
-_GUEST_OF: dict[str, Guest | None] = {"native": None, "verl": "verl", "command": "loop"}
+_GUEST_OF: dict[str, Guest | None] = {"native": None, "verl": "verl", "command": "loop", "ray": "loop"}
 
 
 def partial_domains(config: CheckpointConfig) -> Components:

@@ -35,6 +35,10 @@ It is of a whole step, and never encrypted: the loop alone could decrypt it.
 RUN/partial/checkpoints/ is the same for partial checkpoints, whose manifest names the tensor domains they hold
 (`components`); no other directory of tensors is in them, and nothing is resumed from them.
 
+RUN/resharded/checkpoints/ is the same for copies of a checkpoint of verl for another number of ranks: a start makes
+one, and its ranks read it in the place of the checkpoint of that name. metadata.json has `resharded`: the source's
+number of ranks, the digest of its manifest, and that of all tensors put together.
+
 Directories are 0700, files 0600, all of the user who runs the job. Order: (step, safe point).
 
 ## 2. manifest.json

@@ -6,20 +6,15 @@ directory, an interrupt and SIGTERM included; SIGKILL leaves it under its hidden
 """
 
 import json
-import os
-import secrets
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any, Literal, NoReturn
+from typing import IO, Any, Literal
 
 import msgspec
 
@@ -33,7 +28,7 @@ from verl_slurm.base.errors import (
     SchemaMismatch,
     VerlSlurmError,
 )
-from verl_slurm.base.files import fsync_path, rename
+from verl_slurm.base.files import fsync_path
 from verl_slurm.base.packages import require_packages
 from verl_slurm.checkpoint.format.components import require_own
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
@@ -42,6 +37,7 @@ from verl_slurm.checkpoint.inspect.compare import torch_environment
 from verl_slurm.checkpoint.inspect.contents import known_manifest
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.dataset.fingerprint.record import fingerprint
 
 __all__ = [
@@ -154,7 +150,7 @@ def export(
     require_packages("torch", "transformers", "safetensors", wanted_by="export")
     # Resolve the parent's links, not `out` itself: a rename would replace a link.
     out = wish.out.parent.resolve() / wish.out.name
-    _require_free(out, directory)
+    require_free(out, directory, "an export")
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
     require_own(manifest, directory)
@@ -173,7 +169,7 @@ def export(
     if wish.is_first_model:
         progress(Progress(phase="model"))
         _require_first_model(wish.model, verdict.manifest)
-    with _staged(out) as staging:
+    with whole_output(out, "the export") as staging:
         # With the digest the child refuses a checkpoint that was exchanged after the verification.
         peak = _fill(directory, verdict.manifest.digest, staging, wish, progress, key_file)
         _record(staging, verdict.manifest, wish)
@@ -298,68 +294,6 @@ def _record(staging: Path, manifest: Manifest, wish: Wish) -> None:
     del how["out"], how["is_first_model"]
     text = json.dumps({"checkpoint": origin, "export": how}, indent=1, sort_keys=True)
     (staging / RECORD).write_text(text + "\n")
-
-
-def _require_free(out: Path, checkpoint: Path) -> None:
-    """Refuses a place that holds something, or that lies in a checkpoint or among those of a run.
-
-    Raises:
-        PermissionRefused: it is such a place.
-        NotFound: its parent directory does not exist.
-    """
-    home = checkpoint.resolve()
-    # The parents as well: a file anywhere in a checkpoint makes it unverifiable.
-    places = {home} | ({home.parent} if home.parent.name == "checkpoints" else set())
-    if places & {out, *out.parents}:
-        raise PermissionRefused(
-            "an export has no place among checkpoints", where=out, remedy="choose --out outside the run"
-        )
-    if not out.parent.is_dir():
-        raise NotFound(
-            "the directory to export into is not there", where=out.parent, remedy=f"mkdir -p {out.parent}"
-        )
-    # A link to an empty directory is refused, too: the rename would replace the link.
-    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise PermissionRefused(
-            "something is in the way of the export",
-            where=out,
-            expected="nothing, or an empty directory",
-            remedy="choose another --out, or remove it",
-        )
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[Path]:
-    """Yields a directory that becomes `out` when the body succeeds, and is removed when it fails. Runs in the main
-    thread.
-
-    Raises:
-        PermissionRefused: an OSError of the body or of the rename, as one line.
-    """
-
-    def stop(_number: int, _frame: FrameType | None) -> NoReturn:
-        raise KeyboardInterrupt
-
-    # Beside `out`, not in /tmp: only within a file system is a rename one step.
-    staging = out.parent / f".{out.name}.{secrets.token_hex(4)}.export.tmp"
-    # SIGTERM (a batch job's end) would end Python without running `finally`.
-    former = signal.signal(signal.SIGTERM, stop)
-    try:
-        # Private: weights may be more than others are to see.
-        staging.mkdir(mode=0o700)
-        yield staging
-        rename(staging, out)
-    except OSError as error:
-        raise PermissionRefused(
-            "the export could not be written",
-            where=error.filename or out,
-            found=error.strerror or error,
-            remedy="make room, or choose another --out",
-        ) from error
-    finally:
-        # After the rename the name is gone, and nothing is removed.
-        shutil.rmtree(staging, ignore_errors=True)
-        signal.signal(signal.SIGTERM, former)
 
 
 def _make_durable(staging: Path) -> tuple[int, int]:

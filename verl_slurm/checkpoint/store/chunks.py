@@ -29,7 +29,7 @@ from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
-from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher
+from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, reading_hasher
 from verl_slurm.checkpoint.store.tree import open_below
 
 __all__ = [
@@ -182,13 +182,13 @@ def read_checked(
         on_problem: called with the path and its fault, or the error; from any thread, one at a time.
         from_medium: bypass the page cache where possible.
         bytes_per_s: one thread, which pauses so as to read no faster; None: no limit.
-        hasher: default: the process's.
+        hasher: default: `reading_hasher`.
     """
     # Two per core: the disk has work while the cores have (on 2 cores 1.14 × a plain read; one per core: 1.81 ×).
     threads = 1 if bytes_per_s else threads or 2 * num_threads()
     if hasher is None:
         few = sum(reading.entry.size for reading in readings) < FEWEST * CHUNK_BYTES
-        hasher = Hasher() if few else process_hasher()
+        hasher = Hasher() if few else reading_hasher()
     # `settled` may run the work twice. hashlib has agreed to each of these faults, so they stand.
     bad: set[str] = set()
 

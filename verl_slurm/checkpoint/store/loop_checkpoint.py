@@ -38,7 +38,7 @@ from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.dataset.fingerprint import record as fingerprint
 
-__all__ = ["LoopSave", "clear_work", "commit_tree", "require_guest", "sweep_work"]
+__all__ = ["LoopSave", "clear_work", "commit_tree", "for_ranks", "require_guest", "sweep_work"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +158,19 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
             remedy=f"go on with distributed.dp_size={manifest.world_size}",
         )
     return manifest
+
+
+def for_ranks(paths: RunPaths, name: str, world_size: int) -> Path:
+    """Returns the directory of checkpoint `name` for so many ranks: that of a start's copy (`RunPaths.resharded`) if
+    the checkpoint itself is of another number.
+
+    Raises:
+        CheckpointCorrupt, SchemaMismatch, OSError: `checkpoint.store.verify.read_manifest`.
+    """
+    saved, divided = paths.checkpoints / name, paths.resharded.checkpoints / name
+    # Where there is no copy, `require_guest` refuses the checkpoint itself, with both numbers.
+    other = read_manifest(saved).world_size != world_size and divided.is_dir()
+    return divided if other else saved
 
 
 def clear_work(paths: RunPaths, epoch: int) -> Path:

@@ -33,6 +33,9 @@ _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [
 @click.option("--node", type=Whole(min=0), help="What the ranks of this node (0, 1, ...) print.")
 @click.option("--rank", type=Whole(min=0), help="The same, of the node that has this rank.")
 @click.option("--agent", is_flag=True, help="With --node: what the daemon's agent there saw and did instead.")
+@click.option(
+    "--service", metavar="NAME", help="What a service prints; with --node N, on its N-th node, from 0."
+)
 @click.option("--all", "list_all", is_flag=True, help="List the log files instead.")
 @json_option
 def logs(
@@ -42,6 +45,7 @@ def logs(
     node: int | None,
     rank: int | None,
     agent: bool,
+    service: str | None,
     list_all: bool,
     as_json: bool,
 ) -> int:
@@ -58,6 +62,8 @@ def logs(
     # All ranks of a node print into one file, so a rank stands for its node.
     if rank is not None:
         node = _node_of(run, rank)
+    if service is not None and (agent or rank is not None):
+        raise click.UsageError("--service goes with --node at most")
     if agent and node is None:
         raise click.UsageError("--agent wants --node N: there is one agent a node")
     if list_all:
@@ -73,7 +79,7 @@ def logs(
 
         def newest() -> Path | None:
             try:
-                return _newest(run, node, agent)
+                return _newest(run, node, agent, service)
             except NotFound:
                 # The ranks of a start that has just begun have printed nothing yet; -f waits for them.
                 return None
@@ -82,7 +88,7 @@ def logs(
         for path, line in follow_newest(run.logs, newest, num_lines):
             show(path, line)
         return ExitCode.OK
-    path = _newest(run, node, agent)
+    path = _newest(run, node, agent, service)
     with _opened(path) as file:
         if num_lines is not None:
             file.seek(_last_lines(file, num_lines))
@@ -150,20 +156,23 @@ def _node_of(run: RunPaths, rank: int) -> int:
     return rank // shape.ranks_per_node
 
 
-def _newest(run: RunPaths, node: int | None, agent: bool) -> Path:
-    if node is None:
+def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -> Path:
+    if node is None and service is None:
         path = _lead_log(run)
         if path.exists():
             return path
         raise NotFound(
             "the job has printed nothing yet", where=path, remedy=f"see `verl-slurm status {run.root}`"
         )
-    suffix = f".node_{node:04d}.{'agent.' if agent else ''}log"
+    suffix = f".node_{node or 0:04d}.{'agent.' if agent else ''}log"
+    who = "agent has written" if agent else "ranks have printed"
+    if service is not None:
+        suffix, who = f".service_{service}.{node or 0:04d}.log", "service of this name has printed"
     mine = [path for path in _rank_logs(run) if path.name.endswith(suffix)]
     if mine:
         return max(mine)  # epoch and generation are in the name, with leading zeros
     raise NotFound(
-        "no agent has written there" if agent else "no ranks have printed there",
+        f"no {who} there",
         where=run.logs,
         expected=f"a file that ends in {suffix}",
         remedy=f"`verl-slurm logs --all {run.root}` lists what there is",

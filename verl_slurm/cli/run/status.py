@@ -65,6 +65,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts, outages = _facts(run, events), Outages(events)
     facts["step"] = _step_of(facts)
     facts["reward"] = _reward_in_force(run, facts["step"])
+    facts["code"] = _code_words(run, events)
     facts["interruptions"] = interruption_facts(outages, now)
     facts["steps"] = last_steps(run, num_steps) if num_steps else []
     if as_json:
@@ -86,8 +87,12 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
         counts = (snapshot.get("attempt"), snapshot.get("requeues"), snapshot.get("restart"))
         rows.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
+        if slow := snapshot.get("stragglers"):
+            rows.append(("stragglers", ", ".join(map(str, slow))))
+    rows += [("code", line) for line in facts["code"]]
     if facts["reward"] is not None:
         rows.append(("reward", _reward_words(facts["reward"])))
+    rows += [(f"service {place}", said) for place, said in snapshot.get("services", {}).items()]
     verified = snapshot.get("last_checkpoint")
     hidden = run.checkpoints.exists() and not os.access(run.checkpoints, os.R_OK)
     rows.append(
@@ -171,6 +176,26 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
         "outcome": ended.outcome if ended is not None and ended.is_final else None,
         "ended": None if ended is None else story.tell(ended),
     }
+
+
+def _code_words(run: RunPaths, events: "list[Event]") -> list[str]:
+    """Describes the code that the attempts run, and what the newest of them was warned of."""
+    from verl_slurm.journal.events import Started, Submitted, Warned
+    from verl_slurm.program.record import read_record
+
+    try:
+        record = read_record(run, to_look=True)
+    # A file that cannot be read costs this line of the answer, and not the others.
+    except (OSError, VerlSlurmError) as error:
+        return [f"unknown: {error}"]
+    lines = [] if record is None else record.lines()
+    # Of the newest attempt: a later one may have found the former packages again.
+    for event in reversed(events):
+        if isinstance(event, Warned) and event.topic in ("code", "packages"):
+            lines.append(f"WARNING, {event.topic}: {event.text}")
+        if isinstance(event, Started | Submitted):
+            break
+    return lines
 
 
 def _step_of(facts: dict[str, Any]) -> int:

@@ -76,6 +76,11 @@ class _WithVerlWords(click.Command):
     type=Whole(min=1, max=1000),
     help="With --sweep: so many of them at the same time; Slurm holds the others back.",
 )
+@click.option(
+    "--code",
+    type=click.Choice(["run", "new"]),
+    help="If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
+)
 @click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
 @click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
 @json_option
@@ -90,6 +95,7 @@ def submit(
     prepare_only: bool,
     sweep: bool,
     at_once: int | None,
+    code: Literal["run", "new"] | None,
     force_resume: bool,
     yes: bool,
     as_json: bool,
@@ -115,8 +121,10 @@ def submit(
     if at_once is not None and not sweep:
         raise click.UsageError("--at-once is for a --sweep: a run alone is one job.")
     if sweep:
-        if wait or prepare_only or force_resume:
-            raise click.UsageError("--sweep goes with neither --wait, --prepare-only nor --force-resume.")
+        if wait or prepare_only or force_resume or code:
+            raise click.UsageError(
+                "--sweep goes with neither --wait, --prepare-only, --code nor --force-resume."
+            )
         from verl_slurm.cli.run.sweep import submit_sweep
 
         return submit_sweep(
@@ -142,6 +150,7 @@ def submit(
         # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
         cluster="slurm" if prepare_only else cluster,
         ask_slurm=not prepare_only,
+        code=code,
     )
     if dry_run:
         # Nothing is recorded, so nobody has to be asked: the changes are shown.
@@ -173,8 +182,9 @@ def submit(
         kind = "a new run" if done.new_run else "goes on"
         render.fields(
             [
-                ("job", f"{done.job_id} {where}, {counted(plan.config.distributed.nodes, 'node')}, {kind}"),
+                ("job", f"{done.job_id} {where}, {counted(plan.config.all_nodes, 'node')}, {kind}"),
                 *plan.inputs,
+                *(("code", line) for line in plan.code.lines()),
                 ("run directory", done.run_dir),
                 ("follow it", f"verl-slurm watch {done.run_dir}"),
                 ("its state", f"verl-slurm status {done.run_dir}"),
@@ -203,6 +213,7 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
                 "new_run": plan.new_run,
                 "resumes_from": plan.resumes_from,
                 "inputs": dict(plan.inputs),
+                "code": [msgspec.to_builtins(tree) for tree in plan.code.record.trees],
                 "checked": _checked(plan),
                 "notes": plan.notes,
                 "script": text,

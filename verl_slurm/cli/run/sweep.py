@@ -10,6 +10,7 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
+    from verl_slurm.submit.checks.code import TreesRead
     from verl_slurm.submit.plan import SubmissionPlan
     from verl_slurm.submit.sweep import SweptRun
 
@@ -83,6 +84,7 @@ def _plans(
     from verl_slurm.submit.submission import plan_submission
 
     plans: list[SubmissionPlan] = []
+    trees: TreesRead = {}  # read once, so that all runs have the same code
     for number, run in enumerate(runs):
         written = load(config, run.words, verl, complete=True)
         # Below the directory that the configuration names: so they are a group to `list` and `watch`.
@@ -96,7 +98,7 @@ def _plans(
             )
         name = f"{written.name}-{run.label}"[:64]
         own = [f"name={name}", f"run_dir={above / run.label}"]
-        plans.append(plan_submission(config, [*run.words, *own], verl=verl, cluster=cluster))
+        plans.append(plan_submission(config, [*run.words, *own], verl=verl, cluster=cluster, trees=trees))
         if number == 0 and plans[0].cluster != "slurm":
             raise ConfigError(
                 "a sweep needs Slurm",

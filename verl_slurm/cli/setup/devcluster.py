@@ -9,7 +9,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import Whole
+from verl_slurm.cli.options import ParamType, Whole
 from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class _Group(click.Group):
             )
 
 
-class _Gpus(click.ParamType[int | str]):
+class _Gpus(ParamType[int | str]):
     name = "auto|N"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
@@ -70,8 +70,9 @@ def _say(as_json: bool, value: msgspec.Struct | dict[str, Any], text: str) -> No
 def command() -> None:
     """A real Slurm cluster of several nodes on this machine, in one private directory.
 
-    Real munged, slurmctld and one slurmd a node, as root or as anyone, beside any cluster that is there
-    already. Jobs go to the partition `preemptible`; those in `urgent` preempt them, as on a big cluster.
+    Real munged, slurmctld and one slurmd a node, as root or as anyone, in a container or not, beside any
+    cluster that is there already. Jobs go to the partition `preemptible`; those in `urgent` preempt them, as on
+    a big cluster. It takes no systemd, no cgroups and no privileges.
 
     \b
     verl-slurm devcluster start
@@ -80,13 +81,37 @@ def command() -> None:
     verl-slurm devcluster preempt JOB         # JOB: the number that submit printed
     verl-slurm devcluster stop                # ends everything on it, jobs too
 
-    Needs the Debian/Ubuntu packages slurm-wlm and munge (installed, not running).
+    Other clusters to try things on:
+
+    \b
+    verl-slurm devcluster start --gpus 2                   # jobs that ask for GPUs start; there need be none
+    verl-slurm devcluster start --cpus 8 --mem-mb 16000    # jobs share nodes, as far as both suffice
+    verl-slurm devcluster start --accounting               # sacct, priorities, and a QOS that preempts another
+    sbatch --qos=urgent --nodes=4 --exclusive --wrap "sleep 10"
+
+    Needs the Debian/Ubuntu packages slurm-wlm and munge (installed, not running), and --accounting also
+    slurmdbd and mariadb-server-core. docs/devcluster.md has more.
     """
 
 
 @command.command("start")
 @_DIR
 @click.option("--nodes", type=int, default=4, show_default=True, help="How many nodes.")
+@click.option(
+    "--cpus",
+    "cpus_per_node",
+    type=int,
+    default=2,
+    show_default=True,
+    help="CPUs of each node. Slurm counts them; the machine need not have them.",
+)
+@click.option(
+    "--mem-mb",
+    "mem_mb_per_node",
+    type=int,
+    default=None,
+    help="Memory of each node in MB, counted like --cpus. [default: all nodes share nine tenths of the machine's]",
+)
 @click.option(
     "--grace",
     "grace_s",
@@ -134,15 +159,27 @@ def command() -> None:
     "have for every node: counted only, so that jobs which ask for GPUs start; they find none.",
 )
 @click.option(
+    "--plugstack",
+    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
+    default=None,
+    help="A file of plugins for srun and slurmd, as Slurm's plugstack.conf; e.g. Pyxis.",
+)
+@click.option(
     "--user-signal/--no-user-signal",
     "send_user_signal",
     default=True,
     show_default=True,
     help="Warn the batch process at a preemption (`sbatch --signal=B:..`); without, steps get TERM at once.",
 )
+@click.option(
+    "--accounting",
+    is_flag=True,
+    help="With slurmdbd and MariaDB: `sacct` answers, jobs have priorities, and jobs of the QOS `urgent` preempt those "
+    "of `normal`. Needs the packages slurmdbd and mariadb-server-core, too.",
+)
 @_JSON
 def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
-    """Start the cluster and wait until all nodes are idle (a second or two).
+    """Start the cluster and wait until all nodes are idle (a second or two; some 15 s with --accounting).
 
     Does nothing if it runs already, whatever the options: stop it first to change them.
     """
@@ -160,11 +197,13 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
         ) from error
     cluster = DevCluster(directory)
     status = cluster.start(options)
+    head = f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up"
+    facts = _gpus(status, asked=options.gpus) + _accounting(status)
     _say(
         as_json,
         status,
-        f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up after {status.seconds:.1f} s "
-        f"in {status.directory}\n{_gpus(status)}To use it in this shell:  {_exports(cluster.env())}",
+        f"{head} after {status.seconds:.1f} s in {status.directory}\n{facts}"
+        f"To use it in this shell:  {_exports(cluster.env())}",
     )
 
 
@@ -192,7 +231,8 @@ def _status(directory: Path | None, as_json: bool) -> None:
     status = DevCluster(directory).status()
     lines = [f"{name}  {state}" for name, state in status.nodes.items()]
     head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
-    _say(as_json, status, "\n".join([f"{head} {status.directory}", *lines, _gpus(status)]))
+    facts = _gpus(status) + _accounting(status)
+    _say(as_json, status, "\n".join([f"{head} {status.directory}", *lines, facts]))
 
 
 @command.command("preempt")
@@ -268,13 +308,17 @@ def _env(directory: Path | None, as_json: bool) -> None:
     _say(as_json, env, _exports(env))
 
 
-def _gpus(status: "ClusterStatus") -> str:
+def _gpus(status: "ClusterStatus", *, asked: int | str = 0) -> str:
     """Returns a line about the GPUs, or nothing without any."""
     if not status.gpus:
-        return ""
+        return "no GPU is granted: this machine has none\n" if asked == "auto" else ""
     each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())
     kind = "GPUs of this machine" if status.gpus_are_real else "GPUs that are counted and not there"
     return f"{kind}: {each}\n"
+
+
+def _accounting(status: "ClusterStatus") -> str:
+    return "accounting: jobs of the QOS urgent preempt those of normal\n" if status.accounting else ""
 
 
 def _exports(env: dict[str, str]) -> str:

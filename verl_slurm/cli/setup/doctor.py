@@ -132,8 +132,9 @@ async def _ask_slurm(
 ) -> "list[Finding]":
     from verl_slurm.base.paths import RunPaths
     from verl_slurm.checkpoint.store.catalog import list_checkpoints
-    from verl_slurm.doctor import bad
+    from verl_slurm.doctor import bad, warn
     from verl_slurm.doctor.cluster_rules import judge_cluster
+    from verl_slurm.health.bad_nodes import folder, recall
     from verl_slurm.slurm.client import SlurmClient
     from verl_slurm.submit.checks.deadlines import save_time
     from verl_slurm.submit.checks.preflight import partition_complaint
@@ -146,6 +147,13 @@ async def _ask_slurm(
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
     # The duration of a save is the one that `submit` judges deadlines by.
     findings = judge_cluster(conf, facts, config, save_time(config, paths, committed))
+    bad_nodes = recall(conf.get("ClusterName", ""))
+    place = folder(conf.get("ClusterName", ""))
+    findings += [
+        warn("bad node", node.told, f"your runs avoid it; rm {place / node.node}.json lets them use it again")
+        for node in bad_nodes.nodes
+    ]
+    findings += [warn("bad node", problem, "this record is passed over") for problem in bad_nodes.problems]
     # Before the drill, since such a partition can never run its job.
     if complaint := partition_complaint(config, facts):
         return [

@@ -35,6 +35,8 @@ _PLAIN = {
     "cancel": "the job was cancelled",
     "requeued": "somebody requeued the job in Slurm",
     "reclaimed": "the cloud takes a node back",
+    "bad_node": "a node is not fit for ranks",
+    "service": "a service that the run needs cannot be started again",
     "operator": "an operator asked for a save",
     "operator_requeue": "an operator asked for a requeue",
 }
@@ -202,6 +204,9 @@ def _words(event: ev.Event) -> str:
             return f"goes on with changed data, as asked: {', '.join(counts)}"
         case ev.Adopted(checkpoints=names, source=source):
             return f"{', '.join(names) or 'checkpoints'} taken over from {source}"
+        case ev.Resharded(name=name, before=before, after=after, seconds=seconds):
+            took = "" if seconds is None else f" in {seconds} s"
+            return f"{name} of {before} ranks divided among {after}{took}; every tensor is the same"
         # saves
         case ev.Save(stop=stop):
             return f"asked the ranks to save and {'stop' if stop else 'go on'}"
@@ -225,6 +230,16 @@ def _words(event: ev.Event) -> str:
             return f"leaves WITHOUT a verified save{_colon(reason)}"
         case ev.Scrubbed(name=name, good=good, detail=detail):
             return f"scrub of {name}: {'good' if good else f'BAD: {detail}'}"
+        # services
+        case ev.ServiceStarted(service=service, node=node, address=address):
+            return f"service {service} starts on {node}, as {address}"
+        case ev.ServiceReady(service=service, node=node, seconds=seconds):
+            return f"service {service} on {node} is ready after {seconds} s"
+        case ev.ServiceEnded(service=service, node=node, detail=detail, restarts=restarts, budget=budget):
+            return f"service {service} on {node} ENDED, restart {restarts} of {budget}{_colon(detail)}"
+        case ev.ServiceFailed(service=service, node=node, detail=detail, needed=needed):
+            then = "the run needs it" if needed else "the run goes on without it"
+            return f"service {service} on {node} is NOT started again, {then}{_colon(detail)}"
         # tiers
         case ev.TierCopied(name=name, tier=tier, reason=reason):
             return f"{name} is in tier {tier}{_colon(reason)}"

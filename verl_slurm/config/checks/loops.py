@@ -41,15 +41,14 @@ def guest_complaints(config: RunConfig) -> Iterator[Complaint]:
         )
     if trainer.backend != "verl" and trainer.entry != "ppo":
         yield Complaint("trainer.entry", trainer.entry, "only trainer.backend: verl reads it", "remove it")
-    if trainer.backend == "command" and not trainer.command:
+    if trainer.backend in ("command", "ray") and not trainer.command:
         yield Complaint(
             "trainer.command", "[]", "what is to run", 'e.g. trainer.command: [train.py, --lr, "1e-4"]'
         )
-    if trainer.backend != "command" and trainer.command:
+    if trainer.command and (trainer.backend, trainer.entry) in (("native", "ppo"), ("verl", "sft")):
         found = f"{' '.join(trainer.command)}, and trainer.backend={trainer.backend}"
-        yield Complaint(
-            "trainer.command", found, "trainer.backend: command, which reads it", "set it, or remove it"
-        )
+        reads = "trainer.backend: command, ray, or verl with entry ppo, which read it"
+        yield Complaint("trainer.command", found, reads, "set it, or remove it")
     if trainer.is_guest:
         yield from _not_read(config)
 

@@ -1,12 +1,12 @@
 """Checks what a run sets up for its ranks: modules, a Python, commands, variables. Pure."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["rank_environment_complaints"]
+__all__ = ["rank_environment_complaints", "variable_complaints"]
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/=@:-]{0,127}")
@@ -49,26 +49,41 @@ def rank_environment_complaints(config: RunConfig) -> Iterator[Complaint]:
                 "one of them: an image brings its own Python",
                 "remove it, and name the image's Python by slurm.container.python",
             )
-    for name, value in config.env.items():
-        yield from _variable("env", name)
+    yield from variable_complaints("", config.env, config.env_from_files)
+
+
+def variable_complaints(
+    place: str, env: Mapping[str, str | int], env_from_files: Mapping[str, str]
+) -> Iterator[Complaint]:
+    """Yields what is wrong with an `env` and its `env_from_files`.
+
+    Args:
+        place: the section that they are in; empty: they are the ranks'.
+    """
+    prefix = f"{place}." if place else ""
+    plain, secret = f"{prefix}env", f"{prefix}env_from_files"
+    for name, value in env.items():
+        yield from _variable(plain, name)
         if "\0" in str(value):
-            yield Complaint(f"env.{name}", "a text with a zero byte", "text", "remove it")
+            yield Complaint(f"{plain}.{name}", "a text with a zero byte", "text", "remove it")
         elif _SECRET.fullmatch(name) and value != "":
             # The value is not shown: whoever reads the error may not be who may know it.
             yield Complaint(
-                f"env.{name}",
+                f"{plain}.{name}",
                 "a value whose name says that it is a secret",
                 "a file with mode 0600 that holds it: run.yaml and checkpoints keep what stands here",
-                f"env_from_files: {{{name}: PATH}}",
+                f"{secret}: {{{name}: PATH}}",
             )
-    for name, path in config.env_from_files.items():
-        yield from _variable("env_from_files", name)
+    for name, path in env_from_files.items():
+        yield from _variable(secret, name)
         if not path.strip() or not path.isprintable():
             yield Complaint(
-                f"env_from_files.{name}", repr(path), "a path", "give the path of a file with mode 0600"
+                f"{secret}.{name}", repr(path), "a path", "give the path of a file with mode 0600"
             )
-        if name in config.env:
-            yield Complaint(f"env.{name}", "a value, and one in env_from_files", "one of them", "remove one")
+        if name in env:
+            yield Complaint(
+                f"{plain}.{name}", "a value, and one in env_from_files", "one of them", "remove one"
+            )
 
 
 def _variable(key: str, name: str) -> Iterator[Complaint]:

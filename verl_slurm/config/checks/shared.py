@@ -8,15 +8,18 @@ from pathlib import Path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.checks import Complaint
+from verl_slurm.config.checks.containers import container_complaints
 from verl_slurm.config.checks.hooks import hook_complaints
 from verl_slurm.config.checks.loops import guest_complaints
+from verl_slurm.config.checks.options import OWN_OPTIONS, option_complaints
 from verl_slurm.config.checks.rank_environment import rank_environment_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
+from verl_slurm.config.checks.services import service_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
-from verl_slurm.config.schema import ContainerConfig, ObservabilityConfig, RunConfig
+from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 
 __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_complaints"]
 
@@ -26,30 +29,6 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 # These words stand in #SBATCH lines: a blank would begin another option.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
-_LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
-# sbatch options that submit sets itself; a second value would contradict the daemon.
-OWN_OPTIONS = {
-    "array",
-    "cpus-per-task",
-    "error",
-    "export",
-    "gpus-per-node",
-    "job-name",
-    "mem",
-    "no-requeue",
-    "nodes",
-    "ntasks",
-    "ntasks-per-node",
-    "open-mode",
-    "output",
-    "parsable",
-    "requeue",
-    "signal",
-    "test-only",
-    "time",
-    "wait",
-    "wrap",
-}
 
 
 def check(config: RunConfig, source: str) -> None:
@@ -85,6 +64,8 @@ def complaints(config: RunConfig) -> list[Complaint]:
         _keys,
         _slurm,
         rank_environment_complaints,
+        service_complaints,
+        container_complaints,
     ]
     if not config.trainer.is_guest:
         # A guest's own program has batch sizes, sampling and reward. The order is that of the sections.
@@ -290,52 +271,13 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
     for key, word in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos)):
         if word is not None and not _WORD.fullmatch(word):
             yield Complaint(f"slurm.{key}", repr(word), "one word", f"see `sinfo` or ask for a valid {key}")
-    for option, value in slurm.extra.items():
+    for option in slurm.extra:
         # Ours first: for these the reason is another than the spelling.
         if option in OWN_OPTIONS:
             yield Complaint(
                 f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
             )
-        elif not _LONG_OPTION.fullmatch(option):
-            yield Complaint(
-                f"slurm.extra.{option!r}",
-                "not an option",
-                "sbatch's long name without dashes",
-                "e.g. constraint",
-            )
-        elif isinstance(value, str) and not value.isprintable():
-            # A line break would end the #SBATCH line and start a command of its own.
-            yield Complaint(f"slurm.extra.{option}", repr(value), "one line of text", "remove the line break")
-    if slurm.container is not None:
-        yield from _container(config, slurm.container)
-
-
-def _container(config: RunConfig, container: ContainerConfig) -> Iterator[Complaint]:
-    image = container.image
-    # A leading dash would be an option of the container's runtime.
-    if not image.strip() or not image.isprintable() or image.startswith("-"):
-        yield Complaint(
-            "slurm.container.image", repr(image), "a path or a name", "e.g. /images/verl-slurm.sif"
-        )
-    if not container.python.strip() or not container.python.isprintable() or container.python.startswith("-"):
-        yield Complaint("slurm.container.python", repr(container.python), "a program", "e.g. python3")
-    # The runtime reads `,` and `:` as separators, and mounts something else.
-    for place in container.binds:
-        if not place.startswith("/") or not place.isprintable() or set(place) & set(",:"):
-            yield Complaint(
-                "slurm.container.binds",
-                repr(place),
-                "an absolute path without `,` and `:`",
-                "runtimes read those as separators: choose another path",
-            )
-    # The run's directory is bound into the container, too.
-    if set(config.run_dir) & set(",:"):
-        yield Complaint(
-            "run_dir",
-            repr(config.run_dir),
-            "a path without `,` and `:` where there is a container",
-            "runtimes read those as separators: choose another path",
-        )
+    yield from option_complaints("slurm.extra", slurm.extra)
 
 
 _FIRST_FREE_PORT = 1024

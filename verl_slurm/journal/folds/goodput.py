@@ -31,6 +31,8 @@ RESTART_CAUSES = (
     "time_limit",
     "node_lost",
     "reclaimed",
+    "bad_node",
+    "service",
     "requeued",
     "crash",
     "hang",

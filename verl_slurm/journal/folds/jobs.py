@@ -159,7 +159,7 @@ def _of_array(events: Iterable[Event], job_id: str | None, array: str | None) ->
 def avoided_nodes(
     events: Iterable[Event], new: Collection[str], now: datetime, for_s: float
 ) -> tuple[str, ...]:
-    """The nodes to name to Slurm, sorted.
+    """The nodes to name to Slurm, the newest first, and by name among those of one event.
 
     Args:
         new: nodes found out just now.
@@ -167,8 +167,8 @@ def avoided_nodes(
         for_s: how long a node stays away.
     """
     # 0 switches it off.
-    nodes = set(new) if for_s > 0 else set()
-    for event in events:
+    nodes = dict.fromkeys(sorted(new) if for_s > 0 else ())
+    for event in reversed(list(events)):
         if not isinstance(event, Avoid):
             continue
         try:
@@ -176,5 +176,5 @@ def avoided_nodes(
         except (ValueError, TypeError):
             continue  # damaged, or without a time zone
         if age_s < for_s:
-            nodes.update(event.nodes)
-    return tuple(sorted(nodes))
+            nodes |= dict.fromkeys(sorted(event.nodes))
+    return tuple(nodes)

@@ -32,7 +32,17 @@ from verl_slurm.journal.events import (
 __all__ = ["Outage", "Outages"]
 
 _ENDING = frozenset(
-    {"preemption", "time_limit", "requeued", "node_lost", "failed", "operator_requeue", "reclaimed"}
+    {
+        "preemption",
+        "time_limit",
+        "requeued",
+        "node_lost",
+        "failed",
+        "operator_requeue",
+        "reclaimed",
+        "bad_node",
+        "service",
+    }
 )
 """Causes (`slurm.cause.CauseKind`) that end an attempt which is to go on. A cancel is not to go on."""
 

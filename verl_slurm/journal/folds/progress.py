@@ -15,17 +15,17 @@ from verl_slurm.journal.events import (
     Training,
 )
 
-__all__ = ["failed_starts", "stranger_restarts", "stuck_restarts"]
+__all__ = ["failed_starts", "stranger_restarts", "stuck_restarts", "unfit_starts"]
 
 
 def stuck_restarts(events: Iterable[Event]) -> int:
     """How many restarts in a row, up to now, came to nothing: nothing new to show, and ended by a fault.
 
     A restart's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger); one was
-    fruitless where a later one starts from the same. Faults are crashes, a lead that was killed (`orphaned`), and a
-    time limit that came before the ranks trained. A preempted or requeued restart is no fault. An attempt that storage
-    stopped is counted by `failed_starts`, a restart that met a stranger by `stranger_restarts`. A new submission
-    resets the count.
+    fruitless where a later one starts from the same. Faults are crashes, a lead that was killed (`orphaned`), a
+    service that could not be started again, and a time limit that came before the ranks trained. A preempted or
+    requeued restart is no fault. An attempt that storage stopped is counted by `failed_starts`, a restart that met a
+    stranger by `stranger_restarts`. A new submission resets the count.
     """
     return _fruitless(events)[0]
 
@@ -53,9 +53,24 @@ def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
                 strangers += 1
             case Crash() | Orphaned():
                 stuck += 1
+            # Whether the ranks trained or not: a service may fail at the first request of each attempt.
+            case Cause(cause="service"):
+                stuck += 1
             case Cause(cause="time_limit") if not trained:
                 stuck += 1
     return stuck, strangers
+
+
+def unfit_starts(events: Iterable[Event]) -> int:
+    """How many attempts in a row, up to now, ended before any training because a node failed a check."""
+    unfit = 0
+    for event in events:
+        match event:
+            case Submitted() | Training():
+                unfit = 0
+            case Cause(cause="bad_node"):
+                unfit += 1
+    return unfit
 
 
 def failed_starts(events: Iterable[Event], job_id: str, requeues: int) -> int:

@@ -13,8 +13,11 @@ __all__ = ()
 
 try:
     from verl_slurm.rendezvous.everywhere import install_everywhere
+    from verl_slurm.wire.stacks import answer_with_stacks
 
     install_everywhere()
+    # At a hang the daemon asks workers and engines, too, and not the driver alone.
+    answer_with_stacks()
 except BaseException as error:  # noqa: BLE001
     sys.stderr.write(f"{type(error).__name__}: {error}\n")
     sys.stderr.flush()

@@ -21,8 +21,10 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.program.programs import file_of_verl
 from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.checks.rank_environment import find_python
+from verl_slurm.submit.checks.services import absolute_service
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import input_keys
 
@@ -118,13 +120,21 @@ def absolute(config: RunConfig, places: Places | Path) -> RunConfig:
     verl = _absolute_of_verl(config, places)
     secrets = {name: path(f"env_from_files.{name}", text) for name, text in config.env_from_files.items()}
     hooks = _absolute_of_hooks(config.hooks, places)
-    slurm = config.slurm
+    services = {name: absolute_service(name, one, places) for name, one in config.services.items()}
+    slurm, code = config.slurm, config.code
+    if code.tree not in (None, "auto"):
+        code = replace(code, tree=path("code.tree", code.tree))
     if slurm.python is not None:
         slurm = replace(slurm, python=find_python(slurm.python, places))
+    if slurm.container is not None and slurm.container.is_file:
+        image = path("slurm.container.image", slurm.container.image)
+        slurm = replace(slurm, container=replace(slurm.container, image=image))
     return replace(
         config,
+        code=code,
         env_from_files=secrets,
         hooks=hooks,
+        services=services,
         trainer=trainer,
         verl=verl,
         model=model,
@@ -148,17 +158,21 @@ def _absolute_of_hooks(hooks: HooksConfig, places: Places) -> HooksConfig:
 
 
 def _absolute_of_verl(config: RunConfig, places: Places) -> dict[str, Any]:
-    """Returns verl's words with existing relative paths of data and models made absolute: its workers run in another
-    directory.
+    """Returns verl's words with existing relative paths of data, models and code made absolute: its workers run in
+    another directory.
     """
     if config.trainer.backend != "verl":
         return config.verl
     # A copy: the configuration that the user wrote is shown and kept as it is.
     words, keys = dict(config.verl), input_keys(config.trainer.entry)
     # Hydra's `+key` adds what verl's own configuration does not have; it names the same place.
-    for name in [name for name in words if name.lstrip("+") in keys]:
-        value, key = words[name], f"verl.{name.lstrip('+')}"
-        if isinstance(value, list):
+    for name, value in config.verl.items():
+        key = f"verl.{name.lstrip('+')}"
+        if name.lstrip("+") not in keys:
+            # A file of code or settings, such as `custom_reward_function.path`.
+            if place := file_of_verl(value):
+                words[name] = value.removesuffix(place) + _if_there(key, place, places)
+        elif isinstance(value, list):
             words[name] = [_if_there(key, one, places) for one in value]
         else:
             words[name] = _if_there(key, value, places)
@@ -335,7 +349,7 @@ def check_guest(config: RunConfig) -> list[str]:
                 "no such program",
                 where=program[0],
                 expected="a Python file that the nodes see, too",
-                remedy="set trainer.command, or submit from where its path begins",
+                remedy="set trainer.command, submit from where its path begins, or with --code run take the run's copy",
             )
         checked.append("program")
     # A guest may have its data elsewhere, or none; what it names is fingerprinted, and so has to exist.

@@ -32,6 +32,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
 from verl_slurm.config.hooks import HOOKS
 from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.config.services import nodes_of_components
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
@@ -400,7 +401,9 @@ async def _ask(config: RunConfig) -> SlurmSays:
 
 def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
     """Returns why this partition can never run this job; empty: nothing speaks against it. Pure."""
-    nodes, limit_s = config.distributed.nodes, config.slurm.time_limit_min * 60
+    # Components of a heterogeneous job may go to another partition; sbatch --test-only judges those.
+    nodes = nodes_of_components(config.distributed.nodes, config.services)[0]
+    limit_s = config.slurm.time_limit_min * 60
     if facts.state != "UP":
         return f"its state is {facts.state}"
     if nodes > facts.total_nodes:

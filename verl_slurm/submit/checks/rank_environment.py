@@ -18,6 +18,7 @@ from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import read_private
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.runtimes import agents_inside
 from verl_slurm.slurm.rank_setup import python_of, setup_script
 from verl_slurm.submit.relative_paths import Places
 
@@ -111,7 +112,7 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str]) -> list[s
             )
     if config.env or config.env_from_files:
         checked.append(f"variables {', '.join([*config.env, *config.env_from_files])}")
-    if slurm.container is not None:
+    if agents_inside(config):
         return checked  # modules and commands are the image's
     for number, command in enumerate(slurm.setup):
         if problem := _bash(["-n", "-c", command]):

@@ -9,7 +9,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    SchemaMismatch,
+    VerlSlurmError,
+)
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -19,7 +25,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_files import weights_problem
 from verl_slurm.verl.composing import checked_settings
 from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings
-from verl_slurm.verl.layout import step_of, way_out
+from verl_slurm.verl.layout import is_distributed, step_of, way_out
 from verl_slurm.verl.overrides import (
     OwnSettings,
     Setting,
@@ -28,8 +34,9 @@ from verl_slurm.verl.overrides import (
     user_settings,
 )
 from verl_slurm.verl.releases import Entry, installed_verl, require_installed
+from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source_of
 
-__all__ = ["check_verl", "require_same_ranks"]
+__all__ = ["check_ranks", "check_verl"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
@@ -67,10 +74,10 @@ def check_verl(
     entry, said = config.trainer.entry, user_settings(config.verl)
     if not paths.run_yaml.exists():  # a run that has begun with one continues with it
         refuse_switches_as_text(said)
-    # Before anything is composed: no other setting helps a run whose shards were written by another number of ranks.
-    require_same_ranks(config, paths, committed)
-    checked, notes = ["verl's own settings"], []
-    if committed:
+    # Before anything is composed: no other setting helps a run whose shards these ranks cannot read.
+    divided = check_ranks(config, paths, committed)
+    checked, notes = ["verl's own settings"], [divided] if divided else []
+    if committed and not divided:
         checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
     if config.slurm.container is None:
         line, note = _installed(entry, ask_version or installed_verl)
@@ -99,11 +106,15 @@ def check_verl(
     return checked, notes
 
 
-def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
-    """Refuses another number of ranks: verl reads a checkpoint back with exactly as many ranks as wrote it.
+def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> str:
+    """Refuses a number of ranks among which the start could not divide the checkpoint; returns a note if it will.
+
+    verl reads a checkpoint back with exactly as many ranks as wrote it, so the start divides it (`verl.reshard`). Here
+    the same plan is made, of bytes that are not verified yet.
 
     Raises:
-        ConfigError: both numbers, and the way out.
+        ConfigError: the reason, and the way out.
+        NoRoom: there is none for the divided copy.
     """
     wanted = config.checkpoint.resume_from
     chosen: tuple[Path, int, int | None] | None = None
@@ -115,16 +126,33 @@ def require_same_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[C
         if (info := next(named, None)) is not None:
             chosen = paths.checkpoints / info.name, info.step, info.world_size
     if chosen is None:
-        return
+        return ""
     path, step, ranks = chosen
-    if ranks in (None, config.distributed.world_size):
-        return
-    raise ConfigError(
-        "verl cannot go on with another number of ranks",
-        where="distributed",
-        found=f"world size {config.distributed.world_size}, and {path.name} was saved with {ranks}",
-        expected=f"{ranks}",
-        remedy=way_out(path / f"global_step_{step}", config.trainer.entry, ranks),
+    now = config.distributed.world_size
+    if ranks in (None, now):
+        return ""
+    own = path / f"global_step_{step}"
+    try:
+        manifest = read_manifest(path)
+        plan = plan_source(source_of(path, manifest), now)
+        require_room(plan, paths.resharded.checkpoints)
+    except ConfigError as error:
+        # Megatron's has a merger of its own, which the error names.
+        megatron = is_distributed([entry.path for entry in manifest.files])
+        remedy = f"keep {ranks} ranks (distributed.dp_size={ranks}), or {error.remedy}"
+        raise ConfigError(
+            "verl cannot go on with this number of ranks",
+            where="distributed",
+            found=f"world size {now}, and {path.name} was saved with {ranks}: {error.found}",
+            expected=f"{ranks}",
+            remedy=remedy if megatron else way_out(own, config.trainer.entry, ranks),
+        ) from error
+    # The lead verifies every byte, sets a damaged one aside and says so.
+    except (CheckpointCorrupt, SchemaMismatch, OSError):
+        return ""
+    return (
+        f"{path.name} was saved by {counted(plan.before, 'rank')}: the start divides it among {now} "
+        f"({plan.num_bytes / 1e6:.1f} MB of tensors), and each of them stays the same (docs/verl.md)"
     )
 
 

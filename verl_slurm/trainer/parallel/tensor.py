@@ -82,8 +82,11 @@ def planned(base: nn.Module) -> dict[str, str]:
     if not plan:
         raise _refused(config, "no plan")
     found = {}
-    for name, _ in base.named_modules():
-        if (word := plan.get(_LAYER.sub(".*.", name))) is not None:
+    inside = {id(part) for layer in decoder_layers(base) for part in layer.modules()}
+    for name, part in base.named_modules():
+        # What newer plans say of the embedding is not read: `_cut_vocabulary` cuts it together with the head.
+        word = plan.get(_LAYER.sub(".*.", name)) if id(part) in inside else None
+        if word is not None:
             # A word that is not understood must not leave a projection whole on every rank.
             if word != _OF_HEADS and word not in _STYLES:
                 raise _refused(config, word)

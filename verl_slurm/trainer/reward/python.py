@@ -67,7 +67,7 @@ class PythonReward:
                 "the reward function raised",
                 where=self._name,
                 found=f"{type(error).__name__}: {error} at {place}",
-                remedy="correct it and submit the run again; it goes on from its newest checkpoint",
+                remedy="correct it, and submit the run again with --code new; it goes on from its newest checkpoint",
             )
             raised.place, raised.worked = f"{type(error).__name__} at {place}", self._worked
             raise raised from error

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.causal_lm import accepted, names
+from verl_slurm.config.families import REFUSED
 from verl_slurm.config.schema import Attention, RolloutConfig
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import copy_weights, load_causal_lm
@@ -70,12 +71,18 @@ def pick_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Te
     return tokens.squeeze(-1), logprobs.gather(-1, tokens).squeeze(-1)
 
 
+def _cache_argument(model: nn.Module) -> str | None:
+    """Returns the name by which a model takes its cache, or None: `cache` in newer releases of transformers."""
+    return next((name for name in ("cache", "past_key_values") if names(model, name)), None)
+
+
 def _plain_model(path: Path, dtype: str, attention: Attention, device: torch.device) -> Any:
     """Loads a Hugging Face model that only samples; Any, because its results have no types."""
     model: Any = load_causal_lm(path, dtype=dtype, attention=attention)
     # `generate` itself checks this before it makes such a cache. Few have one of their own (MiniMax, OLMo Hybrid).
-    # State-space models (Mamba) say yes, too, but take their state under another name.
-    if not (model._supports_default_dynamic_cache() and names(model, "past_key_values")):
+    # State-space models (Mamba) say yes, too, and newer releases give their state the cache's name.
+    usual = model._supports_default_dynamic_cache() and model.config.model_type not in REFUSED
+    if not (usual and _cache_argument(model)):
         raise ConfigError(
             "this model keeps what it has read in a form of its own, and rollout.engine=hf knows only the usual one",
             where="rollout.engine",
@@ -121,6 +128,7 @@ class HFRollout:
         device: torch.device | None = None,
     ) -> None:
         self._model = _plain_model(model_path, dtype, attention, device or torch.device("cpu"))
+        self._takes_cache_as = _cache_argument(self._model) or ""  # `_plain_model` has refused those without
         self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
 
     def sync(self, actor: nn.Module) -> None:
@@ -194,9 +202,9 @@ class HFRollout:
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
+                **{self._takes_cache_as: cache},
             )
             output = self._model(**words)
             tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)

@@ -1,0 +1,102 @@
+"""Names ranks that work longer than the others between two safe points. Pure: it is told of safe points.
+
+Ranks agree at each safe point, so all of them pass it together, and times between safe points are equal: the fast ones
+wait. What differs is the work: each rank reports the seconds that it has spent outside of that agreement
+(`Progress.own_s`). Ranks that wait for one another inside the work, in collectives of their models, share the time of
+the slowest, and cannot be told apart here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+__all__ = ["Straggler", "StragglerWatch"]
+
+_LEAST_SAFE_POINTS = 3
+_LEAST_S = 20.0
+"""A window has at least so many safe points, and so much work of the slowest rank: noise evens out."""
+_IN_A_ROW = 3
+"""Windows that begin, or end, what is told."""
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is slow, or was until now."""
+
+    rank: int
+    slow: bool
+    own_s: float
+    """Its work from one safe point to the next, in the newest window."""
+    others_s: float
+    """The median of the other ranks'."""
+
+    @property
+    def words(self) -> str:
+        compared = f"{self.own_s:.3g} s from safe point to safe point, the others {self.others_s:.3g} s"
+        if not self.slow:
+            return f"rank {self.rank} is as fast as the others again: {compared}"
+        return (
+            f"rank {self.rank} works {self.own_s / self.others_s:.1f} times as long as the others: {compared}"
+        )
+
+
+@dataclass
+class StragglerWatch:
+    """Watches the ranks of one restart.
+
+    Args:
+        factor: slow is a rank that works this many times as long as the median of the others. 0: nothing is told.
+        num_ranks: the ranks that report.
+    """
+
+    factor: float
+    num_ranks: int
+    _marks: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _newest: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _in_a_row: dict[int, int] = field(default_factory=dict)
+    _told: set[int] = field(default_factory=set)
+
+    def passed(self, rank: int, safe_points: int, own_s: float) -> list[Straggler]:
+        """Records a report of a rank; returns what is new.
+
+        Args:
+            safe_points: that it has passed in this restart.
+            own_s: seconds of work since its first one, in all.
+        """
+        if not self.factor or self.num_ranks < 2:
+            return []
+        self._newest[rank] = (safe_points, own_s)
+        # A window begins where all ranks train; loading and warming up belong to none.
+        self._marks.setdefault(rank, (safe_points, own_s))
+        if len(self._newest) < self.num_ranks:
+            return []
+        spans = {
+            one: (points - self._marks[one][0], own - self._marks[one][1])
+            for one, (points, own) in self._newest.items()
+        }
+        if min(points for points, _ in spans.values()) < _LEAST_SAFE_POINTS:
+            return []
+        if max(own for _, own in spans.values()) < _LEAST_S:
+            return []
+        self._marks = dict(self._newest)
+        return self._judge({one: own / points for one, (points, own) in spans.items()})
+
+    def _judge(self, work_s: Mapping[int, float]) -> list[Straggler]:
+        news = []
+        for rank in sorted(work_s):
+            own_s = work_s[rank]
+            others_s = median(other for one, other in work_s.items() if one != rank)
+            slow = others_s > 0 and own_s > self.factor * others_s
+            # Counted as long as it differs from what was told last.
+            differs = slow is not (rank in self._told)
+            self._in_a_row[rank] = self._in_a_row.get(rank, 0) + 1 if differs else 0
+            if self._in_a_row[rank] >= _IN_A_ROW:
+                self._in_a_row[rank] = 0
+                (self._told.add if slow else self._told.discard)(rank)
+                news.append(Straggler(rank, slow, own_s, others_s))
+        return news
+
+    @property
+    def slow(self) -> tuple[int, ...]:
+        """Returns the ranks that are slow now."""
+        return tuple(sorted(self._told))

@@ -1,0 +1,52 @@
+"""Divides verl's checkpoint among the ranks that a start has, before they start (`verl.reshard.at_start`)."""
+
+import asyncio
+import time
+
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal import events as ev
+from verl_slurm.verl.reshard.at_start import prepare_ranks
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.resume import ResumePoint
+
+__all__ = ["fit_ranks"]
+
+
+class _Leaving(Exception):
+    """Ends the work: the attempt is to end."""
+
+
+async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Event, journal: Journal) -> bool:
+    """Prepares the checkpoint for as many ranks as the run has now; returns whether they may start.
+
+    Args:
+        leaving: set when the attempt is to end; then nothing is kept of the work.
+
+    Raises:
+        ConfigError: the checkpoint cannot be divided so.
+        VerlSlurmError, OSError: it was not divided; nothing is left of the attempt.
+    """
+    if config.trainer.backend != "verl":
+        return True
+
+    def stop_if_leaving(_: int) -> None:
+        if leaving.is_set():
+            raise _Leaving
+
+    began = time.monotonic()
+    run, ranks = (journal.paths, journal.epoch), config.distributed.world_size
+    if point.manifest is not None and point.manifest.world_size != ranks:
+        # Before it, too: with large models it takes minutes.
+        journal.write(
+            ev.Resume(f"{point.name} is of {point.manifest.world_size} ranks: divided among {ranks}")
+        )
+    try:
+        # In a thread: it may take as long as a save and a verification, and the lead has to hear Slurm meanwhile.
+        made = await asyncio.to_thread(prepare_ranks, *run, point.manifest, ranks, stop_if_leaving)
+    except _Leaving:
+        return False
+    if made is not None and point.manifest is not None:
+        seconds = round(time.monotonic() - began, 3)
+        before = point.manifest.world_size
+        journal.write(ev.Resharded(point.name, before, ranks, seconds, made.num_bytes))
+    return True

@@ -1,0 +1,88 @@
+"""The start of a run of verl with another number of ranks: the lead divides the checkpoint before they start."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.resharding import fit_ranks
+from verl_slurm_daemon.lead.resume import ResumePoint
+
+from tests.builders import begun_run
+from tests.journals import read_events
+from tests.verl.fake_shards import fsdp2_step
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, for_ranks
+from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return begun_run(tmp_path / "run")
+
+
+def config(ranks: int) -> RunConfig:
+    text = f"trainer: {{backend: verl, entry: ppo}}\ndistributed: {{dp_size: {ranks}, nodes: 1}}\n"
+    return parse_config(text.encode(), "x.yaml", [])
+
+
+def point(paths: RunPaths, mesh: tuple[int, ...] = (2,)) -> ResumePoint:
+    ranks = mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]
+    work = paths.work(1)
+    work.mkdir(parents=True)
+    step = fsdp2_step(work, 4, ranks, mesh=mesh)
+    save = LoopSave(guest="verl", step=4, epoch=1, world_size=ranks)
+    name = commit_tree(paths, save, {step.name: step}).name
+    return ResumePoint(name, (), "", read_manifest(paths.checkpoints / name))
+
+
+def started(paths: RunPaths, ranks: int, at: ResumePoint, *, leaving: bool = False) -> bool:
+    async def start() -> bool:
+        event = asyncio.Event()
+        if leaving:
+            event.set()
+        journal = Journal(paths, epoch=1, job_id="1")
+        return await fit_ranks(config(ranks), at, event, journal)
+
+    return asyncio.run(start())
+
+
+def told(paths: RunPaths, kind: str) -> list[dict[str, object]]:
+    return [event for event in read_events(paths) if event["event"] == kind]
+
+
+def test_the_ranks_find_a_copy_for_their_number_and_the_journal_says_so(paths: RunPaths) -> None:
+    at = point(paths)
+    assert started(paths, 3, at)
+    assert read_manifest(for_ranks(paths, at.name, 3)).world_size == 3
+    [event] = told(paths, "resharded")
+    assert (event["name"], event["before"], event["after"]) == (at.name, 2, 3)
+    # The next start uses it, and has nothing to tell.
+    assert started(paths, 3, at)
+    assert len(told(paths, "resharded")) == 1
+
+
+def test_the_same_number_of_ranks_and_a_first_start_make_nothing(paths: RunPaths) -> None:
+    assert started(paths, 2, point(paths))
+    assert started(paths, 2, ResumePoint("", (), ""))
+    assert not paths.resharded.root.exists()
+    assert told(paths, "resharded") == []
+
+
+def test_an_attempt_that_has_to_end_starts_no_ranks_and_keeps_nothing(paths: RunPaths) -> None:
+    at = point(paths)
+    assert not started(paths, 3, at, leaving=True)
+    assert os.listdir(paths.resharded.checkpoints) == []
+    assert told(paths, "resharded") == []
+
+
+def test_what_cannot_be_divided_ends_the_start_with_the_reason(paths: RunPaths) -> None:
+    at = point(paths, (2, 2))
+    with pytest.raises(ConfigError, match="ddp x fsdp"):
+        started(paths, 2, at)

@@ -1,0 +1,102 @@
+"""Which rank is slow, by the seconds that ranks work between safe points."""
+
+import itertools
+
+import pytest
+from verl_slurm_daemon.decide.stragglers import Straggler, StragglerWatch
+from verl_slurm_daemon.lead.pace_watch import PaceWatch
+
+from tests.builders import run_config
+from verl_slurm.journal.events import Notice, kind_of
+from verl_slurm.wire.messages import Progress, RankStarted
+
+
+def play(*phases: tuple[list[float], int], factor: float = 1.5) -> list[tuple[int, bool]]:
+    """Each phase: seconds of work of each rank from safe point to safe point, and how many safe points."""
+    watch = StragglerWatch(factor, len(phases[0][0]))
+    own, passed, news = [0.0] * len(phases[0][0]), 0, []
+    for work_s, safe_points in phases:
+        for _ in range(safe_points):
+            passed += 1
+            for rank, seconds in enumerate(work_s):
+                own[rank] += seconds
+                news += watch.passed(rank, passed, own[rank])
+    return [(one.rank, one.slow) for one in news]
+
+
+EVEN = [10.0, 10.0, 10.0, 10.0]
+SLOW = [10.0, 10.0, 20.0, 10.0]
+
+
+def test_ranks_that_are_alike_are_not_named() -> None:
+    assert play((EVEN, 100)) == play(([10.0, 12.0, 9.0, 14.0], 100)) == []
+
+
+def test_a_rank_that_stays_slow_is_named_once() -> None:
+    assert play((EVEN, 20), (SLOW, 100)) == [(2, True)]
+
+
+def test_one_slow_window_is_no_straggler() -> None:
+    assert play((EVEN, 20), (SLOW, 3), (EVEN, 40), (SLOW, 3), (EVEN, 40)) == []
+
+
+def test_a_rank_that_is_fast_again_is_told_once_and_may_be_named_again() -> None:
+    assert play((SLOW, 40), (EVEN, 40), (SLOW, 40)) == [(2, True), (2, False), (2, True)]
+
+
+def test_of_two_ranks_the_slow_one_is_named() -> None:
+    assert play(([10.0, 20.0], 40)) == [(1, True)]
+
+
+def test_what_all_ranks_share_names_none() -> None:
+    assert play((EVEN, 40), ([40.0] * 4, 40)) == []
+
+
+@pytest.mark.parametrize(("work_s", "factor"), [([10.0], 1.5), (SLOW, 0.0), ([0.01, 0.01, 0.02, 0.01], 1.5)])
+def test_a_single_rank_a_factor_of_0_and_noise_of_milliseconds_name_none(
+    work_s: list[float], factor: float
+) -> None:
+    assert play((work_s, 100), factor=factor) == []
+
+
+def test_the_words_compare_a_rank_with_the_others() -> None:
+    assert Straggler(2, True, 20.0, 10.0).words == (
+        "rank 2 works 2.0 times as long as the others: 20 s from safe point to safe point, the others 10 s"
+    )
+
+
+def test_a_straggler_is_told_by_its_node_when_it_begins_and_ends_and_is_named_meanwhile() -> None:
+    pace, own, told = PaceWatch.of(run_config(dp_size=3, nodes=3)), [0.0, 0.0, 0.0], list[Notice]()
+    passed = itertools.count(1)
+    for rank in range(3):
+        pace.hear(f"n{rank}", RankStarted(rank=rank, pid=1))
+
+    def work(*seconds: float) -> None:
+        for _, safe_points in zip(range(30), passed, strict=False):
+            for rank in range(3):
+                own[rank] += seconds[rank]
+                told.extend(
+                    pace.hear(
+                        f"n{rank}",
+                        Progress(
+                            rank=rank,
+                            step=0,
+                            phase="generate",
+                            index=0,
+                            safe_points=safe_points,
+                            new_rollouts=0,
+                            own_s=own[rank],
+                        ),
+                    )
+                )
+
+    work(1.0, 1.0, 3.0)
+    assert pace.stragglers == ["rank 2 on n2"]
+    work(1.0, 1.0, 1.0)
+    work(1.0, 1.0, 1.0)
+    assert pace.stragglers == []
+    assert [(kind_of(event), event.topic) for event in told] == [
+        ("warning", "straggler"),
+        ("notice", "straggler"),
+    ]
+    assert told[0].text.startswith("n2: rank 2 works 3.0 times as long as the others")

@@ -1,0 +1,170 @@
+"""Responses of a foreign loop in the ledger: packed and found again, durable before they are used, never mixed up."""
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.loops.rollout_records import (
+    NotRecordable,
+    RolloutLedger,
+    digest_of,
+    pack_outputs,
+    unpack_outputs,
+)
+from verl_slurm.runtime_state import ledger as ledger_module
+from verl_slurm.runtime_state.ledger import Ledger
+
+OUTPUT: dict[str, Any] = {
+    "prompt_ids": [5, 6, 7],
+    "response_ids": [8, 9],
+    "response_mask": [1, 0],
+    "response_logprobs": [-0.5, float(np.float32(-1.1))],
+    "reward_score": 0.25,
+    "num_turns": 2,
+    "metrics": {"generate_sequences": 0.125},
+    "extra_fields": {
+        "min_global_steps": 3,
+        "reward_extra_info": {"acc": np.float32(0.5), "why": "näh", "none": None},
+        "turn_scores": [],
+        "scores": np.arange(6, dtype=np.float32).reshape(2, 3),
+    },
+}
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def recorded(paths: RunPaths, *keys: tuple[int, int], epoch: int = 1, digest: str = "d") -> None:
+    ledger = RolloutLedger(paths, epoch, 0)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(ledger.record(*key, [OUTPUT | {"num_turns": key[0]}], digest) for key in keys))
+
+    asyncio.run(all_of_them())
+    assert ledger.recorded == len(keys), ledger.news()
+    ledger.close()
+
+
+def test_a_response_comes_back_as_it_was(paths: RunPaths) -> None:
+    [found] = unpack_outputs(pack_outputs([OUTPUT], "d"), "d") or []
+    arrays = found["extra_fields"].pop("scores")
+    expected = OUTPUT["extra_fields"]["scores"]
+    assert (arrays.dtype, arrays.tolist()) == (expected.dtype, expected.tolist())
+    assert type(found["extra_fields"]["reward_extra_info"]["acc"]) is np.float32
+    plain = {**OUTPUT, "extra_fields": {k: v for k, v in OUTPUT["extra_fields"].items() if k != "scores"}}
+    assert found == plain
+
+
+def test_log_probabilities_that_need_64_bits_keep_them() -> None:
+    arrays = pack_outputs([OUTPUT, OUTPUT | {"response_logprobs": [0.1, 0.2]}], "d")
+    assert arrays["0.response_logprobs"].dtype == np.float32
+    assert arrays["1.response_logprobs"].tolist() == [0.1, 0.2]
+
+
+@pytest.mark.parametrize("thing", [object(), {1, 2}, np.array([object()]), 1 << 70])
+def test_what_msgpack_cannot_hold_is_refused_and_not_pickled(thing: object) -> None:
+    with pytest.raises(NotRecordable):
+        pack_outputs([OUTPUT | {"extra_fields": {"mine": thing}}], "d")
+    with pytest.raises(NotRecordable):
+        digest_of("agent", {"prompt": thing})
+
+
+def test_tuples_and_lists_ask_the_same_and_other_parameters_do_not() -> None:
+    assert digest_of("a", {"t": 1.0}, ("x",)) == digest_of("a", {"t": 1.0}, ["x"])
+    assert digest_of("a", {"t": 1.0}) != digest_of("a", {"t": 0.9})
+
+
+def test_a_later_attempt_finds_each_response_once_recorded(paths: RunPaths) -> None:
+    recorded(paths, (0, 0), (0, 1), (7, 3))
+    recorded(paths, (8, 0), epoch=2)
+    later = RolloutLedger(paths, 3, 0)
+    assert len(later) == 4
+    found = [later.find(*key, "d") for key in ((0, 0), (0, 1), (7, 3), (8, 0), (8, 1))]
+    assert [one and one[0]["num_turns"] for one in found] == [0, 0, 7, 8, None]
+    assert (later.replayed, later.news()) == (4, [])
+
+
+def test_another_prompt_at_the_same_position_is_sampled_and_told_once(paths: RunPaths) -> None:
+    recorded(paths, (4, 0))
+    later = RolloutLedger(paths, 2, 0)
+    assert later.find(4, 0, "another") is None
+    assert later.find(4, 0, "another") is None
+    [line] = later.news()
+    assert "prompt 4 is another one than in the ledger" in line
+    assert later.news() == []
+
+
+def test_a_record_of_our_own_trainer_is_no_response(paths: RunPaths) -> None:
+    with Ledger(paths, 1, 0) as ledger:
+        ledger.append(0, 0, {"tokens": np.zeros(3, dtype=np.int64)})
+    later = RolloutLedger(paths, 2, 0)
+    assert later.find(0, 0, "d") is None
+    assert "holds no responses" in later.news()[0]
+    with pytest.raises(CheckpointCorrupt):
+        unpack_outputs({"meta": np.frombuffer(b"\xc1", dtype=np.uint8)}, "d")
+
+
+def test_what_waits_together_is_written_and_synced_once_and_before_it_is_used(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = RolloutLedger(paths, 1, 0)
+    syncs, gate, real = [], threading.Event(), os.fdatasync
+
+    def slow(fd: int) -> None:
+        gate.wait(10)
+        syncs.append(os.fstat(fd).st_size)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+
+    async def run() -> None:
+        tasks = [asyncio.create_task(ledger.record(n, 0, [OUTPUT], "d")) for n in range(40)]
+        await asyncio.sleep(0)  # all of them have asked
+        assert not any(task.done() for task in tasks), "used before it was durable"
+        gate.set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert ledger.recorded == 40
+    assert len(syncs) <= 3, "one for each response would be 40"
+    assert syncs[-1] == paths.ledger_segment(1, 0).stat().st_size
+
+
+def test_a_full_disk_costs_the_record_and_not_the_response(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = RolloutLedger(paths, 1, 0)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ledger_module.os, "pwrite", full)
+        asyncio.run(ledger.record(0, 0, [OUTPUT], "d"))
+        asyncio.run(ledger.record(0, 1, [OUTPUT], "d"))
+    asyncio.run(ledger.record(0, 2, [OUTPUT], "d"))
+    assert ledger.recorded == 1
+    [line] = ledger.news()
+    assert "No space left" in line
+    assert "sampled again" in line
+
+
+def test_one_response_that_cannot_be_held_spoils_no_other(paths: RunPaths) -> None:
+    ledger = RolloutLedger(paths, 1, 0)
+
+    async def run() -> None:
+        odd = OUTPUT | {"multi_modal_data": {"images": [object()]}}
+        await asyncio.gather(*(ledger.record(n, 0, [odd if n == 1 else OUTPUT], "d") for n in range(3)))
+
+    asyncio.run(run())
+    assert ledger.recorded == 2
+    assert "object" in ledger.news()[0]

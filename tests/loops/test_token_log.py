@@ -1,0 +1,211 @@
+"""Tokens of unfinished responses: logged while they are sampled, continued after a kill, never mixed up."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.loops import token_log
+from verl_slurm.loops.token_log import Call, Prefix, Prefixes, TokenLog, call_of, token_paths
+from verl_slurm.runtime_state.ledger import Ledger
+
+CALL = Call(7, 2, 0, 100, "0badf00d")
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+def read(paths: RunPaths) -> Prefixes:
+    def report(line: str) -> None:
+        raise AssertionError(line)
+
+    return Prefixes(paths, report=report)
+
+
+def logged(paths: RunPaths, *, epoch: int = 1, rank: int = 0) -> TokenLog:
+    return TokenLog(paths, epoch, rank, every_s=0.001)
+
+
+def test_a_request_id_says_whose_tokens_they_are() -> None:
+    assert call_of(CALL.request_id) == CALL
+    assert call_of("5f1c0de2") is None
+    assert call_of(CALL.request_id + "-1") is None
+
+
+def test_tokens_of_several_writes_come_back_as_one_prefix(paths: RunPaths) -> None:
+    log = logged(paths)
+    other = CALL._replace(session=3)
+    for start in range(0, 40, 4):
+        log.add(CALL, start, range(start, start + 4), [-0.5] * 4, version=3)
+        log.add(other, start, [9] * 4, [-0.25] * 4, version=3, ended=start == 36)
+    log.close()
+    found = read(paths)
+    assert found.find(CALL) == Prefix(list(range(40)), [-0.5] * 40, 3, False)
+    assert found.find(other) == Prefix([9] * 40, [-0.25] * 40, 3, True)
+
+
+def test_another_prompt_or_setting_finds_nothing(paths: RunPaths) -> None:
+    log = logged(paths)
+    log.add(CALL, 0, [1], None)
+    log.close()
+    assert read(paths).find(CALL._replace(digest="feed")) is None
+    assert read(paths).find(CALL._replace(turn=1)) is None
+    assert read(paths).find(CALL) == Prefix([1], None, None, False)
+
+
+def test_a_later_attempt_goes_on_from_what_it_was_given(paths: RunPaths) -> None:
+    for epoch, start, ids in ((1, 0, [1, 2, 3]), (2, 3, [4, 5])):
+        log = logged(paths, epoch=epoch)
+        log.add(CALL, start, ids, [-float(i) for i in ids], version=epoch)
+        log.close()
+    assert read(paths).find(CALL) == Prefix([1, 2, 3, 4, 5], [-1.0, -2.0, -3.0, -4.0, -5.0], 1, False)
+
+
+def test_an_attempt_that_began_anew_has_its_own_tokens_alone(paths: RunPaths) -> None:
+    for epoch, ids in ((1, [1, 2, 3]), (2, [4])):
+        log = logged(paths, epoch=epoch)
+        log.add(CALL, 0, ids, None, version=epoch)
+        log.close()
+    assert read(paths).find(CALL) == Prefix([4], None, 2, False)
+
+
+def test_tokens_behind_a_gap_are_left_out(paths: RunPaths) -> None:
+    for epoch, start in ((1, 0), (2, 5)):
+        log = logged(paths, epoch=epoch)
+        log.add(CALL, start, [start, start + 1], None)
+        log.close()
+    assert read(paths).find(CALL) == Prefix([0, 1], None, None, False)
+
+
+def test_a_record_that_is_none_is_told_and_the_others_are_used(paths: RunPaths) -> None:
+    log = logged(paths)
+    log.add(CALL, 0, [1, 2], None)
+    log.close()
+    with Ledger(token_paths(paths), 2, 0) as ledger:
+        ledger.append(7, 1, {"calls": np.zeros(3, np.uint8), "ids": np.array([3], np.int64)})
+    told: list[str] = []
+    assert Prefixes(paths, report=told.append).find(CALL) == Prefix([1, 2], None, None, False)
+    [line] = told
+    assert "token log" in line
+
+
+def test_a_log_that_grows_keeps_what_is_still_asked_for(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_log, "_COMPACT_BYTES", 2000)
+    monkeypatch.setattr(token_log, "_KEPT_S", 0.0)
+    segment = token_paths(paths).ledger_segment(1, 0)
+    for position in range(40):
+        # Closed each time, so that each is a write of its own; the segment is one.
+        log = logged(paths)
+        log.add(CALL._replace(position=position), 0, range(100), None, ended=True)
+        log.add(CALL._replace(position=1000), position, [position], None)
+        log.close()
+    before = segment.stat().st_size
+    log = logged(paths)
+    for position in range(40, 80):
+        log.add(CALL._replace(position=position), 0, range(100), None, ended=True)
+        log.write()
+    log.close()
+    assert segment.stat().st_size < 2 * before
+    assert read(paths).find(CALL._replace(position=1000)) == Prefix(list(range(40)), None, None, False)
+
+
+_KILLED = """
+import sys
+from pathlib import Path
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.loops import token_log
+from verl_slurm.loops.token_log import Call, TokenLog
+log = TokenLog(RunPaths(Path(sys.argv[1])), 1, 0, every_s=0.05)
+for start in range(10**6):
+    log.add(Call(7, 2, 0, 100, "0badf00d"), start, [start], [-1.0])
+    sys.stdout.write(f"{start}\\n"); sys.stdout.flush()
+    sys.stdin.readline()
+"""
+
+
+def test_a_killed_engine_loses_what_it_sampled_since_the_last_write(paths: RunPaths) -> None:
+    segment = token_paths(paths).ledger_segment(1, 0)
+    with subprocess.Popen(
+        [sys.executable, "-c", _KILLED, str(paths.root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as engine:
+        assert engine.stdin is not None
+        assert engine.stdout is not None
+        # A token at a time, until some writes have been made: nothing here depends on how fast the machine is.
+        given, sizes = -1, set[int]()
+        while len(sizes) < 6:
+            given = int(engine.stdout.readline())
+            sizes.add(segment.stat().st_size)
+            engine.stdin.write("\n")
+        os.kill(engine.pid, signal.SIGKILL)
+    found = read(paths).find(CALL)
+    assert found is not None
+    assert found.ids == list(range(len(found.ids)))
+    assert 0 < len(found.ids) <= given + 2
+
+
+_STEPS, _RESPONSES, _MOST, _BLOCK = 25, 80, 4096, 64
+
+
+def _lengths(root: Path, *, killed: bool, continued: bool) -> np.ndarray:
+    """Samples steps of responses of a long-tailed length, each step killed once; a kill costs what is not logged yet.
+
+    Whether a response ends with its next token depends on how long it is, as with a model. A finished response is kept
+    (it is in the ledger). Where nothing is continued, an unfinished one begins anew.
+    """
+    draw = np.random.default_rng(killed * 2 + continued)
+    wanted = np.exp(np.random.default_rng(0).normal(6.5, 0.8, 200_000)).astype(int) + 1
+    alive = np.bincount(np.minimum(wanted, _MOST), minlength=_MOST + 1)[::-1].cumsum()[::-1]
+    ends = np.ones(_MOST + 1)  # probability that a response ends with its k-th token
+    ends[:-1] = 1 - alive[1:] / np.maximum(alive[:-1], 1)
+    lengths = []
+    for step in range(_STEPS):
+        paths = RunPaths(root / str(step))
+        calls = [CALL._replace(position=number) for number in range(_RESPONSES)]
+        length, going = np.zeros(_RESPONSES, int), np.arange(_RESPONSES)
+        kill, tick, log = int(draw.integers(200, 1200)), 0, logged(paths)
+        while len(going):
+            tick += 1
+            length[going] += 1
+            going = going[draw.random(len(going)) >= ends[length[going]]]
+            for number in going[length[going] % _BLOCK == 0] if continued else ():
+                log.add(calls[number], int(length[number]) - _BLOCK, range(_BLOCK), None)
+            if killed and tick == kill:
+                log.close()
+                prefixes, log = read(paths), logged(paths, epoch=2)
+                for number in going:
+                    prefix = prefixes.find(calls[number]) if continued else None
+                    length[number] = 0 if prefix is None else len(prefix.ids)
+        log.close()
+        lengths.append(length)
+    return np.sort(np.concatenate(lengths))
+
+
+def _distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Kolmogorov's and Smirnov's: the largest distance of the two cumulative distributions."""
+    at = np.concatenate([one, other])
+    below = [np.searchsorted(lengths, at, side="right") / len(lengths) for lengths in (one, other)]
+    return float(np.abs(below[0] - below[1]).max())
+
+
+def test_lengths_after_25_kills_are_those_of_an_undisturbed_run_with_the_log_alone(tmp_path: Path) -> None:
+    twin = _lengths(tmp_path / "twin", killed=False, continued=False)
+    with_log = _lengths(tmp_path / "with", killed=True, continued=True)
+    without = _lengths(tmp_path / "without", killed=True, continued=False)
+    # Two samples of one distribution are further apart than this once in a thousand times.
+    critical = 1.95 * np.sqrt(2 / len(twin))
+    assert _distance(twin, with_log) < critical
+    assert _distance(twin, without) > 1.5 * critical
+    assert without.mean() < 0.9 * twin.mean()

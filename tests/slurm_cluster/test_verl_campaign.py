@@ -1,0 +1,149 @@
+"""GRPO of verl on two nodes, interrupted again and again at random moments, ends with the bits of an undisturbed run,
+and what was recorded is sampled once.
+
+`VERL_SLURM_CAMPAIGN=25`: so many interruptions. The seed is printed; `VERL_SLURM_SEED=...` repeats the choices.
+"""
+
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+pytest.importorskip("verl", reason="needs verl: make verl")
+
+from tests.harness import LiveRun
+from tests.slurm_cluster.verl_runs import PATIENCE_S, end, make_run, one, steps
+from tests.verl.grpo import make_prompts
+from tests.verl.same import differences
+from tests.verl.tiny import make_model
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.loops.rollout_records import session_seed
+
+pytestmark = [
+    pytest.mark.slurm,
+    pytest.mark.torch,
+    pytest.mark.verl,
+    pytest.mark.soak,
+    pytest.mark.timeout(4 * 3600),
+]
+
+SESSIONS = 32  # 8 prompts a step, 4 responses of each
+
+
+def _struck(word: str) -> Callable[[LiveRun, DevCluster], None]:
+    def strike(run: LiveRun, cluster: DevCluster) -> None:
+        del cluster
+        one(run, word).kill()
+
+    return strike
+
+
+def _preempted(run: LiveRun, cluster: DevCluster) -> None:
+    preempt(cluster, int(run.job_id), hold_s=1)
+
+
+def _node_lost(run: LiveRun, cluster: DevCluster) -> None:
+    lost = random.Random(len(run.events())).choice(["node1", "node2"])
+    fail_node(cluster, lost)
+    try:
+        run.wait_event("started", after=len(run.events()), timeout_s=PATIENCE_S)
+    finally:
+        restore_node(cluster, lost)
+
+
+WAYS: dict[str, Callable[[LiveRun, DevCluster], None]] = {
+    "preemption": _preempted,
+    "worker": _struck("LedgerWorker"),
+    "engine": _struck("Sampler"),
+    "trainer rank": _struck("WorkerDict"),
+    "driver": _struck("TaskRunner"),
+    "node": _node_lost,
+}
+
+
+def _sampled(path: Path) -> list[tuple[int, tuple[int, ...]]]:
+    """Seed and tokens of each response that an engine has finished."""
+    lines = [msgspec.json.decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+    return [(line[1], tuple(line[2])) for line in lines]
+
+
+def _finished(run: LiveRun) -> bool:
+    ended = run.events("ended")
+    return bool(ended) and ended[-1]["exit_code"] == 0
+
+
+def _interrupt(
+    run: LiveRun, cluster: DevCluster, log: Path, dice: random.Random, wanted: int
+) -> Counter[str]:
+    """Strikes the run so many times, each time after it has begun to train again; returns how often in each way."""
+    done: Counter[str] = Counter()
+    trained = 0
+    while done.total() < wanted:
+        run.wait(lambda trained=trained: len(run.events("training")) > trained or _finished(run), PATIENCE_S)
+        # The random moment itself: while a step is sampled, updated or saved. Not before there is something new, or the
+        # run would be given up.
+        enough = len(_sampled(log)) + dice.randint(1, SESSIONS // 2)
+        deadline = time.monotonic() + PATIENCE_S
+        # Polls: no event tells of a line in an engine's log.
+        while len(_sampled(log)) < enough and not _finished(run):
+            assert time.monotonic() < deadline, run.story()
+            time.sleep(0.1)
+        time.sleep(dice.uniform(0.0, 3.0))
+        if _finished(run):
+            break
+        way = dice.choice(sorted(WAYS))
+        print(f"  {done.total() + 1:3} {way:14} step {run.status().get('step')}", flush=True)
+        trained = len(run.events("training"))
+        WAYS[way](run, cluster)
+        done[way] += 1
+    return done
+
+
+def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
+    cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 25)
+    seed = int(os.environ.get("VERL_SLURM_SEED") or 20261125)
+    total = max(4, wanted // 2 + 2)
+    dice = random.Random(seed)
+    print(f"\ncampaign of {wanted} interruptions in {total} steps, VERL_SLURM_SEED={seed}")
+    inputs = make_model(tmp_path / "model"), make_prompts(tmp_path / "sums.parquet", max(64, 8 * total))
+    rollout = "verl.actor_rollout_ref.rollout"
+    said = [f"{rollout}.seed=7", f"{rollout}.full_determinism=true", "checkpoint.every_steps=1"]
+    done, runs = Counter[str](), dict[str, LiveRun]()
+    for name in ("twin", "run"):
+        log = tmp_path / f"{name}.sampled"
+        monkeypatch.setenv("VERL_TEST_SAMPLED", str(log))
+        monkeypatch.setenv("VERL_TEST_STAGGER_S", "0.5" if name == "run" else "0")
+        run = runs[name] = make_run(cluster, inputs, tmp_path / name, monkeypatch, total)
+        run.argv += said
+        run.submit()
+        try:
+            if name == "run":
+                done = _interrupt(run, cluster, log, dice, wanted)
+            run.wait_end(timeout_s=PATIENCE_S)
+        finally:
+            end(run)
+    print(f"  {dict(done)}")
+    assert done.total() >= wanted, "the run was over before: give it more steps"
+    run, twin = runs["run"], runs["twin"]
+    assert sorted(set(steps(run))) == list(range(1, total + 1))
+    places = [each.paths.checkpoint(total) / f"global_step_{total}" for each in (run, twin)]
+    assert differences(*places) == []
+    expected = {session_seed(7, at, session) for at in range(8 * total) for session in range(4)}
+    tokens = {}
+    for name in runs:
+        for session, sampled in _sampled(tmp_path / f"{name}.sampled"):
+            assert tokens.setdefault(session, sampled) == sampled, "the same response, whenever it is sampled"
+    assert set(tokens) == expected
+    times = Counter(session for session, _ in _sampled(tmp_path / "run.sampled"))
+    again = sum(times.values()) - len(times)
+    # What an engine had finished and no worker had recorded yet when one of them was killed.
+    print(f"  {len(times)} responses, {again} of them finished in an engine at a kill and sampled again")
+    assert again <= 2 * wanted

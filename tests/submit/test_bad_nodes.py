@@ -1,0 +1,87 @@
+"""What a submission makes of the nodes that the user's runs left."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.health.bad_nodes import folder, remember
+from verl_slurm.slurm.batch import sbatch_parameters
+from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.submit.checks import bad_nodes as module
+from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
+from verl_slurm.submit.checks.preflight import SlurmSays
+
+SAYS = SlurmSays(
+    {"ClusterName": "c"},
+    PartitionFacts(
+        name="gpu",
+        state="UP",
+        total_nodes=3,
+        total_cpus=8,
+        max_time_s=None,
+        max_nodes=None,
+        grace_s=0,
+        preempt_mode="OFF",
+        is_default=True,
+    ),
+)
+
+
+class Client:
+    """Slurm's answers about three nodes that are alike."""
+
+    async def usable_nodes(self, partition: str) -> dict[str, str]:
+        assert partition == "gpu"
+        return dict.fromkeys(("n1", "n2", "n3"), "a100")
+
+    async def expand(self, nodes: str) -> list[str]:
+        return nodes.split(",")
+
+
+@pytest.fixture(autouse=True)
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SlurmClient", Client)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+
+def config(nodes: int, *words: str) -> RunConfig:
+    return parse_config(b"", "x.yaml", (f"distributed.nodes={nodes}", f"distributed.dp_size={nodes}", *words))
+
+
+def note(*names: str) -> None:
+    for name in names:
+        remember("c", name, "GPUs: off the bus", Path("/runs/a"), 1.0)
+
+
+def test_a_bad_node_is_excluded_beside_those_that_the_user_excludes() -> None:
+    note("n1")
+    wanted = config(1, "slurm.extra={exclude: n2}")
+    avoids, (told,) = nodes_to_avoid(wanted, SAYS)
+    assert avoids == ("n1",)
+    assert told.startswith("the job avoids n1 until ")
+    assert told.endswith("(GPUs: off the bus)")
+    parameters = sbatch_parameters(wanted, avoids=avoids)["additional_parameters"]
+    assert isinstance(parameters, dict)
+    assert parameters["exclude"] == "n2,n1"
+
+
+def test_where_too_few_nodes_would_be_left_the_oldest_are_let_in_again() -> None:
+    note("n1", "n2")
+    avoids, notes = nodes_to_avoid(config(2), SAYS)
+    assert avoids == ("n2",)
+    assert "may get n1 until" in notes[1]
+
+
+def test_a_run_that_keeps_no_memory_avoids_nothing() -> None:
+    note("n1")
+    assert nodes_to_avoid(config(1, "health.exclude_h=0"), SAYS) == ((), [])
+
+
+def test_a_damaged_record_is_told_and_stops_no_submission() -> None:
+    note("n1")
+    (folder("c") / "n1.json").write_bytes(b"{")
+    avoids, (told,) = nodes_to_avoid(config(1), SAYS)
+    assert avoids == ()
+    assert told.startswith("a record of a bad node is passed over: ")

@@ -1,0 +1,90 @@
+"""Services of a run before its job is queued: their programs and secrets, and the batch script with their nodes."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.builders import run_config
+from verl_slurm.base.errors import ConfigError, PermissionRefused
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.services import ServiceConfig
+from verl_slurm.slurm.batch import batch_script, component_lines, sbatch_parameters
+from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.checks.services import check_services
+from verl_slurm.submit.executor import with_components
+from verl_slurm.submit.relative_paths import Places
+
+
+def with_service(*command: str, **keys: object) -> RunConfig:
+    return run_config(services={"judge": ServiceConfig(command=command, **keys)})  # type: ignore[arg-type]
+
+
+def test_a_relative_program_and_secret_lie_beside_the_yaml(tmp_path: Path) -> None:
+    config = with_service("judge.py", "a.txt", env_from_files={"KEY": "key"})
+    judge = absolute(config, Places(tmp_path, tmp_path / "sub/my.yaml")).services["judge"]
+    assert judge.command == (str(tmp_path / "sub/judge.py"), "a.txt")
+    assert judge.env_from_files == {"KEY": str(tmp_path / "sub/key")}
+    by_path = absolute(with_service("redis-server"), Places(tmp_path)).services["judge"]
+    assert by_path.command == ("redis-server",)
+
+
+@pytest.mark.parametrize("program", ["/missing/judge.py", "no-such-program-here"])
+def test_a_program_that_is_not_there_is_found_at_submit(program: str) -> None:
+    with pytest.raises(ConfigError, match="a service cannot be started"):
+        check_services(with_service(program))
+
+
+def test_a_program_that_modules_may_bring_is_left_to_the_node() -> None:
+    service = ServiceConfig(command=("no-such-program-here",))
+    assert check_services(run_config(services={"judge": service}, modules=("redis",)))[0] == [
+        "services judge"
+    ]
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("x")
+    key.chmod(0o644)
+    with pytest.raises(PermissionRefused):
+        check_services(with_service("-m", "judge", env_from_files={"KEY": str(key)}))
+
+
+@pytest.mark.parametrize(
+    ("ranks_nodes", "nodes", "reached"), [(1, 0, False), (2, 0, True), (1, 1, True)], ids=str
+)
+def test_a_service_that_the_network_reaches_is_told_of(ranks_nodes: int, nodes: int, reached: bool) -> None:
+    config = run_config(
+        nodes=ranks_nodes, services={"judge": ServiceConfig(command=("-m", "judge"), nodes=nodes)}
+    )
+    assert ("VERL_SLURM_SERVICE_TOKEN" in check_services(config)[1]) == reached
+
+
+def test_nodes_of_the_same_kind_are_asked_for_with_those_of_the_ranks() -> None:
+    config = with_service("-m", "judge", nodes=3)
+    assert sbatch_parameters(config)["nodes"] == 5
+    assert component_lines(config) == []
+    assert with_components("#!/bin/bash\n#SBATCH --nodes=5\nexec x\n", config).count("#SBATCH") == 1
+
+
+def test_nodes_of_another_kind_are_a_component_of_their_own() -> None:
+    keys = {
+        "nodes": 1,
+        "cpus": 4,
+        "gpus": 2,
+        "slurm": {"partition": "gpu", "constraint": "a b", "exclusive": True},
+    }
+    config = run_config(
+        services={"judge": ServiceConfig(command=("-m", "judge"), **keys)},  # type: ignore[arg-type]
+        partition="train",
+        account="lab",
+    )
+    assert sbatch_parameters(config)["nodes"] == 2
+    assert batch_script(config) == "heterogeneous.sbatch"
+    script = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --requeue=expedite\n\nexec x\n"
+    lines = with_components(script, config).splitlines()
+    assert lines[3] == "#SBATCH hetjob"
+    wanted = ["--nodes=1", "--cpus-per-task=4", "--gpus-per-node=2", "--account=lab", "--partition=gpu"]
+    wanted += ["--constraint='a b'", "--exclusive", "--requeue=expedite", "--time=60", "--ntasks-per-node=1"]
+    assert {f"#SBATCH {word}" for word in wanted} <= set(lines[4:-2])
+    assert "#SBATCH --partition=train" not in lines
+    assert lines[-2:] == ["", "exec x"]

@@ -1,0 +1,163 @@
+"""`verl-slurm reshard`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.checkpoint.verify import one_checkpoint
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.verl.reshard.checkpoint import Made, Source
+    from verl_slurm.verl.reshard.plan import ReshardPlan
+
+__all__ = ["reshard"]
+
+_MOST = 65_536
+
+
+@click.command(
+    epilog=exits(ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.NOT_FOUND, ExitCode.PERMISSION, ExitCode.NO_ROOM)
+)
+@click.argument("checkpoint", metavar="CKPT", type=PLACE)
+@click.option("--ranks", type=Whole(1, _MOST), required=True, help="GPUs that are to go on from it.")
+@click.option("--out", type=PLACE, required=True, help="A new (or empty) directory; it appears as a whole.")
+@click.option("--run", type=RUN, help="CKPT is the name of a checkpoint of this run.")
+@click.option("--dry-run", is_flag=True, help="Verify CKPT and print the plan, write nothing.")
+@json_option
+def reshard(
+    checkpoint: Path, ranks: int, out: Path, run: RunPaths | None, dry_run: bool, as_json: bool
+) -> int:
+    """Divide CKPT, which verl's FSDP engine saved, among another number of ranks.
+
+    CKPT is a checkpoint directory, a run (its newest one), or a global_step_N of plain verl. Its models, optimizers,
+    schedules and its place in the data are kept; each tensor, put together, has the same bits as before, which is
+    checked. Ranks that CKPT does not have get generators of their own. CKPT stays as it is.
+
+    A run does this by itself when it is submitted with another distributed.dp_size. The command is for a look before
+    (--dry-run), and for a checkpoint that goes elsewhere: --out then holds one of the same name, verified like any, or
+    for plain verl a trainer.default_local_dir with that one step.
+
+    \b
+    verl-slurm reshard RUN --ranks 3 --out divided --dry-run
+    verl-slurm reshard RUN/checkpoints/step_000120 --ranks 3 --out divided
+    verl-slurm submit my.yaml checkpoint.resume_from=divided/step_000120 distributed.dp_size=3
+    """
+    from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
+    from verl_slurm.verl.reshard.apply import work_bytes
+    from verl_slurm.verl.reshard.checkpoint import open_source, plan_source, require_room
+
+    directory = _named(checkpoint, run)
+    out = out.parent.resolve() / out.name
+    # Before every byte is read.
+    require_free(out, directory, "a divided checkpoint")
+    bar = render.Bar(enabled=not as_json)
+    try:
+        bar.show(f"verifying {directory.name}, every byte")
+        source = open_source(directory)
+        plan = plan_source(source, ranks)
+        require_room(plan, out)
+        if dry_run:
+            bar.close()
+            _say(source, plan, None, as_json=as_json)
+            return ExitCode.OK
+        counter = _Counter(bar, "writing and comparing", work_bytes(plan))
+        with whole_output(out, "the divided checkpoint") as staging:
+            made = _make(source, plan, staging, counter)
+    finally:
+        bar.close()
+    _say(source, plan, made, as_json=as_json, out=out)
+    return ExitCode.OK
+
+
+def _named(place: Path, run: RunPaths | None) -> Path:
+    """Returns the checkpoint, or the step of plain verl, that a word names."""
+    from verl_slurm.checkpoint.format.specification import MANIFEST
+    from verl_slurm.verl.layout import step_of
+
+    if run is not None or step_of(place.name) is None or not place.is_dir():
+        return one_checkpoint(place, run)
+    step = place.resolve()
+    # The step in a checkpoint of a run has a manifest that vouches for it.
+    return step.parent if (step.parent / MANIFEST).exists() else step
+
+
+def _make(source: "Source", plan: "ReshardPlan", staging: Path, counter: "_Counter") -> "Made":
+    from verl_slurm.checkpoint.store.commit import StagingDirectory
+    from verl_slurm.verl.reshard.checkpoint import write_checkpoint, write_step
+
+    if source.manifest is None:
+        return write_step(source, plan, staging, counter)
+    inner = staging / ".writing"
+    inner.mkdir(mode=0o700)
+    final, manifest = staging / source.manifest.name, source.manifest
+    place = StagingDirectory(directory=inner, final=final, step=manifest.step, safe_point=manifest.safe_point)
+    made = write_checkpoint(source, plan, place, on_bytes=counter)
+    # A hint among many checkpoints; here is one.
+    (staging / "latest").unlink(missing_ok=True)
+    return made
+
+
+class _Counter:
+    """Adds up the bytes that were written and compared, for the bar; from several threads."""
+
+    def __init__(self, bar: render.Bar, text: str, total: int) -> None:
+        self._bar, self._text, self._total, self._done = bar, text, total, 0
+        # By one thread, before several of them show the same text.
+        bar.show(text, 0, total)
+
+    def __call__(self, num_bytes: int) -> None:
+        # Two threads may lose a block of the sum; a bar may be off by that.
+        self._done += num_bytes
+        self._bar.show(self._text, min(self._done, self._total), self._total)
+
+
+def _say(
+    source: "Source", plan: "ReshardPlan", made: "Made | None", *, as_json: bool, out: Path | None = None
+) -> None:
+    path = None if made is None or out is None else out / made.path.name
+    roles = [
+        {
+            "role": role.model.role or "model",
+            "engine": f"fsdp{role.model.engine}",
+            "tensors": len(role.parameters) + len(role.moments),
+            "divided": role.num_divided,
+            "num_bytes": role.num_bytes,
+        }
+        for role in plan.roles
+    ]
+    if as_json:
+        value: dict[str, Any] = {
+            "source": str(source.directory),
+            "ranks": {"before": plan.before, "after": plan.after},
+            "models": roles,
+            "generators": {"kept": plan.kept, "new": plan.new},
+            "data_states": plan.num_data,
+            "checkpoint": None if path is None else str(path),
+            "tensors_sha256": None if made is None else made.tensors,
+            "num_bytes": None if made is None else made.num_bytes,
+        }
+        render.json_value(value)
+        return
+    rows: list[tuple[str, object]] = [
+        ("source", f"{source.directory}, verified"),
+        ("ranks", f"{plan.before} -> {plan.after}"),
+    ]
+    for role in plan.roles:
+        sizes = f"{len(role.parameters) + len(role.moments)} tensors, {role.num_divided} of them divided"
+        text = f"FSDP{role.model.engine}, {sizes}, {role.num_bytes / 1e6:.1f} MB"
+        rows.append((role.model.role or "model", text))
+    new = f"; {counted(plan.new, 'rank')} with new ones" if plan.new else ""
+    rows.append(("generators", f"{counted(plan.kept, 'rank')} kept{new}"))
+    rows.append(("data", "at the same place" + (f", {plan.num_data} states" if plan.num_data else "")))
+    if made is not None and path is not None:
+        rows += [
+            ("compared", f"every tensor has the same bits (sha256 {made.tensors[:16]})"),
+            ("checkpoint", f"{path}, {made.num_bytes / 1e6:.1f} MB, verified"),
+        ]
+    render.fields(rows)

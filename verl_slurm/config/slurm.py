@@ -1,0 +1,41 @@
+"""Declares the section `slurm` of a configuration, in the manner of `schema.py`."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from verl_slurm.config.container import ContainerConfig
+from verl_slurm.config.section import NonNegative, Positive, Section
+
+__all__ = ["SlurmConfig"]
+
+
+class SlurmConfig(Section, frozen=True):
+    """Sets what the run asks of Slurm."""
+
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    time_limit_min: Positive = 60
+    signal_lead_s: Annotated[int, msgspec.Meta(ge=10, le=65535)] = 120
+    """Seconds before the time limit at which Slurm warns (`--signal=B:USR1@N`); a save must fit into them."""
+    cpus_per_node: Positive = 1
+    gpus_per_node: NonNegative = 0
+    mem_mb_per_node: NonNegative = 0
+    """0: the partition's default."""
+    extra: dict[str, str | int | bool] = {}
+    """Further sbatch options by their long names, e.g. {constraint: a100}."""
+    successor: bool = True
+    """If Slurm may not requeue the job (--no-requeue, or the site's rule): queue another job that follows it."""
+    expedite: Literal["auto", "never"] = "auto"
+    """auto: `--requeue=expedite` where Slurm offers it. After a lost node the job then starts before all others."""
+    modules: tuple[str, ...] = ()
+    """What each node loads by `module load` before its ranks start, in this order (Lmod or Environment Modules)."""
+    python: str | None = None
+    """The ranks' Python: a virtual or conda environment, by its directory or by conda's name for it. It needs this
+    version of verl-slurm and what the ranks import. null: the environment that submits."""
+    setup: tuple[str, ...] = ()
+    """Commands that bash runs on each node before its ranks start, after `modules` and `python`. Each is complete by
+    itself; one that fails ends the start. The ranks see what they export; the daemon does not."""
+    container: ContainerConfig | None = None
+    """null: ranks run in the environment that submits."""

@@ -1,0 +1,255 @@
+"""Looks at a node's GPUs before ranks use them: by `nvidia-smi`, and by the kernel's log.
+
+nvidia-smi comes with every driver; it is NVML as a process, so a driver that hangs or crashes takes no process of ours
+along. Its exit codes are those of nvidia-smi(1), RETURN VALUE. Errors of the kernel's driver (Xid) are lines of the
+kernel's log, which many sites close to users (`kernel.dmesg_restrict`): then they are not checked.
+"""
+
+import csv
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from verl_slurm.base.one_line import counted, printable
+from verl_slurm.health import Checked, bad, good, skipped
+
+__all__ = [
+    "KERNEL_LOG",
+    "judge_gpus",
+    "judge_kernel_log",
+    "judge_processes",
+    "look_at_gpus",
+    "visible_gpus",
+]
+
+KERNEL_LOG = Path("/dev/kmsg")
+_SMI_S = 15.0
+"""nvidia-smi takes 0.1 to 2 s, and some more where the driver has to be loaded first."""
+_COLUMNS = (
+    "index",
+    "uuid",
+    "pci.bus_id",
+    "ecc.errors.uncorrected.volatile.total",
+    "remapped_rows.pending",
+    "remapped_rows.failure",
+    "retired_pages.pending",
+)
+_SILENT = 256
+"""Beside the exit codes of processes."""
+_BROKEN = {
+    8: "a GPU has no external power",
+    9: "the driver is not loaded",
+    10: "the kernel has an interrupt problem with a GPU",
+    15: "a GPU has fallen off the bus",
+    _SILENT: "the driver does not answer",
+}
+"""nvidia-smi's exit codes that speak against the node. Others, such as no permission, do not."""
+_LEAVES_S = 5.0
+"""A process that was killed a moment ago keeps its place on the GPU until the driver has freed its memory."""
+_XIDS = {
+    48: "uncorrected memory error",
+    64: "a memory row could not be remapped",
+    79: "the GPU has fallen off the bus",
+    95: "uncontained memory error",
+    119: "the GPU's system processor does not answer",
+    120: "the GPU's system processor failed",
+    140: "unrecovered memory error",
+}
+"""Xids after which the GPU needs a reset or a repair (NVIDIA, "XID Errors"). The most frequent ones, 13, 31, 43 and 45,
+come from programs."""
+_XID_AGE_S = 3600.0
+"""Older ones do not count: the GPU may have been reset since, and what is still wrong shows in its state."""
+_XID = re.compile(r"NVRM: Xid \(PCI:([0-9A-Fa-f:.]+)\): (\d+)")
+_MOST_RECORDS = 100_000
+
+
+def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Returns the GPUs of this job by index or UUID, as Slurm gives them; none: it gives none."""
+    said = environ.get("CUDA_VISIBLE_DEVICES", "")
+    return tuple(word.strip() for word in said.split(",") if word.strip() not in ("", "NoDevFiles", "-1"))
+
+
+def look_at_gpus(
+    begins: Callable[[str], None],
+    environ: Mapping[str, str],
+    *,
+    required: bool,
+    foreign: bool,
+    kernel_log: Path = KERNEL_LOG,
+) -> list[Checked]:
+    """Runs the checks; may take long, or never end, if the driver hangs.
+
+    Args:
+        begins: told the name of each check before it.
+        required: the run demands GPUs (`distributed.device: cuda`).
+        foreign: whether processes on the GPUs speak against the node.
+    """
+    begins("GPUs")
+    visible = visible_gpus(environ)
+    program = shutil.which("nvidia-smi", path=environ.get("PATH"))
+    if not visible and not required:
+        return [skipped("GPUs", "the job has none")]
+    if program is None:
+        return [skipped("GPUs", "there is no nvidia-smi")]
+    asked = _ask(program, f"--query-gpu={','.join(_COLUMNS)}")
+    if asked.returncode:
+        said = printable((asked.stderr or asked.stdout).strip()[:200])
+        if broken := _BROKEN.get(asked.returncode):
+            return [bad("GPUs", f"nvidia-smi: {broken}: {said}")]
+        return [skipped("GPUs", f"nvidia-smi ended with {asked.returncode}: {said}")]
+    rows = _rows(asked.stdout)
+    found = [judge_gpus(rows, visible)]
+    mine = _mine(rows, visible)
+    begins("kernel log")
+    found.append(_look_at_log(kernel_log, [row["pci.bus_id"] for row in mine]))
+    begins("GPU processes")
+    # Without the job's own GPUs any process there may be a neighbour's.
+    if foreign and visible:
+        found.append(_look_at_processes(program, [row["uuid"] for row in mine]))
+    return found
+
+
+def _ask(program: str, query: str) -> subprocess.CompletedProcess[str]:
+    words = [program, query, "--format=csv,noheader,nounits"]
+    try:
+        return subprocess.run(
+            words, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_SMI_S, check=False
+        )
+    except OSError as error:
+        return subprocess.CompletedProcess(words, 127, "", str(error))
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(words, _SILENT, "", f"{_SMI_S:.0f} s")
+
+
+def _rows(text: str) -> list[dict[str, str]]:
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    return [dict(zip(_COLUMNS, row, strict=True)) for row in rows if len(row) == len(_COLUMNS)]
+
+
+def _mine(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> list[Mapping[str, str]]:
+    return [row for row in rows if not visible or any(_is(row, name) for name in visible)]
+
+
+def _is(row: Mapping[str, str], name: str) -> bool:
+    # A UUID may be shortened as long as it is unique.
+    return row["index"] == name or (name.startswith("GPU-") and row["uuid"].startswith(name))
+
+
+def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Checked:
+    """Judges the state of the job's GPUs.
+
+    Args:
+        rows: of `nvidia-smi --query-gpu`, by the names of its columns.
+        visible: `visible_gpus`; none: all that are there.
+    """
+    if any(name.startswith("MIG-") for name in visible):
+        return skipped("GPUs", "the job has parts of GPUs (MIG)")
+    if missing := [name for name in visible if not any(_is(row, name) for row in rows)]:
+        return bad("GPUs", f"{', '.join(missing)} of {len(visible)} is not there")
+    wrong = []
+    for row in _mine(rows, visible):
+        # Values that a GPU does not have are "[N/A]".
+        errors = row["ecc.errors.uncorrected.volatile.total"]
+        if errors.isdigit() and int(errors):
+            wrong.append(f"GPU {row['index']} had {counted(int(errors), 'uncorrected memory error')}")
+        if row["remapped_rows.failure"] in ("1", "Yes"):
+            wrong.append(f"GPU {row['index']} could not remap a row of its memory")
+        if row["remapped_rows.pending"] in ("1", "Yes") or row["retired_pages.pending"] == "Yes":
+            wrong.append(f"GPU {row['index']} has to be reset before its memory is whole")
+    if wrong:
+        return bad("GPUs", "; ".join(wrong))
+    return good("GPUs", f"{counted(len(_mine(rows, visible)), 'GPU')} without memory errors")
+
+
+def _look_at_processes(program: str, uuids: Sequence[str]) -> Checked:
+    until = time.monotonic() + _LEAVES_S
+    while True:
+        asked = _ask(program, "--query-compute-apps=gpu_uuid,pid")
+        if asked.returncode:
+            return skipped("GPU processes", f"nvidia-smi ended with {asked.returncode}")
+        found = judge_processes(asked.stdout, uuids, _owner)
+        if found.verdict != "bad" or time.monotonic() > until:
+            return found
+        time.sleep(0.5)  # nothing tells when the driver has freed the memory
+
+
+def judge_processes(text: str, uuids: Sequence[str], owner: Callable[[int], str]) -> Checked:
+    """Judges `nvidia-smi --query-compute-apps=gpu_uuid,pid`, at a time when no rank of ours runs.
+
+    Args:
+        uuids: of the job's GPUs.
+        owner: says whose process that is.
+    """
+    rows = csv.reader(text.splitlines(), skipinitialspace=True)
+    pids = sorted({int(row[1]) for row in rows if len(row) == 2 and row[0] in uuids and row[1].isdigit()})
+    if pids:
+        shown = ", ".join(f"{pid}{owner(pid)}" for pid in pids[:4])
+        return bad("GPU processes", f"{counted(len(pids), 'process')} on the job's GPUs: {shown}")
+    return good("GPU processes", "none")
+
+
+def _owner(pid: int) -> str:
+    try:
+        return f" of uid {os.stat(f'/proc/{pid}').st_uid}"
+    except OSError:  # of another container, or gone
+        return ""
+
+
+def _look_at_log(path: Path, bus_ids: Sequence[str]) -> Checked:
+    try:
+        records = _read_log(path)
+    except OSError as error:
+        return skipped("kernel log", f"{path}: {error.strerror}")
+    return judge_kernel_log(records, bus_ids, time.clock_gettime(time.CLOCK_MONOTONIC))
+
+
+def _read_log(path: Path) -> list[str]:
+    # One record a read; at its end a read would wait (Documentation/ABI/testing/dev-kmsg).
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    records: list[str] = []
+    try:
+        while len(records) < _MOST_RECORDS:
+            try:
+                record = os.read(fd, 8192)
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # it was overwritten meanwhile: the next read goes on with the oldest
+                continue
+            if not record:  # a regular file in its place
+                break
+            records += record.decode(errors="replace").splitlines()
+    finally:
+        os.close(fd)
+    return records
+
+
+def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: float) -> Checked:
+    """Judges the records of /dev/kmsg, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
+
+    Args:
+        bus_ids: of the job's GPUs, as nvidia-smi writes them (`00000000:3B:00.0`).
+        now_s: of the clock that counts from the boot.
+    """
+    places = {_place(bus_id) for bus_id in bus_ids}
+    wrong: dict[str, None] = {}
+    for record in records:
+        head, _, text = record.partition(";")
+        found = _XID.search(text)
+        stamp = head.split(",")[2] if head.count(",") >= 2 else ""
+        if found is None or not stamp.isdigit() or now_s - int(stamp) / 1e6 > _XID_AGE_S:
+            continue
+        number = int(found[2])
+        if number in _XIDS and _place(found[1]) in places:
+            wrong[f"Xid {number} of {found[1]}: {_XIDS[number]}"] = None
+    if wrong:
+        return bad("kernel log", "; ".join(wrong))
+    return good("kernel log", "no Xid that needs a reset in the last hour")
+
+
+def _place(bus_id: str) -> str:
+    """Returns bus and device: the domain has four digits here and eight there, and the function may be missing."""
+    return ":".join(bus_id.lower().partition(".")[0].split(":")[-2:])

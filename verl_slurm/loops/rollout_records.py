@@ -1,0 +1,300 @@
+"""The responses of a loop that is not ours as records of the ledger: packed, looked up and written in groups. No verl.
+
+A response is one session of one prompt. Its key is the prompt's position in the order in which the data gave it out,
+and the number of the session (`runtime_state.ledger`: step and micro-batch). The record also holds a digest of what was
+asked: the prompt, the agent, and the sampling parameters. A record of another digest is not used.
+
+```
+record   meta            msgpack: {"digest", "outputs": [fields of each output that are not below]}
+         <i>.<field>     int64 or float32 (float64 where 32 bits would lose some), one array for each long field
+```
+
+msgpack has no tensors and no numpy: they are extension 1, a msgpack of [kind, dtype, shape, bytes].
+"""
+
+import asyncio
+import hashlib
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.keys import Keyring
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.runtime_state.ledger import Index, Ledger
+
+__all__ = [
+    "NotRecordable",
+    "RolloutLedger",
+    "digest_of",
+    "pack_outputs",
+    "session_seed",
+    "turn_paths",
+    "unpack_outputs",
+]
+
+Outputs = Sequence[Mapping[str, Any]]
+
+_META = "meta"
+_LONG = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "token_ids", "log_probs")
+"""Fields of verl's `AgentLoopOutput` and `TokenOutput` that have a number for each token."""
+_ARRAY = 1
+_DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
+_MOST_IN_GROUP = 256
+"""Records of one write: bounds the memory, and what the first of them waits for."""
+
+
+class NotRecordable(Exception):
+    """A response has something in it that msgpack cannot hold, such as an image or an object of the user's."""
+
+
+def digest_of(*asked: Any) -> str:
+    """Returns the SHA-256 of what was asked for.
+
+    Raises:
+        NotRecordable: it holds something without a representation of its own, such as an image.
+    """
+    return hashlib.sha256(_encode(asked)).hexdigest()
+
+
+def turn_paths(paths: RunPaths) -> RunPaths:
+    """Returns the names of the records of single turns and tools: below the ledger, to be set aside with it."""
+    return RunPaths(paths.ledger / "turns", run=paths.run)
+
+
+def session_seed(seed: int, position: int, session: int) -> int:
+    """Returns the seed with which a session is sampled, at every attempt: 31 bits, which all engines take."""
+    digest = hashlib.sha256(f"{seed} {position} {session}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def pack_outputs(outputs: Outputs, digest: str) -> Arrays:
+    """Returns the arrays of a record.
+
+    Args:
+        outputs: of one session: the set fields of each, by name.
+
+    Raises:
+        NotRecordable: some field cannot be held.
+    """
+    arrays: Arrays = {}
+    rest = []
+    for number, output in enumerate(outputs):
+        short = dict(output)
+        for name in _LONG:
+            if short.get(name) is not None:
+                arrays[f"{number}.{name}"] = _numbers(short.pop(name))
+        rest.append(short)
+    arrays[_META] = np.frombuffer(_encode({"digest": digest, "outputs": rest}), dtype=np.uint8)
+    return arrays
+
+
+def unpack_outputs(arrays: Arrays, digest: str) -> list[dict[str, Any]] | None:
+    """Returns the fields of each output; None: the record answers another question.
+
+    Raises:
+        CheckpointCorrupt: it is no record of responses.
+    """
+    try:
+        meta = msgpack.unpackb(
+            arrays[_META].tobytes(), ext_hook=_decode_array, strict_map_key=False, use_list=True
+        )
+        if meta["digest"] != digest:
+            return None
+        outputs: list[dict[str, Any]] = meta["outputs"]
+        for name, values in arrays.items():
+            number, _, field = name.partition(".")
+            if field in _LONG:
+                outputs[int(number)][field] = values.tolist()
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise CheckpointCorrupt("a ledger record holds no responses", found=error) from error
+    return outputs
+
+
+class RolloutLedger:
+    """The ledger of one process that collects responses: answers from former attempts, and records new ones.
+
+    Belongs to one event loop; a thread packs, writes and syncs. Responses that wait at the same time are written
+    together, so the disk's speed bounds their latency and not their number.
+
+    Args:
+        rank: of this process among those that record, for the name of its segment.
+
+    Attributes:
+        replayed, recorded: responses that were answered from the ledger, and that were written to it.
+    """
+
+    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
+        self.replayed = self.recorded = 0
+        self._told: dict[str, bool] = {}
+        # Before the segment is opened: that of an earlier restart of this attempt is among the files to read.
+        self._index = Index(paths, report=self.tell, keys=keys)
+        self._ledger = Ledger(paths, epoch, rank, keys=keys)
+        self._todo: SimpleQueue[tuple[_Record, Callable[[Exception | None], None]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="rollout-ledger", daemon=True)
+        self._thread.start()
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def find(self, position: int, session: int, digest: str) -> list[dict[str, Any]] | None:
+        """Returns the recorded outputs of a session; None: it has to be sampled."""
+        try:
+            arrays = self._index.read(position, session)
+            found = None if arrays is None else unpack_outputs(arrays, digest)
+        except CheckpointCorrupt as error:
+            self.tell(error.one_line())
+            return None
+        if arrays is not None and found is None:
+            self.tell(f"prompt {position} is another one than in the ledger: its responses are sampled again")
+        self.replayed += found is not None
+        return found
+
+    async def record(self, position: int, session: int, outputs: Outputs, digest: str) -> None:
+        """Returns when the outputs are durable. They may be used then.
+
+        A response that cannot be recorded is only told of (`news`): a run that could not write its ledger has to
+        sample it again after an interruption, and loses nothing else.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[Exception | None] = loop.create_future()
+
+        def answer(error: Exception | None) -> None:
+            # A closed loop belongs to a process that is being ended: nothing waits any more.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(finish, error)
+
+        def finish(error: Exception | None) -> None:
+            if not done.done():  # its task may have been cancelled
+                done.set_result(error)
+
+        self._todo.put(((position, session, outputs, digest), answer))
+        error = await done
+        if error is None:
+            self.recorded += 1
+        else:
+            self.not_recorded(error)
+
+    def forget(self, before: int) -> None:
+        """Drops this process's records of prompts before position `before`; from a thread of the caller's."""
+        self._ledger.compact(before)
+
+    def news(self) -> list[str]:
+        """Returns what people should know and has not been told yet."""
+        lines = [line for line, told in self._told.items() if not told]
+        self._told.update(dict.fromkeys(lines, True))
+        return lines
+
+    def not_recorded(self, reason: object) -> None:
+        """Notes that responses are not recorded."""
+        self.tell(f"responses are not recorded, and would be sampled again: {reason}")
+
+    def close(self) -> None:
+        """Writes what waits, and gives the segment back."""
+        self._todo.put(None)
+        self._thread.join()
+        self._ledger.close()
+
+    def tell(self, line: str) -> None:
+        """Has `news` say this, once."""
+        # Once each: a full disk would fill the journal with one line for each response.
+        self._told.setdefault(line, False)
+
+    def _write(self) -> None:
+        while (first := self._todo.get()) is not None:
+            group = [first]
+            while len(group) < _MOST_IN_GROUP:
+                try:
+                    more = self._todo.get_nowait()
+                except Empty:
+                    break
+                if more is None:
+                    self._todo.put(None)
+                    break
+                group.append(more)
+            ready, answers = [], []
+            for (position, session, outputs, digest), answer in group:
+                try:
+                    ready.append((position, session, pack_outputs(outputs, digest)))
+                    answers.append(answer)
+                except (NotRecordable, ValueError) as error:
+                    answer(error)  # this one alone
+            failure = self._append(ready)
+            for answer in answers:
+                answer(failure)
+
+    def _append(self, ready: Sequence[tuple[int, int, Arrays]]) -> Exception | None:
+        try:
+            self._ledger.append_many(ready)
+            self._ledger.settle()
+        except (OSError, ValueError) as error:
+            return error
+        return None
+
+
+_Record = tuple[int, int, Outputs, str]
+
+
+def _numbers(values: Any) -> np.ndarray:
+    array = np.asarray(values)
+    if array.dtype.kind in "iub":
+        return array.astype(np.int64)
+    narrow = array.astype(np.float32)
+    # Log probabilities come from float32 as a rule; half the bytes then.
+    return (
+        narrow
+        if np.array_equal(narrow.astype(array.dtype), array, equal_nan=True)
+        else array.astype(np.float64)
+    )
+
+
+def _encode(value: Any) -> bytes:
+    try:
+        packed: bytes = msgpack.packb(_plain(value), default=_encode_array, strict_types=True)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise NotRecordable(str(error)) from error
+    return packed
+
+
+def _plain(value: Any) -> Any:
+    """Returns tuples as lists, and mappings of any kind as dicts: msgpack packs exact types."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _encode_array(value: Any) -> msgpack.ExtType:
+    kind = "numpy"
+    if type(value).__module__ == "torch" and hasattr(value, "detach"):
+        # Without an import of torch: the command line reads ledgers, too.
+        kind, value = "torch", value.detach().cpu().numpy()
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.str[1:] not in _DTYPES:
+        raise TypeError(f"no record can hold a {type(value).__name__}")
+    if isinstance(value, np.generic):
+        kind = "scalar"
+    fields = [kind, value.dtype.str[1:], list(value.shape), value.tobytes()]
+    return msgpack.ExtType(_ARRAY, msgpack.packb(fields))
+
+
+def _decode_array(code: int, data: bytes) -> Any:
+    if code != _ARRAY:
+        raise ValueError(f"no extension {code} in a record")
+    kind, dtype, shape, content = msgpack.unpackb(data)
+    if dtype not in _DTYPES:
+        raise ValueError(f"no dtype {dtype!r} in a record")
+    array = np.frombuffer(content, dtype=f"<{dtype}" if dtype[1:] != "1" else dtype).reshape(shape).copy()
+    if kind == "scalar":
+        return array[()]
+    if kind == "torch":
+        import torch
+
+        return torch.from_numpy(array)
+    return array

@@ -1,0 +1,251 @@
+"""The tokens of responses that are still being sampled: logged as an engine gives them out, and found after a kill. No
+verl.
+
+A response that is sampled again from its first token after a kill favours short responses: long ones are hit more
+often (DeepSeek-V4, section 5.2.3). So a response goes on from the tokens that are logged, unless the engine is known to
+give the same tokens again.
+
+A call is one request to the engine: a turn of a session of a prompt. It is named by `Call`, which the process that asks
+puts into the engine's request id. The process of the engine writes:
+
+```
+record   calls      msgpack: for each call that has new tokens: [position, session, turn, digest, start, number of new
+                    tokens, version of the weights or nil, whether the response ended here]
+         ids        int64: the new tokens of all these calls, one after the other
+         log_probs  float32: theirs, with which they were sampled; absent if the engine gave none
+```
+
+`start` counts the tokens before the new ones, those of an earlier attempt included. The records are those of
+`runtime_state.ledger`, under the highest position in them; segments lie in `RUN/ledger/tokens/`.
+"""
+
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgpack
+import numpy as np
+
+from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.runtime_state.ledger import Ledger, records
+
+__all__ = ["Call", "Prefix", "Prefixes", "TokenLog", "call_of", "token_paths"]
+
+_EVERY_S = 0.25
+"""Between two writes: what SIGKILL may cost. Each is one write and one fdatasync, whatever the number of responses."""
+_COMPACT_BYTES = 64 << 20
+_KEPT_S = 60.0
+"""How long an ended call's tokens outlive a compaction: the worker may not have made the response durable yet."""
+
+_REQUEST = re.compile(r"vs-(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]+)", re.ASCII)
+
+
+class Call(NamedTuple):
+    """One request to the engine.
+
+    Attributes:
+        position: of the prompt in the order of the data.
+        prompt_tokens: of the turn, without tokens that were logged by an earlier attempt.
+        digest: hexadecimal, of the turn's prompt and the sampling parameters.
+    """
+
+    position: int
+    session: int
+    turn: int
+    prompt_tokens: int
+    digest: str
+
+    @property
+    def request_id(self) -> str:
+        return f"vs-{self.position}-{self.session}-{self.turn}-{self.prompt_tokens}-{self.digest}"
+
+
+def call_of(request_id: str) -> Call | None:
+    """Returns the call whose `request_id` this is; None: another's."""
+    match = _REQUEST.fullmatch(request_id)
+    return match and Call(int(match[1]), int(match[2]), int(match[3]), int(match[4]), match[5])
+
+
+def token_paths(paths: RunPaths) -> RunPaths:
+    """Returns the names of the token log's segments: below the ledger, to be set aside with it."""
+    return RunPaths(paths.ledger / "tokens", run=paths.run)
+
+
+@dataclass
+class _New:
+    start: int
+    version: int | None
+    ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None
+    ended: bool = False
+
+
+class TokenLog:
+    """Writes the tokens of one engine's process, a few times a second from a thread.
+
+    A disk that refuses costs the log and no response: it is told once, in the process's own log.
+
+    Args:
+        rank: of this engine among those of the run, for the name of its segment.
+        every_s: seconds between two writes.
+    """
+
+    def __init__(self, paths: RunPaths, epoch: int, rank: int, *, every_s: float = _EVERY_S) -> None:
+        self._ledger = Ledger(token_paths(paths), epoch, rank)
+        self._every_s, self._number, self._written = every_s, 0, 0
+        self._lock = threading.Lock()
+        self._new: dict[Call, _New] = {}
+        # Of calls whose tokens may still be asked for: when each ended.
+        self._needed: dict[Call, float | None] = {}
+        self._closing = threading.Event()
+        self._refused = False
+        self._thread = threading.Thread(target=self._run, name="token-log", daemon=True)
+        self._thread.start()
+
+    def add(
+        self,
+        call: Call,
+        start: int,
+        ids: Sequence[int],
+        log_probs: Sequence[float] | None,
+        *,
+        version: int | None = None,
+        ended: bool = False,
+    ) -> None:
+        """Notes new tokens, in memory; they are in the kernel after the next write, and on the disk after the one that
+        follows.
+
+        Args:
+            start: tokens of the response before these.
+            version: of the weights that sampled them.
+            ended: no more follow: the response is complete.
+        """
+        with self._lock:
+            new = self._new.get(call)
+            if new is None:
+                new = self._new[call] = _New(start, version, log_probs=None if log_probs is None else [])
+            new.ids += ids
+            if new.log_probs is not None and log_probs is not None:
+                new.log_probs += log_probs
+            new.ended = ended
+
+    def close(self) -> None:
+        """Writes what is new, and gives the segment back."""
+        self._closing.set()
+        self._thread.join()
+        self._ledger.close()
+
+    def _run(self) -> None:
+        while not self._closing.wait(self._every_s):
+            self.write()
+        self.write()
+
+    def write(self) -> None:
+        """Writes what is new; the thread calls it, and one caller at a time may."""
+        with self._lock:
+            new, self._new = self._new, {}
+        if not new:
+            return
+        now = time.monotonic()
+        self._needed.update((call, now if one.ended else None) for call, one in new.items())
+        self._number = (self._number + 1) & 0xFFFFFFFF  # distinguishes records of one position
+        try:
+            self._written += self._ledger.append(
+                max(call.position for call in new), self._number, _record(new)
+            )
+            if self._written > _COMPACT_BYTES:
+                self._compact(now)
+        except (OSError, ValueError) as error:
+            if not self._refused:
+                self._refused = True
+                logging.getLogger(__name__).warning(
+                    "tokens of unfinished responses are not logged: %s", error
+                )
+
+    def _compact(self, now: float) -> None:
+        self._needed = {
+            call: ended for call, ended in self._needed.items() if ended is None or now - ended < _KEPT_S
+        }
+        self._ledger.compact(min((call.position for call in self._needed), default=0))
+        self._written = 0
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """The logged tokens of a response.
+
+    Attributes:
+        log_probs: those with which the tokens were sampled; None: the engine gave none.
+        version: of the weights that sampled the first of them.
+        ended: the response is complete.
+    """
+
+    ids: list[int]
+    log_probs: list[float] | None
+    version: int | None
+    ended: bool
+
+
+class Prefixes:
+    """What earlier attempts have logged. Reads all segments once, when it is made.
+
+    Args:
+        report: called with one line for each part that cannot be read; its tokens are sampled again.
+    """
+
+    def __init__(self, paths: RunPaths, *, report: Callable[[str], None]) -> None:
+        self._found: dict[tuple[int, int, int], tuple[str, Prefix]] = {}
+        # Ordered by attempt, and within an attempt by engine: a call belongs to one engine at a time.
+        for _, arrays in records(token_paths(paths), from_step=0, report=report):
+            try:
+                self._take(arrays)
+            except (KeyError, ValueError, TypeError) as error:
+                report(CheckpointCorrupt("a record of the token log cannot be read", found=error).one_line())
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def find(self, call: Call) -> Prefix | None:
+        """Returns what is logged of a response; None: nothing, or of another prompt or other sampling parameters."""
+        digest, prefix = self._found.get(call[:3], ("", None))
+        return prefix if digest == call.digest else None
+
+    def _take(self, arrays: Arrays) -> None:
+        ids, log_probs = arrays["ids"].tolist(), arrays.get("log_probs")
+        at = 0
+        for position, session, turn, digest, start, count, version, ended in msgpack.unpackb(
+            arrays["calls"].tobytes()
+        ):
+            new = ids[at : at + count]
+            their = None if log_probs is None else log_probs[at : at + count].tolist()
+            at += count
+            known, before = self._found.get((position, session, turn), ("", None))
+            if before is None or known != digest:
+                before = Prefix([], None if their is None else [], version, False)
+            # A gap is left by a write that failed. What an earlier attempt has logged after `start` was not used.
+            if start <= len(before.ids) and len(new) == count:
+                kept = None if before.log_probs is None or their is None else before.log_probs[:start] + their
+                whole = Prefix(before.ids[:start] + new, kept, before.version if start else version, ended)
+                self._found[position, session, turn] = digest, whole
+
+
+def _record(new: dict[Call, _New]) -> Arrays:
+    calls = [
+        [*call[:3], call.digest, one.start, len(one.ids), one.version, one.ended] for call, one in new.items()
+    ]
+    arrays: Arrays = {
+        "calls": np.frombuffer(msgpack.packb(calls), dtype=np.uint8),
+        "ids": np.array([token for one in new.values() for token in one.ids], dtype=np.int64),
+    }
+    # All calls of an engine are asked for them, or none: verl's setting is one for the run.
+    if all(one.log_probs is not None for one in new.values()):
+        arrays["log_probs"] = np.array(
+            [value for one in new.values() for value in one.log_probs or ()], dtype=np.float32
+        )
+    return arrays

@@ -1,0 +1,61 @@
+"""Asks a Python what is installed in it, and where it looks for modules. Torch-free; imports nothing of the user's."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+
+import msgspec
+
+from verl_slurm.base.search_path import clean_environment
+
+__all__ = ["Installed", "look"]
+
+_TIMEOUT_S = 60.0
+# By the names of the directories that installers make (PEP 376, PEP 427): to parse the metadata of 200 packages takes
+# half a second. `__editable__` modules are those by which setuptools finds packages of an editable install.
+_LOOK = """
+import json, os, platform, sys
+found, roots = {}, [place for place in sys.path if os.path.isdir(place)]
+for place in reversed(roots):
+    for entry in os.listdir(place):
+        stem, dot, kind = entry.rpartition(".")
+        name, dash, version = stem.partition("-")
+        if kind in ("dist-info", "egg-info") and dash:
+            found[name.lower().replace("_", "-")] = version.partition("-")[0]
+for name, module in list(sys.modules.items()):
+    if name.startswith("__editable__"):
+        roots += [os.path.dirname(place) for place in getattr(module, "MAPPING", {}).values()]
+print(json.dumps([platform.python_version(), found, list(dict.fromkeys(roots))]))
+"""
+
+
+class Installed(msgspec.Struct, frozen=True, array_like=True):
+    """The answer."""
+
+    python: str = ""
+    """Version of Python; empty: it does not answer."""
+    packages: dict[str, str] = {}
+    search: tuple[str, ...] = ()
+    """The directories in which it looks for modules."""
+
+
+def look(python: str, environ: Mapping[str, str] | None = None) -> Installed:
+    """Asks the interpreter `python`. Takes a tenth of a second; a Python that does not answer gives an empty answer.
+
+    Args:
+        environ: of the ranks; None: this process's.
+    """
+    try:
+        done = subprocess.run(
+            # -P: the working directory is not searched for modules.
+            [python, "-P", "-c", _LOOK],
+            env=clean_environment(dict(os.environ if environ is None else environ)),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+        )
+        # The last line: a `sitecustomize` of the site's may print before it.
+        return msgspec.json.decode(done.stdout.strip().rpartition(b"\n")[2], type=Installed)
+    except (OSError, subprocess.TimeoutExpired, msgspec.MsgspecError):
+        return Installed()

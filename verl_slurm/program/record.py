@@ -1,0 +1,202 @@
+"""Specifies what a run keeps of the user's code, and reads it.
+
+```
+RUN/code.json            what the attempts run: a `CodeRecord`; replaced by `submit` alone
+RUN/code/<digest>/       a copy of a tree: directories 0700, files 0400, programs 0500
+RUN/code/<digest>.json   its files: a list of `CodeFile`, sorted by path
+RUN/code/<sha256>.diff   the difference from the commit, 0600
+```
+
+The digest of a tree is the SHA-256 of one line for each file, sorted by path: the JSON array [path, kind, content]. The
+kind is `file`, `program` (the owner may execute it) or `link`. The content is the file's SHA-256, or the text of the
+link. Owner and times do not count. So a list of files proves itself by its digest, and a copy by its list.
+
+A copy may get further files: the program's working directory can lie in it. They are no part of it.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import DataError
+from verl_slurm.base.files import require_own
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.dataset.fingerprint.entries import Drift
+
+__all__ = [
+    "CodeFile",
+    "CodeRecord",
+    "CodeTree",
+    "files_of",
+    "package_drift",
+    "read_record",
+    "tree_digest",
+    "tree_drift",
+]
+
+FORMAT = 1
+# They become names of directories.
+_Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
+_DigestOrNone = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
+
+
+class CodeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of a tree."""
+
+    path: str
+    """Relative, with slashes."""
+    kind: Literal["file", "program", "link"] = "file"
+    content: str
+    """SHA-256 (hex), or the text of a link."""
+    size: int = 0
+
+
+class CodeTree(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One copied tree, and where it is from."""
+
+    root: str
+    """Where it lay: absolute, without links."""
+    digest: _Digest
+    num_files: int
+    num_bytes: int
+    commit: str = ""
+    """Of git; empty: no work tree, or one without a commit."""
+    branch: str = ""
+    dirty: bool = False
+    """The tree differs from the commit, or has untracked files."""
+    diff: _DigestOrNone = ""
+    """SHA-256 of the diff, by which the file is named; empty: there is none."""
+
+
+class CodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the attempts of a run run."""
+
+    format: int = FORMAT
+    submitted_utc: str = ""
+    trees: tuple[CodeTree, ...] = ()
+    programs: dict[str, str] = {}
+    """The programs of the configuration: path there → path relative to RUN/code."""
+    search: tuple[str, ...] = ()
+    """Directories of these trees in which the ranks' Python looks for modules by itself (an editable install)."""
+    python: str = ""
+    """Version of the ranks' Python; empty: it could not be asked, as in a container."""
+    packages: dict[str, str] = {}
+    """What is installed in it: name → version."""
+
+    def lines(self) -> list[str]:
+        """Describes each tree in a line: `/me/repo, commit 1a2b3c4d5e6f (changed since), 12 files, 85 KB`."""
+        found = []
+        for tree in self.trees:
+            commit = f", commit {tree.commit[:12]}" if tree.commit else ""
+            changed = " (changed since)" if tree.commit and tree.dirty else ""
+            size = (
+                f"{tree.num_bytes / 1e6:.1f} MB"
+                if tree.num_bytes >= 1e6
+                else f"{-(-tree.num_bytes // 1000)} KB"
+            )
+            found.append(f"{tree.root}{commit}{changed}, {counted(tree.num_files, 'file')}, {size}")
+        return found
+
+
+def tree_digest(files: Iterable[CodeFile]) -> str:
+    """Returns the digest of a tree with these files."""
+    rows = sorted((file.path, file.kind, file.content) for file in files)
+    return hashlib.sha256(b"".join(msgspec.json.encode(row) + b"\n" for row in rows)).hexdigest()
+
+
+def tree_drift(old: Iterable[CodeFile], new: Iterable[CodeFile]) -> Drift:
+    """Compares two trees file by file."""
+    before = {file.path: (file.kind, file.content) for file in old}
+    now = {file.path: (file.kind, file.content) for file in new}
+    return Drift(
+        added=tuple(sorted(now.keys() - before.keys())),
+        removed=tuple(sorted(before.keys() - now.keys())),
+        changed=tuple(sorted(path for path in now.keys() & before.keys() if now[path] != before[path])),
+    )
+
+
+def package_drift(old: CodeRecord, new: CodeRecord) -> list[str]:
+    """Lists the packages that differ, e.g. `torch 2.13.0 -> 2.14.0`; empty if one of the two is unknown."""
+    if not old.python or not new.python:
+        return []
+    before, now = ({"Python": record.python, **record.packages} for record in (old, new))
+    return [
+        f"{name} {before.get(name, 'none')} -> {now.get(name, 'none')}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name)
+    ]
+
+
+def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
+    """Returns the record; None: the run has none, as those that older versions submitted.
+
+    Args:
+        to_look: nothing will be run by it; so the run may be another user's.
+
+    Raises:
+        PermissionRefused: others could have written it.
+        DataError: it cannot be read, or another version wrote it.
+        OSError: storage does not answer.
+    """
+    try:
+        fd = bounded.open_regular(paths.code_record)
+    except FileNotFoundError:
+        return None
+    try:
+        if not to_look:
+            require_own(os.fstat(fd), paths.code_record)
+        data = bounded.read_fd(fd, bounded.RECORD)
+        record = bounded.decode_json(data, CodeRecord, bounded.RECORD)
+    except (ValueError, RecursionError) as error:
+        raise _damaged("the record of the run's code cannot be read", paths.code_record, error) from None
+    finally:
+        os.close(fd)
+    if record.format != FORMAT:
+        raise _damaged("the record of the run's code is of another version", paths.code_record, record.format)
+    digests = {tree.digest for tree in record.trees}
+    for place in record.programs.values():
+        first, *rest = place.split("/")
+        if first not in digests or ".." in rest:
+            raise _damaged(
+                "the record of the run's code names a program that is not in it", paths.code_record, place
+            )
+    return record
+
+
+def files_of(paths: RunPaths, digest: str) -> list[CodeFile]:
+    """Returns the list of a copy's files, which its digest proves.
+
+    Raises:
+        DataError: it is missing, or not the list of this digest.
+    """
+    path = paths.code_files(digest)
+    try:
+        data = bounded.read_regular(path, bounded.DATA_FILES)
+        files = bounded.decode_json(data, list[CodeFile], bounded.DATA_FILES)
+    except FileNotFoundError:
+        raise _damaged("the run's copy of the code is gone", path, "no such file") from None
+    except (ValueError, RecursionError) as error:
+        raise _damaged("the list of the run's code cannot be read", path, error) from None
+    if tree_digest(files) != digest:
+        raise _damaged("the list of the run's code was changed", path, "another digest")
+    # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.
+    for file in files:
+        if (
+            file.path.startswith("/")
+            or ".." in file.path.split("/")
+            or os.path.normpath(file.path) != file.path
+        ):
+            raise _damaged("the list of the run's code was changed", path, file.path)
+    return files
+
+
+def _damaged(what: str, where: Path, found: object) -> DataError:
+    return DataError(
+        what, where=where, found=found, remedy="verl-slurm submit RUN --code new copies the code again"
+    )

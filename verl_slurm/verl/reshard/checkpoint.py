@@ -1,0 +1,259 @@
+"""Makes a checkpoint of another number of ranks out of a checkpoint of a run, or out of a step of plain verl.
+
+```
+verify     every byte of the source against its manifest; a step of plain verl against torch.save's CRC-32s
+plan       `plan.plan_reshard`
+apply      into a staging directory, and compared there (`apply`, `compare`)
+commit     sealed and renamed like any save (`checkpoint.store.commit`)
+verify     every byte of the result
+```
+
+The source is read and never changed. The result keeps its name, its step and all files beside verl's own directory
+(tracker, positions in the data, configuration) byte for byte. metadata.json says what it was made of.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
+from verl_slurm.base.files import fsync_path, write_file
+from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
+from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
+from verl_slurm.checkpoint.store.medium import room_for
+from verl_slurm.checkpoint.store.tree import list_tree, open_directory
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.verl.reshard.apply import apply_plan, work_bytes
+from verl_slurm.verl.reshard.describe import describe_step
+from verl_slurm.verl.reshard.plan import ReshardPlan, cannot, plan_reshard
+from verl_slurm.verl.shards import judge_step
+from verl_slurm.verl.tracker import tracker_file
+
+__all__ = [
+    "RECORD",
+    "Made",
+    "Source",
+    "open_source",
+    "plan_source",
+    "require_room",
+    "write_checkpoint",
+    "write_step",
+]
+
+OnBytes = Callable[[int], None]
+
+RECORD = "resharded"
+"""The key in metadata.json."""
+_KNOWN_TORCH = "2.13."
+_METADATA = "metadata.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What is divided anew.
+
+    Attributes:
+        directory: a checkpoint of a run, or a `global_step_N` of plain verl.
+        step: the `global_step_N`.
+        manifest: None: plain verl's.
+    """
+
+    directory: Path
+    step: Path
+    manifest: Manifest | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """The result; `tensors`: digest of all tensors put together, the same before and after."""
+
+    path: Path
+    tensors: str
+    num_bytes: int
+    num_files: int
+
+
+def open_source(directory: Path, on_bytes: OnBytes = lambda _: None) -> Source:
+    """Verifies every byte of a checkpoint of a run, or of a step of plain verl.
+
+    Raises:
+        CheckpointCorrupt: it does not verify.
+        ConfigError: another loop than verl's saved it.
+    """
+    if not (directory / MANIFEST).exists():
+        judged = judge_step(directory, on_bytes=on_bytes)
+        # What is beyond our judgement is not called damaged: the plan refuses it with its reason.
+        if not judged.ok and any(problem.kind != "version" for problem in judged.problems):
+            raise CheckpointCorrupt(
+                "the step is not whole",
+                where=directory,
+                found=judged.one_line(),
+                remedy="reshard one that is: `verl-slurm adopt DIR --dry-run` judges all of them",
+            )
+        return Source(directory=directory, step=directory, manifest=None)
+    verdict = verify(directory)
+    if not verdict.ok or verdict.manifest is None:
+        raise CheckpointCorrupt(
+            "the checkpoint does not verify",
+            where=directory,
+            found=verdict.one_line(),
+            remedy="reshard one that does (`verl-slurm verify RUN`)",
+        )
+    return source_of(directory, verdict.manifest)
+
+
+def source_of(directory: Path, manifest: Manifest) -> Source:
+    """Returns the source that a verified checkpoint is.
+
+    Raises:
+        ConfigError: another loop than verl's saved it.
+    """
+    if manifest.guest == "verl":
+        step = directory / guest_directory("verl", manifest.step)
+        return Source(directory=directory, step=step, manifest=manifest)
+    if manifest.guest == "loop":
+        raise ConfigError(
+            "only checkpoints of verl can be divided anew",
+            where=directory,
+            found="one of verl_slurm.run",
+            remedy=f"go on with distributed.dp_size={manifest.world_size}",
+        )
+    raise ConfigError(
+        "this checkpoint need not be divided anew",
+        where=directory,
+        found="one of trainer.backend: native",
+        expected="one of verl",
+        remedy="submit its run with another distributed.dp_size: any number of ranks reads it",
+    )
+
+
+def plan_source(source: Source, ranks: int) -> ReshardPlan:
+    """Plans the same state on `ranks` ranks.
+
+    Raises:
+        ConfigError: it cannot be divided so.
+        CheckpointCorrupt, OSError: as `describe.describe_step`.
+    """
+    plan = plan_reshard(describe_step(source.step), ranks)
+    # One rank of FSDP1 saves no DTensor whose description could be changed for others.
+    described = any(move.tensor.is_dtensor for role in plan.roles for move in role.parameters)
+    if not described and ranks > 1 and not _installed_torch().startswith(_KNOWN_TORCH):
+        raise cannot(
+            source.step,
+            f"FSDP1 on one rank, and torch {_installed_torch()}",
+            f"torch {_KNOWN_TORCH}x, or FSDP2",
+        )
+    return plan
+
+
+def _installed_torch() -> str:
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+def require_room(plan: ReshardPlan, where: Path, ask: Callable[[Path, Need], Room] = room_for) -> None:
+    """Requires that the result fits.
+
+    Raises:
+        NoRoom: it does not.
+    """
+    with open_directory(plan.step) as root:
+        sizes = [entry.info.st_size for entry in list_tree(root) if entry.kind == "file"]
+    # What is whole on every rank, and the descriptions, grow with the ranks; all else stays.
+    num_bytes = max(sum(sizes), work_bytes(plan) - 2 * plan.num_bytes)
+    num_files = len(sizes) * max(1, -(-plan.after // plan.before))
+    room = ask(
+        where,
+        need_of_next(num_bytes, num_files, basis=f"{plan.step.name} on {plan.after} ranks", margin=0.02),
+    )
+    if room.enough is False:
+        raise NoRoom(
+            "there is no room for the divided checkpoint", where=where, found=room.reason, remedy="make some"
+        )
+
+
+def write_checkpoint(
+    source: Source,
+    plan: ReshardPlan,
+    staging: StagingDirectory,
+    *,
+    epoch_check: Callable[[], None] = lambda: None,
+    on_bytes: OnBytes = lambda _: None,
+) -> Made:
+    """Makes `staging`, an empty directory, a committed checkpoint and verifies it.
+
+    Raises:
+        CheckpointCorrupt: the result is not the same state, or does not verify.
+        Fenced: by `epoch_check`.
+        OSError: the storage refused. On any error `staging` is left for the caller to remove.
+    """
+    manifest, began = source.manifest, time.monotonic()
+    assert manifest is not None
+    directory, own = staging.directory, guest_directory("verl", manifest.step)
+    tensors = apply_plan(plan, directory / own, on_bytes)
+    for entry in manifest.files:
+        if not entry.path.startswith(f"{own}/"):
+            # Verified moments ago, and small: configuration, schema, tracker, positions in the data.
+            data = bounded.read_regular(source.directory / entry.path, bounded.RECORD)
+            if entry.path == _METADATA:
+                data = _with_record(data, manifest, plan, tensors)
+            write_file(directory / entry.path, data, durable=False)
+    with open_directory(directory) as root:
+        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
+    made = msgspec.structs.replace(
+        manifest,
+        world_size=plan.after,
+        topology=Topology(dp=plan.after),
+        files=tuple(seal(directory, names)),
+        created_utc=datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z"),
+        save_seconds=round(time.monotonic() - began, 3),
+    )
+    final = commit(staging, made, epoch_check=epoch_check)
+    verdict = verify(final)
+    if not verdict.ok or verdict.manifest is None:
+        raise CheckpointCorrupt(
+            "the divided checkpoint does not verify", where=final, found=verdict.one_line()
+        )
+    return Made(path=final, tensors=tensors, num_bytes=verdict.manifest.num_bytes, num_files=len(made.files))
+
+
+def _with_record(data: bytes, manifest: Manifest, plan: ReshardPlan, tensors: str) -> bytes:
+    values = msgspec.json.decode(data, type=dict[str, object])
+    values[RECORD] = {
+        "ranks": plan.before,
+        # Of the source: by it a start knows the result of an earlier one.
+        "digest": manifest.digest,
+        "tensors": tensors,
+    }
+    return msgspec.json.format(msgspec.json.encode(values), indent=1) + b"\n"
+
+
+def write_step(
+    source: Source, plan: ReshardPlan, directory: Path, on_bytes: OnBytes = lambda _: None
+) -> Made:
+    """Makes `directory`, which exists and is empty, a `trainer.default_local_dir` of verl with the step in it. Durable.
+
+    Raises:
+        CheckpointCorrupt: the result is not the same state, or not whole.
+        OSError: the storage refused.
+    """
+    target = directory / source.step.name
+    tensors = apply_plan(plan, target, on_bytes)
+    judged = judge_step(target)
+    if not judged.ok:
+        raise CheckpointCorrupt("the divided step is not whole", where=target, found=judged.one_line())
+    for path in sorted(target.rglob("*"), reverse=True):
+        fsync_path(path)
+    fsync_path(target)
+    for name, data in tracker_file(judged.step).items():
+        write_file(directory / name, data)
+    return Made(path=target, tensors=tensors, num_bytes=judged.num_bytes, num_files=len(judged.files))
