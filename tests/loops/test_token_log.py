@@ -84,6 +84,25 @@ def test_tokens_behind_a_gap_are_left_out(paths: RunPaths) -> None:
     assert read(paths).find(CALL) == Prefix([0, 1], None, None, False)
 
 
+def test_a_response_that_moves_between_the_engines_of_an_attempt_keeps_all_its_tokens(
+    paths: RunPaths,
+) -> None:
+    # Engine 1, then 0, then the one that has replaced 1, and at last the one that has replaced 0.
+    for rank, start in ((1, 0), (0, 2), (1, 4), (0, 6)):
+        log = logged(paths, rank=rank)
+        log.add(CALL, start, [start, start + 1], None, version=3)
+        log.close()
+    assert read(paths).find(CALL) == Prefix(list(range(8)), None, 3, False)
+
+
+def test_tokens_behind_a_gap_stay_out_whatever_a_later_attempt_adds(paths: RunPaths) -> None:
+    for epoch, start in ((1, 0), (2, 4), (3, 2), (3, 4)):
+        log = logged(paths, epoch=epoch)
+        log.add(CALL, start, [epoch, epoch], None)
+        log.close()
+    assert read(paths).find(CALL) == Prefix([1, 1, 3, 3, 3, 3], None, None, False)
+
+
 def test_a_record_that_is_none_is_told_and_the_others_are_used(paths: RunPaths) -> None:
     log = logged(paths)
     log.add(CALL, 0, [1, 2], None)

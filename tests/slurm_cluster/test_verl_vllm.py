@@ -1,27 +1,28 @@
-"""GRPO by verl with vLLM itself, both on the CPU, on a real Slurm: preempted in mid-rollout, continued, finished."""
+"""GRPO by verl with vLLM itself on a real Slurm: preempted in mid-rollout, or its engine killed."""
 
-import time
 from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import msgpack
 import pytest
-import yaml
-
-from tests.processes import python_path
 
 if find_spec("verl") is None or find_spec("vllm") is None:
     pytest.skip("needs verl and vLLM together: make test-verl-vllm", allow_module_level=True)
 
 from tests.harness import LiveRun
-from tests.verl.grpo import MODULES, grpo_words, make_prompts, write_config
-from tests.verl.tiny import make_model
+from tests.slurm_cluster.verl_runs import end, one
+from tests.slurm_cluster.vllm_runs import (
+    PATIENCE_S,
+    SESSIONS,
+    environment,
+    logged,
+    make_run,
+    wait_for_tokens,
+)
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.loops.token_log import token_paths
-from verl_slurm.runtime_state.ledger import records
 
 pytestmark = [
     pytest.mark.slurm,
@@ -31,67 +32,38 @@ pytestmark = [
     pytest.mark.timeout(1500),
 ]
 
-PATIENCE_S = 600.0
-SESSIONS, LENGTH, PAUSE_S = 32, 300, 0.02
-"""Of one step. The tiny model has 9 linear layers, so the step takes more than the grace time of 30 s by its pauses."""
+LENGTH = 300
 
 
 @pytest.fixture
 def grpo(cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveRun]:
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", f"{MODULES},tests.verl.cpu_vllm")
-    monkeypatch.setenv("PYTHONPATH", python_path()["PYTHONPATH"])
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("VERL_TEST_LINEAR_S", str(PAUSE_S))
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    # vLLM's kernels for the CPU want heads of 32 at least.
-    model = make_model(tmp_path / "model", head_dim=32, most_positions=1024)
-    section = grpo_words(model, make_prompts(tmp_path / "sums.parquet"), 1)
-    section["data"] |= {"max_prompt_length": 64, "max_response_length": LENGTH}
-    section["actor_rollout_ref"]["rollout"] |= {
-        "name": "vllm",
-        "dtype": "float32",
-        "enforce_eager": True,
-        # Without a GPU vLLM cannot give its memory back.
-        "free_cache_engine": False,
-        "+enable_sleep_mode": False,
-        "max_model_len": 64 + LENGTH,
-        "max_num_batched_tokens": 1024,
-        "max_num_seqs": SESSIONS,
-        "gpu_memory_utilization": 0.1,
-        # All responses are as long as they may be: none ends while it is looked at.
-        "ignore_eos": True,
-    }
-    config = write_config(tmp_path / "grpo.yaml", tmp_path / "run", section)
-    settings = yaml.safe_load(config.read_text())
-    settings["distributed"] |= {"dp_size": 1, "nodes": 1}
-    config.write_text(yaml.safe_dump(settings))
-    live = LiveRun(cluster, tmp_path / "run", config=str(config))
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    live = make_run(cluster, tmp_path, length=LENGTH)
     yield live
-    live.cancel()
-    live.wait_slurm(lambda facts: facts.state not in ("RUNNING", "PENDING", "COMPLETING"))
+    end(live)
 
 
-def logged(run: LiveRun) -> list[tuple[tuple[int, int, int], int, int]]:
-    """Call, tokens before, and new tokens, in the order in which they were sampled."""
-    found = []
-    for _, arrays in records(token_paths(run.paths), from_step=0):
-        for *call, _, start, count, _, _ in msgpack.unpackb(arrays["calls"].tobytes()):
-            found.append(((call[0], call[1], call[2]), start, count))
-    return found
+def lengths(run: LiveRun) -> Counter[tuple[int, int, int]]:
+    """The logged tokens of each call, each of which follows the one before it."""
+    length: Counter[tuple[int, int, int]] = Counter()
+    for call, start, count in logged(run):
+        assert start == length[call], "it goes on behind its last logged token"
+        length[call] += count
+    return length
 
 
-def test_a_preemption_in_mid_rollout_costs_no_token(grpo: LiveRun, cluster: DevCluster) -> None:
+def test_a_preemption_in_mid_rollout_costs_no_token(
+    grpo: LiveRun, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The step takes more than the grace time of 30 s by its pauses.
+    monkeypatch.setenv("VERL_TEST_LINEAR_S", "0.02")
     grpo.submit()
-    deadline = time.monotonic() + PATIENCE_S
-    # Polls: no event tells of a line in an engine's log.
-    while sum(count for _, _, count in logged(grpo)) < SESSIONS * 20:
-        assert time.monotonic() < deadline, grpo.story()
-        time.sleep(0.05)
+    wait_for_tokens(grpo, 20)
     seen = len(grpo.events())
     preempt(cluster, int(grpo.job_id), hold_s=1)
     grpo.wait_event("ended", after=seen, exit_code=25)
-    before = Counter({call: start + count for call, start, count in logged(grpo)})
+    before = lengths(grpo)
     assert len(before) == SESSIONS
     assert max(before.values()) < LENGTH, "it was preempted while it sampled"
     segment = token_paths(grpo.paths).ledger_segment(1, 0)
@@ -99,10 +71,25 @@ def test_a_preemption_in_mid_rollout_costs_no_token(grpo: LiveRun, cluster: DevC
     grpo.wait_event("restart", after=seen, timeout_s=PATIENCE_S)
     grpo.wait_end(timeout_s=PATIENCE_S)
     segment.write_bytes(first_attempt)  # dropped with the last checkpoint, which does not need it
-    length: Counter[tuple[int, int, int]] = Counter()
-    for call, start, count in logged(grpo):
-        assert start == length[call], "it goes on behind its last logged token"
-        length[call] += count
-    assert length == dict.fromkeys(before, LENGTH)
+    assert lengths(grpo) == dict.fromkeys(before, LENGTH)
     told = [event["text"] for event in grpo.events("notice") if event["topic"] == "ledger"]
+    assert f"{SESSIONS} unfinished responses went on from their logged tokens" in told
+
+
+def test_an_engine_that_dies_in_mid_rollout_is_replaced_within_the_attempt(
+    grpo: LiveRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERL_TEST_LINEAR_S", "0.005")
+    grpo.submit()
+    # vLLM's own process of the engine, then verl's around it.
+    for word, tokens in [("EngineCore", 20), ("LoggedServer", 100)]:
+        wait_for_tokens(grpo, tokens)
+        seen = len(grpo.events())
+        one(grpo, word).kill()
+        grpo.wait_event("notice", after=seen, text="rollout engine 0 is back", timeout_s=PATIENCE_S)
+    grpo.wait_end(timeout_s=PATIENCE_S)
+    assert len(grpo.events("restart")) == 1, "all of it is one start of the run"
+    assert set(lengths(grpo).values()) == {LENGTH}
+    assert len(lengths(grpo)) == SESSIONS
+    told = [event["text"] for event in grpo.events("notice")]
     assert f"{SESSIONS} unfinished responses went on from their logged tokens" in told

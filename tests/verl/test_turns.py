@@ -35,6 +35,8 @@ class Engine:
     def __init__(self, *, repeats: bool = True) -> None:
         self.asked: list[tuple[Call | None, list[int], dict[str, Any]]] = []
         self.repeats, self.stop_reason, self.at_once = repeats, "completed", 0
+        # Raised, or taken for the reason of the end, by the next calls.
+        self.fails: list[Exception | str] = []
 
     async def answer(self, request_id: str, prompt_ids: list[int], params: dict[str, Any]) -> Any:
         from verl.workers.rollout.replica import TokenOutput
@@ -42,13 +44,16 @@ class Engine:
         self.asked.append((call_of(request_id), prompt_ids, dict(params)))
         self.at_once += 1
         await asyncio.sleep(0)
+        fails = self.fails.pop(0) if self.fails and call_of(request_id) else self.stop_reason
+        if isinstance(fails, Exception):
+            raise fails
         shift = 0 if self.repeats else self.at_once
         self.at_once -= 1
         ids = [len(prompt_ids) + shift + n for n in range(min(4, params.pop("max_tokens", 4)))]
         return TokenOutput(
             token_ids=ids,
             log_probs=[-1.0] * len(ids),
-            stop_reason=self.stop_reason,
+            stop_reason=fails,
             extra_fields={"global_steps": 9, "min_global_steps": 9, "max_global_steps": 9},
         )
 
@@ -189,6 +194,90 @@ def test_an_engine_that_does_not_is_continued_with_another_noise(tmp_path: Path)
     assert prompt == [*PROMPT, 50, 51]
     assert params["seed"] != 11
     assert "other tokens for a prompt among 64 than alone" in mode
+
+
+class EngineDeadError(Exception):
+    """vLLM's, by its name alone: a worker does not import vLLM."""
+
+
+def deaths() -> list[Exception]:
+    from ray.exceptions import RayActorError, RayTaskError
+
+    return [
+        RayActorError(error_msg="its process is gone"),
+        RayTaskError("generate", "", EngineDeadError()),
+        RayTaskError("acquire_server", "", RuntimeError("No available servers in load balancer")),
+    ]
+
+
+async def turn_of_a_replaced_engine(client: Any, turns: Any) -> Any:
+    turns.engines_return = True
+    return await one_turn(client, turns)
+
+
+@pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl_slurm.loops import verl_turns
+
+    monkeypatch.setattr(verl_turns, "_NEXT_ENGINE_S", 0.0)
+
+
+@pytest.mark.usefixtures("_soon")
+@pytest.mark.parametrize("fails", [[0], [1], [0, 0, 2, 2]], ids=["server", "engine", "none_left"])
+def test_a_response_goes_on_from_what_a_dead_engine_has_logged(tmp_path: Path, fails: list[int]) -> None:
+    call = first_call(tmp_path)
+    engine = Engine()
+    engine.fails = [deaths()[number] for number in fails]
+
+    async def body(client: Any, turns: Any) -> Any:
+        # After the worker has begun, which reads the log of earlier attempts then.
+        log(tmp_path, call, [50, 51, 52])
+        output = await turn_of_a_replaced_engine(client, turns)
+        assert turns.continued == 1
+        return output
+
+    output = attempt(tmp_path, 1, body, engine)
+    prompts = [prompt for _, prompt, _ in engine.calls]
+    assert prompts == [PROMPT, *([[*PROMPT, 50, 51, 52]] * len(fails))]
+    assert output.token_ids == [50, 51, 52, 6, 7, 8, 9]
+    assert attempt(tmp_path, 2, one_turn, Engine()).token_ids == output.token_ids, (
+        "and is recorded as one turn"
+    )
+
+
+@pytest.mark.usefixtures("_soon")
+def test_a_response_that_is_broken_off_for_a_new_engine_goes_on_at_once(tmp_path: Path) -> None:
+    engine = Engine()
+    engine.fails = ["aborted"]
+    output = attempt(tmp_path, 1, turn_of_a_replaced_engine, engine)
+    assert [prompt for _, prompt, _ in engine.calls] == [PROMPT, [*PROMPT, 3, 4, 5, 6]]
+    assert (output.token_ids, output.stop_reason) == ([3, 4, 5, 6, 7, 8, 9, 10], "completed")
+    assert output.extra_fields["min_global_steps"] == 9
+
+
+@pytest.mark.usefixtures("_soon")
+def test_an_engine_that_repeats_itself_samples_anew_what_is_broken_off(tmp_path: Path) -> None:
+    async def body(client: Any, turns: Any) -> Any:
+        turns.engines_return = True
+        return await seeded_turn(client, turns)
+
+    engine = Engine()
+    engine.fails = ["aborted", deaths()[0]]
+    output, _ = attempt(tmp_path, 1, body, engine, seeded=True)
+    assert [(prompt, params["seed"]) for _, prompt, params in engine.calls] == [(PROMPT, 11)] * 3
+    assert output.token_ids == [3, 4, 5, 6]
+
+
+def test_other_errors_and_engines_that_nobody_replaces_end_the_session(tmp_path: Path) -> None:
+    from ray.exceptions import RayActorError
+
+    engine = Engine()
+    engine.fails = deaths()[:1]
+    with pytest.raises(RayActorError):
+        attempt(tmp_path, 1, one_turn, engine)
+    engine.fails = [ValueError("a prompt that is too long")]
+    with pytest.raises(ValueError, match="too long"):
+        attempt(tmp_path, 2, turn_of_a_replaced_engine, engine)
 
 
 def test_images_and_validation_are_passed_on(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ A call is one request to the engine: a turn of a session of a prompt. It is name
 puts into the engine's request id. The process of the engine writes:
 
 ```
-record   calls      msgpack: for each call that has new tokens: [position, session, turn, digest, start, number of new
-                    tokens, version of the weights or nil, whether the response ended here]
+record   calls      msgpack: [attempt, calls], of each call that has new tokens: [position, session, turn, digest,
+                    start, number of new tokens, version of the weights or nil, whether the response ended here]
          ids        int64: the new tokens of all these calls, one after the other
          log_probs  float32: theirs, with which they were sampled; absent if the engine gave none
 ```
@@ -23,8 +23,10 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import msgpack
@@ -98,7 +100,7 @@ class TokenLog:
 
     def __init__(self, paths: RunPaths, epoch: int, rank: int, *, every_s: float = _EVERY_S) -> None:
         self._ledger = Ledger(token_paths(paths), epoch, rank)
-        self._every_s, self._number, self._written = every_s, 0, 0
+        self._epoch, self._every_s, self._number, self._written = epoch, every_s, 0, 0
         self._lock = threading.Lock()
         self._new: dict[Call, _New] = {}
         # Of calls whose tokens may still be asked for: when each ended.
@@ -157,7 +159,7 @@ class TokenLog:
         self._number = (self._number + 1) & 0xFFFFFFFF  # distinguishes records of one position
         try:
             self._written += self._ledger.append(
-                max(call.position for call in new), self._number, _record(new)
+                max(call.position for call in new), self._number, _record(self._epoch, new)
             )
             if self._written > _COMPACT_BYTES:
                 self._compact(now)
@@ -192,6 +194,19 @@ class Prefix:
     ended: bool
 
 
+class _Logged(NamedTuple):
+    """The new tokens of one call in a record."""
+
+    epoch: int
+    key: tuple[int, int, int]
+    digest: str
+    start: int
+    ids: list[int]
+    log_probs: list[float] | None
+    version: int | None
+    ended: bool
+
+
 class Prefixes:
     """What earlier attempts have logged. Reads all segments once, when it is made.
 
@@ -201,12 +216,11 @@ class Prefixes:
 
     def __init__(self, paths: RunPaths, *, report: Callable[[str], None]) -> None:
         self._found: dict[tuple[int, int, int], tuple[str, Prefix]] = {}
-        # Ordered by attempt, and within an attempt by engine: a call belongs to one engine at a time.
-        for _, arrays in records(token_paths(paths), from_step=0, report=report):
-            try:
-                self._take(arrays)
-            except (KeyError, ValueError, TypeError) as error:
-                report(CheckpointCorrupt("a record of the token log cannot be read", found=error).one_line())
+        for _, logged in groupby(_read(paths, report), key=attrgetter("epoch")):
+            later = [one for one in logged if not self._take(one)]
+            # An attempt's are ordered by engine, and a response may have moved to one that comes earlier.
+            while later != (left := [one for one in later if not self._take(one)]):
+                later = left
 
     def __len__(self) -> int:
         return len(self._found)
@@ -216,31 +230,53 @@ class Prefixes:
         digest, prefix = self._found.get(call[:3], ("", None))
         return prefix if digest == call.digest else None
 
-    def _take(self, arrays: Arrays) -> None:
-        ids, log_probs = arrays["ids"].tolist(), arrays.get("log_probs")
-        at = 0
-        for position, session, turn, digest, start, count, version, ended in msgpack.unpackb(
-            arrays["calls"].tobytes()
-        ):
-            new = ids[at : at + count]
-            their = None if log_probs is None else log_probs[at : at + count].tolist()
-            at += count
-            known, before = self._found.get((position, session, turn), ("", None))
-            if before is None or known != digest:
-                before = Prefix([], None if their is None else [], version, False)
-            # A gap is left by a write that failed. What an earlier attempt has logged after `start` was not used.
-            if start <= len(before.ids) and len(new) == count:
-                kept = None if before.log_probs is None or their is None else before.log_probs[:start] + their
-                whole = Prefix(before.ids[:start] + new, kept, before.version if start else version, ended)
-                self._found[position, session, turn] = digest, whole
+    def _take(self, one: _Logged) -> bool:
+        """Returns whether these tokens follow those that are known. A gap is left by a write that failed."""
+        known, before = self._found.get(one.key, ("", None))
+        if before is None or known != one.digest:
+            before = Prefix([], None if one.log_probs is None else [], one.version, False)
+        if one.start > len(before.ids):
+            return False
+        kept = None
+        if before.log_probs is not None and one.log_probs is not None:
+            kept = before.log_probs[: one.start] + one.log_probs
+        version = before.version if one.start else one.version
+        # What was logged behind `start` was not used.
+        self._found[one.key] = one.digest, Prefix(before.ids[: one.start] + one.ids, kept, version, one.ended)
+        return True
 
 
-def _record(new: dict[Call, _New]) -> Arrays:
+def _read(paths: RunPaths, report: Callable[[str], None]) -> Iterator[_Logged]:
+    for _, arrays in records(token_paths(paths), from_step=0, report=report):
+        try:
+            found = _unpack(arrays)
+        except (KeyError, ValueError, TypeError) as error:
+            report(CheckpointCorrupt("a record of the token log cannot be read", found=error).one_line())
+        else:
+            yield from found
+
+
+def _unpack(arrays: Arrays) -> list[_Logged]:
+    ids, log_probs = arrays["ids"].tolist(), arrays.get("log_probs")
+    at, found = 0, []
+    epoch, calls = msgpack.unpackb(arrays["calls"].tobytes())
+    for position, session, turn, digest, start, count, version, ended in calls:
+        new, their = ids[at : at + count], None
+        if log_probs is not None:
+            their = log_probs[at : at + count].tolist()
+        at += count
+        found.append(_Logged(epoch, (position, session, turn), digest, start, new, their, version, ended))
+    if at != len(ids):
+        raise ValueError(f"{at} tokens belong to its calls, and it has {len(ids)}")
+    return found
+
+
+def _record(epoch: int, new: dict[Call, _New]) -> Arrays:
     calls = [
         [*call[:3], call.digest, one.start, len(one.ids), one.version, one.ended] for call, one in new.items()
     ]
     arrays: Arrays = {
-        "calls": np.frombuffer(msgpack.packb(calls), dtype=np.uint8),
+        "calls": np.frombuffer(msgpack.packb([epoch, calls]), dtype=np.uint8),
         "ids": np.array([token for one in new.values() for token in one.ids], dtype=np.int64),
     }
     # All calls of an engine are asked for them, or none: verl's setting is one for the run.

@@ -28,6 +28,7 @@ from verl.utils.tensordict_utils import assign_non_tensor_stack
 
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
+from verl_slurm.loops.verl_engines import Engines
 from verl_slurm.loops.verl_ppo_rollouts import Recording, Rollouts
 from verl_slurm.loops.verl_ppo_saves import Saves
 from verl_slurm.rendezvous.everywhere import install_everywhere
@@ -63,11 +64,14 @@ class _Interruptible:
     saves: Saves
     rollouts: Rollouts
     agent_loop_manager: Any
+    llm_server_manager: Any
     checkpoint_manager: Any
     replay_buffer: Any
     train_dataloader: Any
     local_trigger_step: int
     _data_state: dict[str, Any]
+    _engines: Engines | None = None
+    _sampling_weights: int
     config: Any
     global_steps: int
     total_training_steps: int
@@ -96,6 +100,10 @@ class _Interruptible:
             import_module("verl_slurm.loops.verl_vllm").register()
         super().__init__(config)  # type: ignore[call-arg]
 
+    def on_init_end(self) -> None:
+        self._sampling_weights = self.global_steps
+        super().on_init_end()  # type: ignore[misc]
+
     def on_train_begin(self) -> None:
         # verl's loop also ends with the epochs, and then does not know that the previous step was its last.
         within = self.config.trainer.total_epochs * self.steps_per_epoch
@@ -123,7 +131,7 @@ class _Interruptible:
 
     def _build_replay_buffer(self) -> Any:
         buffer = super()._build_replay_buffer()  # type: ignore[misc]
-        wait = getattr(buffer, "_wait_for_next_poll", None)
+        wait, sample = getattr(buffer, "_wait_for_next_poll", None), buffer.sample
         # A sampler of the user's own may wait in another way: then a step is left at its end alone.
         if wait is None:
             return buffer
@@ -133,9 +141,17 @@ class _Interruptible:
                 self.agent_loop_manager.require_workers()
             if partition_id == "train":
                 self._leave_if_asked()
+            if self._engines is not None:
+                self._engines.poll(self._sampling_weights)
             return wait(partition_id, *args)
 
-        buffer._wait_for_next_poll = wait_or_leave
+        def sample_all(*args: Any, **named: Any) -> Any:
+            sampled = sample(*args, **named)
+            if self._engines is not None:
+                self._engines.sampled()
+            return sampled
+
+        buffer._wait_for_next_poll, buffer.sample = wait_or_leave, sample_all
         return buffer
 
     def _note(self) -> None:
@@ -191,6 +207,7 @@ class _Interruptible:
             # No validation: it would run in the grace period, after the save.
             self.config.trainer.test_freq = -1
             return  # skips sending weights to the rollout engines: no more sampling follows
+        self._sampling_weights = self.global_steps
         super().on_step_end()  # type: ignore[misc]
 
     def _save_checkpoint(self) -> None:
@@ -210,6 +227,9 @@ class _Interruptible:
         self.rollouts.resume(self.global_steps)
         if not isinstance(agent_loop_manager, Recording):
             self.rollouts.say_what_is_lost(type(agent_loop_manager).__name__)
+        elif all(hasattr(replica, "watch") for replica in self.llm_server_manager.get_replicas()):
+            self._engines = Engines(self.llm_server_manager, self.checkpoint_manager, self.rollouts.tell)
+            agent_loop_manager.wait_for_engines()
         with suppress(_LeftEarly):
             super().fit(agent_loop_manager)  # type: ignore[misc]
         if not self.config.trainer.get("val_only", False):

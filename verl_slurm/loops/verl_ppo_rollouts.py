@@ -57,6 +57,10 @@ class Recording(ABC):
         """Raises if a process that collects responses is dead."""
 
     @abstractmethod
+    def wait_for_engines(self) -> None:
+        """Waits from here on where an engine has died: it will be replaced."""
+
+    @abstractmethod
     def stop(self) -> None:
         """Records nothing from here on: responses will be broken off."""
 
@@ -99,6 +103,10 @@ class Rollouts:
             topic="ledger",
             loud=True,
         )
+
+    def tell(self, text: str, loud: bool) -> None:
+        """Tells one line about the engines."""
+        self._session.notice(text, topic="engine", loud=loud)
 
     def say_left(self, step: int, unfinished: int) -> None:
         """Tells what a step is left with."""

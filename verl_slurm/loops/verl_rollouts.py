@@ -104,8 +104,15 @@ class LedgerWorker(_Worker):  # type: ignore[misc]
             self._rollouts.replayed, turns.continued, self._rollouts.recorded, news, {turns.mode} - {""}
         )
 
+    def wait_for_engines(self) -> None:
+        """Waits from here on where an engine has died, since the driver replaces it."""
+        if self._rollouts is not None:
+            self._turns.engines_return = True
+
     def stop(self) -> None:
         """Records nothing from here on."""
+        if self._rollouts is not None:
+            self._turns.engines_return = False
         self._rollouts = None
 
     async def stay(self) -> None:
@@ -153,6 +160,10 @@ class LedgerManager(AgentLoopManagerTQ, Recording):  # type: ignore[misc]
         news = list(dict.fromkeys(line for one in accounts for line in one.news))
         modes = frozenset[str]().union(*(one.modes for one in accounts))
         return Account(replayed, continued, recorded, news, modes)
+
+    def wait_for_engines(self) -> None:
+        """Has all workers wait where an engine has died."""
+        ray.get([worker.wait_for_engines.remote() for worker in self.agent_loop_workers])
 
     def stop(self) -> None:
         """Has all workers record nothing from here on."""

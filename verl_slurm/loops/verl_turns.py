@@ -6,6 +6,9 @@ an earlier attempt has finished is answered from the record. Of one that was unf
 behind the prompt (`token_log`), and keep the log probabilities with which they were sampled. If the engine is shown to
 give the same tokens again, a response is sampled anew with its own seed instead: then it is the same response.
 
+The same is done within an attempt, when an engine dies and the driver replaces it (`verl_engines`): another engine goes
+on from the tokens that the dead one has logged.
+
 A tool says with `verl_slurm_replay`, an attribute of its class or function, what becomes of a recorded result:
 
 * `"stateless"`, the default: it is used, and the tool is not called.
@@ -14,10 +17,12 @@ A tool says with `verl_slurm_replay`, an attribute of its class or function, wha
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from ray.exceptions import RayActorError
 from verl.tools.function_tool import FunctionTool, normalize_function_tool_return
 from verl.tools.schemas import ToolResponse
 from verl.workers.rollout.replica import TokenOutput
@@ -37,6 +42,8 @@ __all__ = ["SESSION", "Session", "Turns", "continuing", "record_tools"]
 _PROBES = 64
 _PROBE_TOKENS = 32
 _MEDIA = ("image_data", "video_data", "audio_data")
+_NEXT_ENGINE_S = 0.5
+"""Until an engine is asked for again after one has died. Also longer than its server takes to log the last tokens."""
 
 
 class Session:
@@ -94,12 +101,15 @@ class Turns:
         prompt_length: int,
     ) -> None:
         self.records = RolloutLedger(turn_paths(paths), epoch, rank)
+        self._paths, self._read_at = paths, time.monotonic()
         self._prefixes = Prefixes(paths, report=self.records.tell)
         self.seeded, self.continued = seeded, 0
         self._most, self._prompt = response_length, prompt_length
         self._exact: asyncio.Task[bool] | None = None
         self.mode = ""
         """How unfinished responses go on after an interruption, and why; empty before the first one is asked for."""
+        self.engines_return = False
+        """Whether the driver replaces engines, and breaks off requests for no other reason."""
 
     async def exact(self, probe: Callable[[], Awaitable[str | None]]) -> bool:
         """Returns whether an unfinished response is sampled anew, as it comes out the same. Asks the engine once."""
@@ -120,6 +130,23 @@ class Turns:
 
     def prefix(self, call: Call) -> Prefix | None:
         return self._prefixes.find(call)
+
+    async def next_engine(self, error: Exception) -> None:
+        """Returns when an engine may be asked again whose death this error tells, and its tokens can be found.
+
+        Raises:
+            Exception: the error, if it tells something else or engines are not replaced.
+        """
+        died = _tells_a_death(error)
+        if not self.engines_return or not (died or _tells_that_none_is_left(error)):
+            raise error
+        since = time.monotonic()
+        # No event: the driver tells verl's load balancer alone.
+        await asyncio.sleep(_NEXT_ENGINE_S)
+        # Many requests fail at the same time.
+        if died and self._read_at < since:
+            self._read_at = time.monotonic()
+            self._prefixes = Prefixes(self._paths, report=self.records.tell)
 
     def budget(self, params: Mapping[str, Any], prompt_tokens: int) -> int:
         """Returns the most tokens of a response, as verl's servers reckon where the request does not say it."""
@@ -142,7 +169,7 @@ class _Continuing:
     async def generate(
         self, request_id: str, *, prompt_ids: Sequence[int], sampling_params: dict[str, Any], **named: Any
     ) -> TokenOutput:
-        session, ask = SESSION.get(), super().generate  # type: ignore[misc]
+        session, ask = SESSION.get(), self._whole
         if session is None or any(named.get(kind) for kind in _MEDIA):
             return await ask(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **named)
         prompt_ids, turn, records = list(prompt_ids), session.next_turn(), self.turns.records
@@ -159,12 +186,37 @@ class _Continuing:
         async def probe() -> str | None:
             return await _doubt(ask, prompt_ids, sampling_params)
 
-        prefix = None if await self.turns.exact(probe) else self.turns.prefix(call)
-        output = await self._go_on(call, prefix, request_id, prompt_ids, dict(sampling_params), named)
-        # What was broken off is no turn; it goes on from its logged tokens.
-        if output.stop_reason != "aborted":
-            await records.record(*key, [output.model_dump()], digest)
-        return output
+        exact = await self.turns.exact(probe)
+        prefix = logged = None if exact else self.turns.prefix(call)
+        while True:
+            try:
+                output = await self._go_on(call, prefix, request_id, prompt_ids, dict(sampling_params), named)
+            except Exception as error:  # noqa: BLE001 - raised again there
+                await self.turns.next_engine(error)
+                prefix = logged = None if exact else self.turns.prefix(call)
+                continue
+            self.turns.continued += logged is not None
+            if output.stop_reason != "aborted":
+                await records.record(*key, [output.model_dump()], digest)
+                return output
+            # What was broken off is no turn; it goes on from its logged tokens after a restart, or from these at once.
+            if not self.turns.engines_return:
+                return output
+            version = output.extra_fields.get("min_global_steps")
+            if not exact and output.token_ids:
+                prefix = Prefix(list(output.token_ids), output.log_probs, version, ended=False)
+            logged = None
+
+    async def _whole(self, request_id: str, **asked: Any) -> TokenOutput:
+        """Asks as verl does, and again from the first token where an engine dies or breaks off for one that died."""
+        while True:
+            try:
+                output: TokenOutput = await super().generate(request_id, **asked)  # type: ignore[misc]
+            except Exception as error:  # noqa: BLE001 - raised again there
+                await self.turns.next_engine(error)
+                continue
+            if output.stop_reason != "aborted" or not self.turns.engines_return:
+                return output
 
     async def _go_on(
         self,
@@ -182,7 +234,6 @@ class _Continuing:
             params["seed"] = session_seed(params["seed"], call.turn, start)
         if prefix is None:
             return await self._ask(call, request_id, prompt_ids, params, named)
-        self.turns.continued += 1
         if prefix.ended or start >= budget:
             output = TokenOutput(token_ids=[], log_probs=[], stop_reason="completed")
             output.extra_fields.update(min_global_steps=prefix.version, max_global_steps=prefix.version)
@@ -221,6 +272,19 @@ def continuing(client: Any, turns: Turns) -> Any:
     made.__dict__.update(client.__dict__)
     made.turns = turns
     return made
+
+
+def _cause(error: Exception) -> object:
+    return getattr(error, "cause", error)  # Ray's errors of tasks carry what was raised there
+
+
+def _tells_a_death(error: Exception) -> bool:
+    # By name: a worker imports no vLLM.
+    return isinstance(error, RayActorError) or type(_cause(error)).__name__ == "EngineDeadError"
+
+
+def _tells_that_none_is_left(error: Exception) -> bool:
+    return isinstance(_cause(error), RuntimeError) and "No available servers" in str(_cause(error))
 
 
 async def _doubt(

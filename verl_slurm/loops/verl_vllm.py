@@ -4,6 +4,7 @@ The server of a replica reads vLLM's output as it is sampled, and gives verl the
 (`token_log`). No request is cut or asked again for that, so the engine's own scheduling stays as it is.
 """
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -74,6 +75,12 @@ class LoggedServer(vLLMHttpServer):  # type: ignore[misc]
         # verl sets it when it has made the engine.
         self._logged = engine and _LoggedEngine(engine, self.replica_rank, lambda: self.global_steps)
 
+    async def stay(self) -> None:
+        """Ends with the engine, whose processes are others; with this process Ray ends it."""
+        # vLLM tells only those that wait for an answer.
+        while not getattr(self._logged, "errored", False):  # noqa: ASYNC110
+            await asyncio.sleep(0.5)
+
 
 class LoggedReplica(vLLMReplica):  # type: ignore[misc]
     """verl's replica, with our server."""
@@ -82,6 +89,10 @@ class LoggedReplica(vLLMReplica):  # type: ignore[misc]
         super().__init__(*args, **named)
         # After verl's constructor, which sets its own.
         self.server_class = ray.remote(LoggedServer)
+
+    def watch(self) -> list[Any]:
+        """Returns what ends when one of the replica's servers or its engine does."""
+        return [server.stay.remote() for server in self.servers]
 
 
 def register() -> None:

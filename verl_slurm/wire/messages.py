@@ -99,7 +99,9 @@ MAX_STORY = 4000
 """Characters of a text for people. A story tells of one error, and may tell of a thousand ranks: a message beyond
 `wire.client.MAX_MESSAGE` ends the line."""
 
-Topic = Literal["cadence", "storage", "partial", "frozen", "evaluation", "reward", "device", "ledger"]
+Topic = Literal[
+    "cadence", "storage", "partial", "frozen", "evaluation", "reward", "device", "ledger", "engine"
+]
 """Topics of a `Notice`."""
 
 # \A and \Z, since msgspec searches for the pattern and `$` accepts a newline at the end.
