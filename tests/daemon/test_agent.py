@@ -370,4 +370,6 @@ def test_the_cause_that_is_told_is_the_error_and_not_the_warnings_that_name_erro
 
     assert cause(log) == "ray.exceptions.ActorDiedError: The actor died"
     assert cause("a\nb\n") == "a\nb"
+    hydra = "Error executing job with overrides: ['trainer.device=cpu']\n"
+    assert cause(f"{hydra}ValueError: no such device\n") == "ValueError: no such device"
     assert len(cause("Error " + "x" * 9000)) == 500

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import pyarrow.parquet as pq
 import pytest
 
 pytest.importorskip("verl", reason="needs verl: make verl")
@@ -105,14 +106,26 @@ def _interrupt(
     return done
 
 
+def _campaign(wanted: int, total: int) -> random.Random:
+    seed = int(os.environ.get("VERL_SLURM_SEED") or 20261125)
+    print(f"\ncampaign of {wanted} interruptions in {total} steps, VERL_SLURM_SEED={seed}")
+    return random.Random(seed)
+
+
+def _count_again(run_log: Path, interruptions: int) -> None:
+    """Few responses are sampled twice: those that an engine had finished and no worker had recorded yet at a kill."""
+    times = Counter(session for session, _ in _sampled(run_log))
+    again = sum(times.values()) - len(times)
+    print(f"  {len(times)} responses, {again} of them finished in an engine at a kill and sampled again")
+    assert again <= 2 * interruptions
+
+
 def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
     cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 25)
-    seed = int(os.environ.get("VERL_SLURM_SEED") or 20261125)
     total = max(4, wanted // 2 + 2)
-    dice = random.Random(seed)
-    print(f"\ncampaign of {wanted} interruptions in {total} steps, VERL_SLURM_SEED={seed}")
+    dice = _campaign(wanted, total)
     inputs = make_model(tmp_path / "model"), make_prompts(tmp_path / "sums.parquet", max(64, 8 * total))
     rollout = "verl.actor_rollout_ref.rollout"
     said = [f"{rollout}.seed=7", f"{rollout}.full_determinism=true", "checkpoint.every_steps=1"]
@@ -142,8 +155,57 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
         for session, sampled in _sampled(tmp_path / f"{name}.sampled"):
             assert tokens.setdefault(session, sampled) == sampled, "the same response, whenever it is sampled"
     assert set(tokens) == expected
-    times = Counter(session for session, _ in _sampled(tmp_path / "run.sampled"))
-    again = sum(times.values()) - len(times)
-    # What an engine had finished and no worker had recorded yet when one of them was killed.
-    print(f"  {len(times)} responses, {again} of them finished in an engine at a kill and sampled again")
-    assert again <= 2 * wanted
+    _count_again(tmp_path / "run.sampled", wanted)
+
+
+def test_a_run_that_filters_groups_gives_no_prompt_out_twice_whatever_interrupts_it(
+    cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 5)
+    total = max(4, wanted // 2 + 2)
+    dice = _campaign(wanted, total)
+    prompts = make_prompts(tmp_path / "sums.parquet", 64 * total)
+    reward = Path(__file__).parents[1] / "verl" / "seldom_reward.py"
+    monkeypatch.setenv("VERL_TEST_SAMPLED", str(tmp_path / "sampled"))
+    monkeypatch.setenv("VERL_TEST_STAGGER_S", "0.1")
+    run = make_run(cluster, (make_model(tmp_path / "model"), prompts), tmp_path, monkeypatch, total)
+    run.argv += [
+        "verl.actor_rollout_ref.rollout.seed=7",
+        "verl.actor_rollout_ref.rollout.full_determinism=true",
+        "checkpoint.every_steps=1",
+        f"verl.reward.custom_reward_function.path={reward}",
+        "verl.algorithm.filter_groups.enable=true",
+        "verl.algorithm.filter_groups.metric=reward",
+        "verl.data.gen_batch_size=2",
+        f"verl.trainer.rollout_data_dir={tmp_path / 'trained'}",
+    ]
+    run.submit()
+    try:
+        done = _interrupt(run, cluster, tmp_path / "sampled", dice, wanted)
+        run.wait_end(timeout_s=PATIENCE_S)
+    finally:
+        end(run)
+    print(f"  {dict(done)}")
+    assert done.total() >= wanted, "the run was over before: give it more steps"
+    assert sorted(set(steps(run))) == list(range(1, total + 1))
+    trained = Counter[str]()
+    for step in range(1, total + 1):
+        lines = (tmp_path / "trained" / f"{step}.jsonl").read_bytes().splitlines()
+        trained += Counter(msgspec.json.decode(line)["input"] for line in lines)
+    assert trained.total() == SESSIONS * total
+    # Equal sums are equal prompts.
+    rows = Counter(row[0]["content"] for row in pq.read_table(prompts)["prompt"].to_pylist())
+    for text, times in trained.items():
+        row = max((row for row in rows if row in text), key=len)
+        assert times <= 4 * rows[row], "a prompt is trained with once"
+    given = {session for session, _ in _sampled(tmp_path / "sampled")}
+    sessions = {session_seed(7, at, session): at for at in range(64 * total) for session in range(4)}
+    places = sorted({sessions[session] for session in given})
+    assert places == list(range(len(places))), (
+        "prompts are given out in the order of the data, and none is left out"
+    )
+    assert len(given) == 4 * len(places)
+    left = len(places) - 8 * total
+    print(f"  {len(places)} prompts were given out: {left} of them filtered or left over")
+    assert left > 0
+    _count_again(tmp_path / "sampled", wanted)
