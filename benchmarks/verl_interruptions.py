@@ -31,7 +31,9 @@ from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
 
 LENGTH = 300
-VERLS_OWN = "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ"
+NO_LEDGER = {
+    "++actor_rollout_ref.rollout.agent.agent_loop_manager_class": "verl.trainer.ppo.v1.agent_loop_tq.AgentLoopManagerTQ"
+}
 PATIENCE_S = 3600.0
 
 
@@ -44,9 +46,7 @@ def preempted(cluster: DevCluster, place: Path, pass_s: float, *, ledger: bool) 
     """Returns the seconds of sampling that were lost, and those between the last pass and the next."""
     counted = place / "layers"
     os.environ |= {"VERL_TEST_LINEAR_S": str(pass_s / LINEARS), "VERL_TEST_LINEARS": str(counted)}
-    run = make_run(cluster, place, length=LENGTH)
-    if not ledger:
-        run.argv.append(f"verl.actor_rollout_ref.rollout.agent.agent_loop_manager_class={VERLS_OWN}")
+    run = make_run(cluster, place, length=LENGTH, **({} if ledger else NO_LEDGER))
     run.submit()
     try:
         run.wait_event("training", timeout_s=PATIENCE_S)

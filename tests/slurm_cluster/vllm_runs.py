@@ -35,11 +35,12 @@ def environment() -> Mapping[str, str]:
     }
 
 
-def make_run(cluster: DevCluster, place: Path, *, length: int) -> LiveRun:
+def make_run(cluster: DevCluster, place: Path, *, length: int, **more: str) -> LiveRun:
     """A run of one step, not yet submitted.
 
     Args:
         length: tokens of each response: none ends earlier.
+        more: further keys of verl's.
     """
     place.mkdir(exist_ok=True)
     # vLLM's kernels for the CPU want heads of 32 at least.
@@ -59,7 +60,7 @@ def make_run(cluster: DevCluster, place: Path, *, length: int) -> LiveRun:
         "gpu_memory_utilization": 0.1,
         "ignore_eos": True,
     }
-    config = write_config(place / "grpo.yaml", place / "run", section)
+    config = write_config(place / "grpo.yaml", place / "run", section | more)
     settings = yaml.safe_load(config.read_text())
     settings["distributed"] |= {"dp_size": 1, "nodes": 1}
     config.write_text(yaml.safe_dump(settings))
