@@ -28,10 +28,10 @@ def environment() -> Mapping[str, str]:
     """What such a run is submitted with."""
     return {
         "VERL_USE_EXTERNAL_MODULES": f"{MODULES},tests.verl.cpu_vllm",
-        "PYTHONPATH": python_path()["PYTHONPATH"],
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        **python_path(),
     }
 
 

@@ -158,9 +158,11 @@ def test_the_update_of_the_trainer_waits_for_an_engine_that_starts(played: Playe
 def test_an_engine_that_cannot_be_started_ends_the_start_of_the_run(played: Played) -> None:
     dead = played.replicas[1]
     dead.alive, dead.fails = False, OSError("no room on the device")
+    dead.may_start.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verl_engines.ray.util, "list_named_actors", list)
         played.engines.poll(7)
+        dead.may_start.set()
         played.started()
     with pytest.raises(RuntimeError, match="engine 1 cannot be replaced") as raised:
         played.engines.poll(7)

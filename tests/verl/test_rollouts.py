@@ -87,6 +87,9 @@ class Manager(Recording):
     def require_workers(self) -> None:
         pass
 
+    def wait_for_engines(self) -> None:
+        pass
+
     def stop(self) -> None:
         pass
 
