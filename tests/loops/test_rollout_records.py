@@ -93,6 +93,20 @@ def test_a_later_attempt_finds_each_response_once_recorded(paths: RunPaths) -> N
     assert (later.replayed, later.news()) == (4, [])
 
 
+def test_what_lies_behind_dropped_records_is_still_found(paths: RunPaths) -> None:
+    recorded(paths, *((position, 0) for position in range(6)))
+    ledger = RolloutLedger(paths, 1, 0)  # a restart within the attempt
+    other = RolloutLedger(paths, 1, 1)  # another process, which reads the same segments
+    for dropped in (2, 4):
+        ledger.forget(dropped)
+        for each in (ledger, other):
+            assert each.find(5, 0, "d")
+            assert each.find(dropped - 1, 0, "d") is None
+            assert each.news() == []
+    for each in (ledger, other):
+        each.close()
+
+
 def test_another_prompt_at_the_same_position_is_sampled_and_told_once(paths: RunPaths) -> None:
     recorded(paths, (4, 0))
     later = RolloutLedger(paths, 2, 0)

@@ -322,7 +322,7 @@ def records(
 
 class Index:
     """Finds single records without loading the others: where the newest record of each key lies. Reads the segments
-    once, when it is made; later records are not in it.
+    when it is made, and one again that was compacted since; later records are not in it.
 
     Args:
         report: called with one line for each damaged region, and for a record that cannot be read later.
@@ -359,9 +359,25 @@ class Index:
         except FileNotFoundError:  # pruned: its steps are in every checkpoint
             return None
         try:
+            if item.payload(fd) is None:
+                # Its owner, which may be this process, has dropped older records since, and so moved the others.
+                self._look_again(path, fd)
+                if (place := self._places.get((step, micro_batch))) is None:
+                    return None
+                _, item = place
             return _arrays(path, fd, item, self._report, self._keys) or None
         finally:
             os.close(fd)
+
+    def _look_again(self, path: Path, fd: int) -> None:
+        mine = {key for key, (where, _) in self._places.items() if where == path}
+        for key in mine:
+            del self._places[key]
+        for item in scan(fd, *owner(path)):
+            if isinstance(item, Gap):
+                _complain(path, item, self._report)
+            elif (key := (item.step, item.micro_batch)) in mine:
+                self._places[key] = path, item
 
 
 def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None) -> list[Path]:
