@@ -200,10 +200,12 @@ def test_a_run_that_filters_groups_gives_no_prompt_out_twice_whatever_interrupts
     assert done.total() >= wanted, "the run was over before: give it more steps"
     _require_every_step(run, total)
     trained = Counter[str]()
-    for step in range(1, total + 1):
-        lines = (tmp_path / "trained" / f"{step}.jsonl").read_bytes().splitlines()
-        trained += Counter(msgspec.json.decode(line)["input"] for line in lines)
-    assert trained.total() == SESSIONS * total
+    # verl writes one for each step, behind the save: a step that is struck in between has none.
+    told = list((tmp_path / "trained").iterdir())
+    assert len(told) >= total - wanted
+    for file in told:
+        trained += Counter(msgspec.json.decode(line)["input"] for line in file.read_bytes().splitlines())
+    assert trained.total() == SESSIONS * len(told)
     # Equal sums are equal prompts.
     rows = Counter(row[0]["content"] for row in pq.read_table(prompts)["prompt"].to_pylist())
     for text, times in trained.items():
