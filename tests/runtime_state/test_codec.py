@@ -456,8 +456,8 @@ def test_small_arrays_are_written_in_the_same_bytes_as_large_ones(data: st.DataO
 
 
 def test_an_array_is_small_up_to_a_bound_and_in_our_byte_order_only() -> None:
-    assert planes.small_planes(np.ones(2048, np.uint8), 1) == b"\xff" * 256
-    assert planes.small_planes(np.ones(2049, np.uint8), 1) is None
+    assert planes.small_planes(np.ones(16384, np.uint8), 1) == b"\xff" * 2048
+    assert planes.small_planes(np.ones(16385, np.uint8), 1) is None
     assert planes.small_planes(np.ones(2, ">i4"), 1) is None
 
 

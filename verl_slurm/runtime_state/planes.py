@@ -13,7 +13,7 @@ from verl_slurm.runtime_state.format import CHUNK_ITEMS
 __all__ = ["join", "rounded", "small_planes", "split", "used_bits"]
 
 _UINT = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_SMALL_BYTES = 2048
+_SMALL_BYTES = 16384
 _LITTLE = sys.byteorder == "little"
 
 
