@@ -172,13 +172,31 @@ def test_a_full_disk_costs_the_record_and_not_the_response(
     assert "sampled again" in line
 
 
-def test_one_response_that_cannot_be_held_spoils_no_other(paths: RunPaths) -> None:
+@pytest.mark.parametrize(
+    "numbers", [[True, 2], [1.5, 2], [1, 2.5], [0.1, 0.5], [float("nan"), 0.5], [-(2**63), 1], []]
+)
+def test_numbers_of_any_kind_come_back_as_numpy_would_keep_them(numbers: list[Any]) -> None:
+    [found] = unpack_outputs(pack_outputs([{"response_logprobs": numbers}], "d"), "d") or []
+    assert np.array_equal(found["response_logprobs"], np.asarray(numbers), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"multi_modal_data": {"images": [object()]}},
+        {"response_logprobs": [0.5, None]},
+        {"response_ids": [0.5, 10**400]},
+        {"response_ids": [2**63]},
+    ],
+)
+def test_one_response_that_cannot_be_held_spoils_no_other(paths: RunPaths, odd: dict[str, Any]) -> None:
     ledger = RolloutLedger(paths, 1, 0)
 
     async def run() -> None:
-        odd = OUTPUT | {"multi_modal_data": {"images": [object()]}}
-        await asyncio.gather(*(ledger.record(n, 0, [odd if n == 1 else OUTPUT], "d") for n in range(3)))
+        bad = OUTPUT | odd
+        await asyncio.gather(*(ledger.record(n, 0, [bad if n == 1 else OUTPUT], "d") for n in range(3)))
 
     asyncio.run(run())
     assert ledger.recorded == 2
-    assert "object" in ledger.news()[0]
+    [line] = ledger.news()
+    assert line.startswith("responses are not recorded, and would be sampled again: no ")

@@ -121,11 +121,12 @@ def _campaign(wanted: int, total: int) -> random.Random:
 
 
 def _count_again(run_log: Path, interruptions: int) -> None:
-    """Few responses are sampled twice: those that an engine had finished and no worker had recorded yet at a kill."""
+    """Hardly a response is sampled twice: one that an engine had finished, and no worker recorded in the milliseconds
+    before a kill."""
     times = Counter(session for session, _ in _sampled(run_log))
     again = sum(times.values()) - len(times)
     print(f"  {len(times)} responses, {again} of them finished in an engine at a kill and sampled again")
-    assert again <= 2 * interruptions
+    assert again <= interruptions // 5
 
 
 def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
@@ -200,9 +201,14 @@ def test_a_run_that_filters_groups_gives_no_prompt_out_twice_whatever_interrupts
     assert done.total() >= wanted, "the run was over before: give it more steps"
     _require_every_step(run, total)
     trained = Counter[str]()
-    # verl writes one for each step, behind the save: a step that is struck in between has none.
+    # verl writes one for each step, behind the save. One that was struck in between has none, and a restart that begins
+    # behind it.
     told = list((tmp_path / "trained").iterdir())
-    assert len(told) >= total - wanted
+    missing = set(range(1, total + 1)) - {int(file.stem) for file in told}
+    resumed = {
+        int(event["resume"].removeprefix("step_")) for event in run.events("restart") if "resume" in event
+    }
+    assert missing <= resumed
     for file in told:
         trained += Counter(msgspec.json.decode(line)["input"] for line in file.read_bytes().splitlines())
     assert trained.total() == SESSIONS * len(told)

@@ -244,8 +244,10 @@ def _answer(answers: Sequence[tuple[_Done, Exception | None]]) -> None:
 
 def _numbers(values: Any) -> np.ndarray:
     array = _array(values)
-    if array.dtype.kind in "iub":
+    if array.dtype.kind in "iub" and array.dtype != np.uint64:
         return array.astype(np.int64, copy=False)
+    if array.dtype.kind != "f":
+        raise NotRecordable(f"no list of numbers: {array.dtype}")
     narrow = array.astype(np.float32)
     # Log probabilities come from float32 as a rule; half the bytes then. NaN equals nothing: the first look may fail.
     fits = bool((narrow == array).all()) or np.array_equal(narrow.astype(array.dtype), array, equal_nan=True)
@@ -255,7 +257,7 @@ def _numbers(values: Any) -> np.ndarray:
 def _array(values: Any) -> np.ndarray:
     # A third of the time of `np.asarray`, which looks at the type of each number first.
     if type(values) is list and values:
-        with suppress(struct.error):
+        with suppress(struct.error, OverflowError):
             code = "d" if type(values[0]) is float else "q"
             return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), f"{code}")
     return np.asarray(values)

@@ -315,7 +315,7 @@ def records(
             _complain(path, item, report)
         # Judged by the frame, before anything is decompressed.
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
-            arrays = _arrays(path, fd, item, report, keys)
+            arrays = _arrays(path, item, item.payload(fd), report, keys)
             if arrays is not None:
                 yield (item.step, item.micro_batch), arrays
 
@@ -359,13 +359,15 @@ class Index:
         except FileNotFoundError:  # pruned: its steps are in every checkpoint
             return None
         try:
-            if item.payload(fd) is None:
+            payload = item.payload(fd)
+            if payload is None:
                 # Its owner, which may be this process, has dropped older records since, and so moved the others.
                 self._look_again(path, fd)
                 if (place := self._places.get((step, micro_batch))) is None:
                     return None
                 _, item = place
-            return _arrays(path, fd, item, self._report, self._keys) or None
+                payload = item.payload(fd)
+            return _arrays(path, item, payload, self._report, self._keys) or None
         finally:
             os.close(fd)
 
@@ -442,10 +444,13 @@ def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> Non
 
 
 def _arrays(
-    path: Path, fd: int, item: Frame, report: Callable[[str], None] | None, keys: Keyring | None
+    path: Path,
+    item: Frame,
+    payload: bytes | None,
+    report: Callable[[str], None] | None,
+    keys: Keyring | None,
 ) -> Arrays | None:
     """Returns the arrays of a record that the scan found whole; None: they cannot be read, and `report` was told."""
-    payload = item.payload(fd)
     try:
         # Its checksum was right when it was scanned: the storage gives different bytes now.
         if payload is None:
