@@ -1,4 +1,4 @@
-"""GRPO of verl on two nodes, interrupted again and again at random moments, ends with the bits of an undisturbed run,
+"""GRPO and PPO of verl on two nodes, interrupted again and again at random moments, ends with the bits of an undisturbed run,
 and what was recorded is sampled once.
 
 `VERL_SLURM_CAMPAIGN=25`: so many interruptions. The seed is printed; `VERL_SLURM_SEED=...` repeats the choices.
@@ -21,7 +21,7 @@ from tests.harness import LiveRun
 from tests.slurm_cluster.verl_runs import PATIENCE_S, end, make_run, one, steps
 from tests.verl.grpo import make_prompts
 from tests.verl.same import differences
-from tests.verl.tiny import make_model
+from tests.verl.tiny import make_critic, make_model
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.loops.rollout_records import session_seed
@@ -129,13 +129,15 @@ def _count_again(run_log: Path, interruptions: int) -> None:
     assert again <= interruptions // 5
 
 
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
-    cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 25)
     total = max(4, wanted)
     dice = _campaign(wanted, total)
     inputs = make_model(tmp_path / "model"), make_prompts(tmp_path / "sums.parquet", max(64, 8 * total))
+    critic = make_critic(tmp_path / "critic", inputs[0]) if algorithm == "ppo" else None
     rollout = "verl.actor_rollout_ref.rollout"
     said = [f"{rollout}.seed=7", f"{rollout}.full_determinism=true", "checkpoint.every_steps=1"]
     done, runs = Counter[str](), dict[str, LiveRun]()
@@ -143,7 +145,7 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
         log = tmp_path / f"{name}.sampled"
         monkeypatch.setenv("VERL_TEST_SAMPLED", str(log))
         monkeypatch.setenv("VERL_TEST_STAGGER_S", "0.5" if name == "run" else "0")
-        run = runs[name] = make_run(cluster, inputs, tmp_path / name, monkeypatch, total)
+        run = runs[name] = make_run(cluster, inputs, tmp_path / name, monkeypatch, total, critic)
         run.argv += said
         run.submit()
         try:
@@ -158,7 +160,8 @@ def test_a_run_interrupted_at_random_moments_ends_with_the_bits_of_its_twin(
     _require_every_step(run, total)
     places = [each.paths.checkpoint(total) / f"global_step_{total}" for each in (run, twin)]
     # verl's GRPO never seeds the generators of its ranks, and draws nothing from them.
-    found = differences(*(place / "actor" for place in places))
+    roles = ("actor", "critic") if critic else ("actor",)
+    found = [one for role in roles for one in differences(*(place / role for place in places))]
     assert [one for one in found if ".rng." not in one] == []
     assert (places[0] / "data.pt").read_bytes() == (places[1] / "data.pt").read_bytes()
     expected = {session_seed(7, at, session) for at in range(8 * total) for session in range(4)}

@@ -1,4 +1,4 @@
-"""GRPO by verl itself on the embedded Slurm, for the tests: a run on two nodes, and what is struck in it."""
+"""GRPO and PPO by verl itself on the embedded Slurm, for the tests: a run on two nodes, and what is struck in it."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 
 from tests.harness import LiveRun
 from tests.processes import python_path
-from tests.verl.grpo import MODULES, grpo_words, write_config
+from tests.verl.grpo import MODULES, grpo_words, ppo_words, write_config
 from verl_slurm.devcluster.cluster import DevCluster
 
 __all__ = ["PATIENCE_S", "end", "make_run", "of_ray", "one", "steps", "wait_for_lines"]
@@ -24,17 +24,23 @@ def make_run(
     place: Path,
     monkeypatch: pytest.MonkeyPatch,
     total_steps: int,
+    critic: Path | None = None,
 ) -> LiveRun:
-    """A run on two nodes with the engine made for tests, not yet submitted.
+    """A run of GRPO, or with a critic of PPO, on two nodes with the engine made for tests, not yet submitted.
 
     Args:
         inputs: directory of the model and file of the prompts.
+        critic: directory of the critic.
     """
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", MODULES)
     monkeypatch.setenv("PYTHONPATH", python_path()["PYTHONPATH"])
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     place.mkdir(exist_ok=True)
-    config = write_config(place / "grpo.yaml", place / "run", grpo_words(*inputs, total_steps))
+    model, prompts = inputs
+    words = (
+        ppo_words(model, critic, prompts, total_steps) if critic else grpo_words(model, prompts, total_steps)
+    )
+    config = write_config(place / "run.yaml", place / "run", words)
     return LiveRun(cluster, place / "run", config=str(config))
 
 

@@ -1,4 +1,4 @@
-"""GRPO with verl on CPUs, as a configuration of ours: a few sums, a few thousand weights, seconds a step."""
+"""GRPO and PPO with verl on CPUs, as a configuration of ours: a few sums, a few thousand weights, seconds a step."""
 
 import random
 from pathlib import Path
@@ -79,6 +79,25 @@ def grpo_words(model: Path, prompts: Path, steps: int) -> dict[str, Any]:
         # verl starts eight, each a process that imports torch.
         "transfer_queue.backend.SimpleStorage.num_data_storage_units": 1,
         "reward": {"num_workers": 1, "custom_reward_function.path": str(reward)},
+    }
+
+
+def ppo_words(model: Path, critic: Path, prompts: Path, steps: int) -> dict[str, Any]:
+    """The section `verl` of the same with PPO: GAE, and a critic."""
+    return grpo_words(model, prompts, steps) | {
+        "algorithm.adv_estimator": "gae",
+        "critic": {
+            "strategy": "fsdp2",
+            "model": {
+                "path": str(critic),
+                "use_remove_padding": False,
+                "+override_config": {"attn_implementation": "sdpa"},
+            },
+            "fsdp.use_torch_compile": False,
+            "fsdp.dtype": "float32",
+            "ppo_micro_batch_size_per_gpu": 4,
+            "optim.lr": 1e-3,
+        },
     }
 
 

@@ -52,6 +52,17 @@ def make_model(directory: Path, head_dim: int = 16, most_positions: int = 128) -
     return directory
 
 
+def make_critic(directory: Path, model: Path) -> Path:
+    """The critic of such a model, with its head: one that verl made for want of it would be another in each run."""
+    import torch
+
+    qwen: Any = importlib.import_module("transformers")
+    torch.manual_seed(1)
+    qwen.AutoModelForTokenClassification.from_pretrained(model, num_labels=1).save_pretrained(directory)
+    qwen.AutoTokenizer.from_pretrained(model).save_pretrained(directory)
+    return directory
+
+
 def make_sums(path: Path, num_rows: int = 64) -> Path:
     """Conversations of two turns, as verl's SFT data set wants them, in a parquet file."""
     draw = random.Random(0)
