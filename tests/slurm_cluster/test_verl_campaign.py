@@ -1,5 +1,5 @@
-"""GRPO and PPO of verl on two nodes, interrupted again and again at random moments, ends with the bits of an undisturbed run,
-and what was recorded is sampled once.
+"""GRPO and PPO of verl on two nodes, interrupted again and again at random moments, end with the bits of an undisturbed
+run, and what was recorded is sampled once.
 
 `VERL_SLURM_CAMPAIGN=25`: so many interruptions. The seed is printed; `VERL_SLURM_SEED=...` repeats the choices.
 """
