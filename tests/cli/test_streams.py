@@ -28,7 +28,11 @@ _AT_WORK = (
     "status nowhere",
     "devcluster status --dir nothing",
 )
-_WORDS = [f"{name} --help" for name in COMMANDS] + ["--help", "--version", *_AT_WORK]
+# Every help goes the same way: three often, the others by `make soak`.
+_HELP = [
+    pytest.param(f"{name} --help", marks=[pytest.mark.soak] if at >= 3 else [])
+    for at, name in enumerate(COMMANDS)
+]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +60,7 @@ def run(place: Path, words: str, stdout: int | None) -> subprocess.CompletedProc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", _WORDS)
+@pytest.mark.parametrize("words", [*_HELP, "--help", "--version", *_AT_WORK])
 def test_a_closed_full_or_unread_output_ends_a_command_quietly(place: Path, words: str) -> None:
     usual = run(place, words, subprocess.DEVNULL)
     closed = run(place, words, None)

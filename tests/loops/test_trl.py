@@ -44,7 +44,13 @@ CYCLES: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "settings", "stops"), CYCLES.values(), ids=CYCLES)
+@pytest.mark.parametrize(
+    ("kind", "settings", "stops"),
+    [
+        pytest.param(*case, id=name, marks=[pytest.mark.soak] if name in ("epochs", "rloo") else [])
+        for name, case in CYCLES.items()
+    ],
+)
 def test_stopped_within_a_cycle_it_samples_nothing_twice_and_ends_bit_for_bit_alike(
     tmp_path: Path, kind: Any, settings: dict[str, Any], stops: tuple[int, ...]
 ) -> None:
@@ -217,14 +223,13 @@ def test_sft_ends_bit_for_bit_alike(tmp_path: Path, at: int) -> None:
 @pytest.mark.parametrize(
     ("make", "settings"),
     [
-        (dpo, {}),
-        (dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
-        (dpo, {"precompute_ref_log_probs": True}),
-        (kto, {}),
-        (reward, {}),
-        (distillation, {}),
+        pytest.param(dpo, {}, id="dpo"),
+        pytest.param(dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}, id="dpo-synced"),
+        pytest.param(dpo, {"precompute_ref_log_probs": True}, id="dpo-precomputed", marks=pytest.mark.soak),
+        pytest.param(kto, {}, id="kto", marks=pytest.mark.soak),
+        pytest.param(reward, {}, id="reward"),
+        pytest.param(distillation, {}, id="distillation", marks=pytest.mark.soak),
     ],
-    ids=["dpo", "dpo-synced", "dpo-precomputed", "kto", "reward", "distillation"],
 )
 def test_its_other_trainers_end_bit_for_bit_alike(
     tmp_path: Path, make: Any, settings: dict[str, Any]

@@ -103,7 +103,7 @@ def run_length(run: LiveRun, kind: str) -> int:
     return [event["event"] for event in run.events()].index(kind)
 
 
-@pytest.mark.long
+@pytest.mark.soak  # another one runs often: test_templates.py
 def test_a_heterogeneous_job_has_a_component_for_the_judge(
     cluster: DevCluster, twin: LiveRun, folder: Path
 ) -> None:

@@ -127,6 +127,7 @@ def test_a_step_killed_or_left_in_mid_sampling_samples_nothing_twice(
     assert ledger_stats(grpo.paths).duplicates == ()
 
 
+@pytest.mark.soak  # one by one and seen at once: tests/verl/test_ray.py; on Slurm: the campaign
 def test_a_dead_worker_and_a_dead_node_are_each_seen_and_restarted_in_place(grpo: LiveRun) -> None:
     grpo.argv += ["checkpoint.every_steps=1", "verl.trainer.total_training_steps=100"]
     grpo.submit()

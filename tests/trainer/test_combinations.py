@@ -62,6 +62,7 @@ IN_EVALUATIONS: tuple[Life, ...] = (
 class Case:
     """Attributes:
     wish: where another reward is asked for; (0, ""): before the first start.
+    often: what it combines, another case here combines, too: `make soak`.
     """
 
     grpo: bool = False
@@ -69,6 +70,7 @@ class Case:
     keep_best: bool = False
     wish: At | None = None
     vllm: bool = False
+    often: bool = False
     lives: tuple[Life, ...] = AROUND
 
     @property
@@ -86,13 +88,15 @@ _VLLM = [
 ]
 CASES = {
     "grpo-best": Case(grpo=True, keep_best=True),
-    "grpo-swap": Case(grpo=True, wish=MIDDLE),
+    "grpo-swap": Case(grpo=True, wish=MIDDLE, often=True),
     "grpo-swap-first": Case(grpo=True, wish=(0, ""), lives=EARLY),
     "grpo-eval-best": Case(grpo=True, evaluated=True, keep_best=True, lives=IN_EVALUATIONS),
-    "best-swap": Case(keep_best=True, wish=MIDDLE),
+    "best-swap": Case(keep_best=True, wish=MIDDLE, often=True),
     "eval-best-swap": Case(evaluated=True, keep_best=True, wish=MIDDLE, lives=IN_EVALUATIONS),
     "all": Case(grpo=True, evaluated=True, keep_best=True, wish=MIDDLE),
-    "vllm-eval-best-swap": Case(evaluated=True, keep_best=True, wish=MIDDLE, vllm=True, lives=IN_EVALUATIONS),
+    "vllm-eval-best-swap": Case(
+        evaluated=True, keep_best=True, wish=MIDDLE, vllm=True, often=True, lives=IN_EVALUATIONS
+    ),
     "vllm-all": Case(grpo=True, evaluated=True, keep_best=True, wish=MIDDLE, vllm=True),
 }
 
@@ -209,7 +213,11 @@ def _best(paths: RunPaths) -> dict[str, Rank]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=_VLLM if case.vllm else []) for name, case in CASES.items()]
+    "name",
+    [
+        pytest.param(name, marks=[*(_VLLM if case.vllm else []), *([pytest.mark.soak] if case.often else [])])
+        for name, case in CASES.items()
+    ],
 )
 def test_what_is_combined_ends_with_the_same_bits_however_it_was_interrupted(runs: Runs, name: str) -> None:
     case = CASES[name]
