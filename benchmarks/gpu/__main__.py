@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu`: figures of this machine's GPU, or of its CPU where there is none, and it says which.
 
 Step time in float32 and bfloat16; an emergency save among the updates of a step, the resume from it, and whether the
-end is bit for bit the undisturbed one; the stall of a save by size.
+end is bit for bit the undisturbed one; the stall of a save by size, the first one's too; the time of a sampled token.
 """
 
 import argparse
@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from benchmarks.gpu.page import page
-from benchmarks.gpu.records import Result, RunFigures, SaveFigures, Where
-from benchmarks.gpu.runs import Precision, build_wide_model, make_config, measure_runs
+from benchmarks.gpu.records import Result, RunFigures, SamplingFigures, SaveFigures, Where
+from benchmarks.gpu.runs import DTYPES, Precision, build_wide_model, make_config, measure_runs
+from benchmarks.gpu.sampling import measure_sampling
 from benchmarks.gpu.saves import measure_saves, why_not
 from benchmarks.save.machine import environment
 from verl_slurm.base.files import private_dir
@@ -77,6 +78,7 @@ def _measure(options: argparse.Namespace, root: Path, command: str) -> Result:
 
     runs: list[RunFigures] = []
     saves: list[SaveFigures] = []
+    sampling: list[SamplingFigures] = []
     left_out = [] if device == "cuda" else ["everything on a GPU: there is none here"]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -87,6 +89,9 @@ def _measure(options: argparse.Namespace, root: Path, command: str) -> Result:
         for precision in cast(tuple[Precision, ...], ("none", "bfloat16")):
             pair = [config(f"{precision}-{name}", precision) for name in ("whole", "broken")]
             runs.append(measure_runs(pair, place, ranks))
+            sampling.append(
+                measure_sampling(root / "models" / "wide", DTYPES[precision], place, options.reps)
+            )
         for gib in options.gib:
             reason = why_not(gib, place, options.directory)
             if reason:
@@ -103,6 +108,7 @@ def _measure(options: argparse.Namespace, root: Path, command: str) -> Result:
         parameters=parameters,
         runs=tuple(runs),
         saves=tuple(saves),
+        sampling=tuple(sampling),
         left_out=tuple(left_out),
     )
 

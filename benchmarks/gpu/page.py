@@ -6,7 +6,7 @@ __all__ = ["page"]
 
 
 def page(result: Result) -> str:
-    """Conditions and two tables."""
+    """Conditions and three tables."""
     where, machine = result.where, result.environment
     head = [
         f"**{result.label}**: `{result.command}`, {machine.started_utc}, commit {machine.commit or 'unknown'}",
@@ -29,9 +29,19 @@ def page(result: Result) -> str:
     saves = [
         (
             f"| {save.gib:.2f} | {'yes' if save.pinned else 'no'} | {save.begin_ms:.2f} | {save.fence_ms:.1f} "
-            f"| {save.gib / (save.fence_ms / 1e3):.1f} | {save.durable_s:.2f} | {save.warm_s:.2f} |"
+            f"| {save.gib / (save.fence_ms / 1e3):.1f} | {save.durable_s:.2f} | {save.ready_s:.2f} "
+            f"| {save.first_fence_ms:.1f} | {save.warm_s:.2f} |"
         )
         for save in result.saves
+    ]
+    sampling = [
+        (
+            f"| {each.dtype} | {each.rows} | {each.tokens} | {each.weight_gib:.2f} | {each.eager_ms:.2f} "
+            f"| {'-' if each.graph_ms is None else f'{each.graph_ms:.2f}'} "
+            f"| {'-' if each.first_graph_s is None else f'{each.first_graph_s:.2f}'} "
+            f"| {'yes' if each.same_bits else 'NO'} | {each.same_tokens:.2f} |"
+        )
+        for each in result.sampling
     ]
     return "\n".join(
         [
@@ -41,9 +51,13 @@ def page(result: Result) -> str:
             "| --- " + "| ---: " * 7 + "| --- |",
             *runs,
             "",
-            "| state GiB | pinned | begin ms | fence ms | GiB/s of the copy | durable s | first one s |",
-            "| ---: | --- " + "| ---: " * 5 + "|",
+            "| state GiB | pinned | begin ms | fence ms | GiB/s | durable s | ready s | first fence ms | at once s |",
+            "| ---: | --- " + "| ---: " * 7 + "|",
             *saves,
+            "",
+            "| sampled in | rows | tokens | GiB read | ms a token | by graph | first s | same bits | same tokens |",
+            "| --- " + "| ---: " * 6 + "| --- | ---: |",
+            *sampling,
             "",
         ]
     )

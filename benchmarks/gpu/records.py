@@ -4,7 +4,7 @@ import msgspec
 
 from benchmarks.save.records import Environment
 
-__all__ = ["Result", "RunFigures", "SaveFigures", "Where"]
+__all__ = ["Result", "RunFigures", "SamplingFigures", "SaveFigures", "Where"]
 
 
 class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -28,13 +28,39 @@ class SaveFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     pinned: bool
     reps: int
     warm_s: float
-    """To the end of the first save, which waits until the arena is there, faulted in and pinned."""
+    """To the end of a first save that is asked for at once: it waits until the arena is faulted in and pinned."""
+    ready_s: float = 0.0
+    """Until the arena is faulted in and pinned, beside whatever else happens at the start."""
+    first_fence_ms: float = 0.0
+    """`fence_ms` of the first save, once the arena is ready."""
     begin_ms: float
     """That `begin` holds the training up."""
     fence_ms: float
     """Until the tensors may be changed, if they are to be changed at once."""
     durable_s: float
     """Until it is on disk, hashed and fsynced."""
+
+
+class SamplingFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One batch of responses of full length, sampled by the engine `hf`: medians over a few repetitions."""
+
+    dtype: str
+    rows: int
+    tokens: int
+    """Of each response."""
+    weight_gib: float
+    """That every token reads."""
+    eager_ms: float
+    """A token of all rows, launched kernel by kernel."""
+    graph_ms: float | None
+    """The same as one recorded graph; None: no GPU."""
+    first_graph_s: float | None
+    """The first batch, while the graph is recorded."""
+    same_bits: bool
+    """Each way gives the same bits whenever it is asked."""
+    same_tokens: float
+    """Share of the tokens that both ways have at the same place: they round differently, and one other token makes all
+    behind it others."""
 
 
 class RunFigures(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -67,5 +93,6 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     parameters: int
     runs: tuple[RunFigures, ...]
     saves: tuple[SaveFigures, ...]
+    sampling: tuple[SamplingFigures, ...] = ()
     left_out: tuple[str, ...]
     """What was not measured, and why."""

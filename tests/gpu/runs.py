@@ -31,6 +31,7 @@ class Runs(test_grpo.Runs):
         mixed_precision: str = "none",
         engine: str = "hf",
         every_steps: int = STEPS,
+        enforce_eager: bool = True,
     ) -> RunPaths:
         return new_training(
             self._root / f"{device}-{name}",
@@ -41,6 +42,7 @@ class Runs(test_grpo.Runs):
             max_new_tokens=5,
             samples_per_prompt=test_grpo.GROUP,
             gpu_memory_utilization=0.2,
+            enforce_eager=enforce_eager,
             train=train,
             device=device,
             mixed_precision=mixed_precision,

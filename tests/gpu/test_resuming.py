@@ -34,6 +34,14 @@ def lived(runs: Runs, device: str) -> dict[str, RunPaths]:
             [(6, "stop"), (9, "die"), *TO_THE_END],
         ),
     ]
+    if device == "cuda":
+        plan += [
+            (runs.make_on(device, "graph-twin", GRPO, mixed_precision=BF16, enforce_eager=False), TO_THE_END),
+            (
+                runs.make_on(device, "graph", GRPO, mixed_precision=BF16, enforce_eager=False),
+                [(6, "stop"), (9, "die"), *TO_THE_END],
+            ),
+        ]
     runs.live(plan)
     return {paths.root.name.partition("-")[2]: paths for paths, _ in plan}
 
@@ -41,6 +49,14 @@ def lived(runs: Runs, device: str) -> dict[str, RunPaths]:
 def test_bfloat16_interrupted_in_mid_step_ends_with_the_same_bits(lived: dict[str, RunPaths]) -> None:
     """bf16 layers over float32 parameters, stopped and killed among updates, bit for bit."""
     assert_same(lived["bf16"], lived["bf16-twin"])
+
+
+@pytest.mark.gpu
+def test_sampled_by_a_graph_it_ends_with_the_same_bits(lived: dict[str, RunPaths], device: str) -> None:
+    """A run that samples by CUDA graphs, stopped and killed among updates, bit for bit."""
+    if device == "cpu":
+        pytest.skip("a CPU has no graphs")
+    assert_same(lived["graph"], lived["graph-twin"])
 
 
 def test_the_comparison_can_fail(lived: dict[str, RunPaths]) -> None:

@@ -80,6 +80,10 @@ class Staging:
         """Memory that it takes, beside the state itself."""
         return self._arena.size
 
+    def wait_until_warm(self) -> None:
+        """Waits until the arena is faulted in and, on a GPU, pinned. The first save waits by itself."""
+        self._warm.result()
+
     def begin(
         self, request: "Future[Write]", on_done: Callable[[Written], None] = lambda _: None
     ) -> "Future[None]":

@@ -7,12 +7,13 @@ greedily with one choice left to it. It also repeats its preparation for each mi
 point after each small one.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.causal_lm import accepted, names
@@ -21,6 +22,7 @@ from verl_slurm.config.schema import Attention, RolloutConfig
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.models import copy_weights, load_causal_lm
 from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
+from verl_slurm.trainer.rollout.decode_graph import GraphDecoder, can_record
 
 __all__ = ["HFRollout", "pick_tokens"]
 
@@ -129,6 +131,14 @@ class HFRollout:
     ) -> None:
         self._model = _plain_model(model_path, dtype, attention, device or torch.device("cpu"))
         self._takes_cache_as = _cache_argument(self._model) or ""  # `_plain_model` has refused those without
+        self._records = (
+            not config.enforce_eager
+            and self._model.device.type == "cuda"
+            and config.max_new_tokens > 1
+            and can_record(self._model.config)
+        )
+        # By the number of rows and the temperature: of training, and of evaluation.
+        self._decoders: dict[tuple[int, float], GraphDecoder] = {}
         self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
 
     def sync(self, actor: nn.Module) -> None:
@@ -164,9 +174,9 @@ class HFRollout:
         ids: list[int] = prompts["sample_id"].tolist()
         noise = torch.from_numpy(uniforms(self._seed, step, ids, num_tokens, purpose=purpose))
         heat = self._config.temperature if temperature is None else temperature
-        made, chosen_at = self._decode(
-            prompts["prompt_ids"].to(device), prompts["prompt_mask"].long().to(device), noise.to(device), heat
-        )
+        asked = prompts["prompt_ids"].to(device), prompts["prompt_mask"].long().to(device), noise.to(device)
+        decode = self._recorded if self._records else self._decode
+        made, chosen_at = decode(*asked, heat)
         response = torch.full((num, num_tokens), self._pad_id, dtype=torch.int64)
         response[:, : made.shape[1]] = made
         logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
@@ -184,6 +194,37 @@ class HFRollout:
             "logprobs": logprobs.masked_fill(~mask, 0.0),
         }
 
+    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: Cache) -> Tensor:
+        """Returns the logits after the last column, float32 [N, V]; the cache takes what was read."""
+        words = accepted(
+            self._model,
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            logits_to_keep=1,
+            **{self._takes_cache_as: cache},
+        )
+        logits: Tensor = self._model(**words).logits
+        return logits[:, -1].float()
+
+    def _recorded(self, ids: Tensor, mask: Tensor, uniform: Tensor, heat: float) -> tuple[Tensor, Tensor]:
+        """The same as `_decode`, by a recorded graph."""
+        rows, prompt = ids.shape
+        if (rows, heat) not in self._decoders:
+            self._decoders[rows, heat] = GraphDecoder(
+                self._forward,
+                partial(pick_tokens, temperature=heat),
+                self._model.config,
+                rows=rows,
+                prompt=prompt,
+                new=self._config.max_new_tokens,
+                pad_id=self._pad_id,
+                eos_id=self._eos_id,
+                device=self._model.device,
+            )
+        return self._decoders[rows, heat].decode(ids, mask, uniform)
+
     def _decode(self, ids: Tensor, mask: Tensor, uniform: Tensor, heat: float) -> tuple[Tensor, Tensor]:
         """Returns tokens [N, t] and their log probabilities, on the CPU, until the last row has ended.
 
@@ -197,17 +238,7 @@ class HFRollout:
         chosen_at: list[Tensor] = []
         # One uniform per token, drawn beforehand: a row's noise does not depend on how long other rows are.
         for column in uniform.unbind(dim=1):
-            words = accepted(
-                self._model,
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions,
-                use_cache=True,
-                logits_to_keep=1,
-                **{self._takes_cache_as: cache},
-            )
-            output = self._model(**words)
-            tokens, logprobs = pick_tokens(output.logits[:, -1].float(), column, heat)
+            tokens, logprobs = pick_tokens(self._forward(ids, mask, positions, cache), column, heat)
             # A finished row goes on with padding: without it the batch would have another shape, and other roundings.
             tokens = tokens.masked_fill(ended, self._pad_id)
             made.append(tokens)
