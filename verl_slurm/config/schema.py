@@ -154,8 +154,8 @@ class RolloutConfig(Section, frozen=True):
     gpu_memory_utilization: Annotated[float, msgspec.Meta(gt=0.0, le=0.95)] = 0.4
     """vllm: share of a GPU for its weights and caches. Training needs the rest of the same GPU."""
     enforce_eager: bool = True
-    """Use no CUDA graphs; vllm: and compile nothing. The start is faster, and the nodes need no compiler. `false` samples
-    small models several times as fast on a GPU (docs/gpu.md). It rounds differently: choose before the run begins."""
+    """Use no CUDA graphs; vllm: and compile nothing. The start is faster, and the nodes need no compiler. `false`
+    samples small models several times as fast on a GPU (docs/gpu.md), and rounds differently."""
 
 
 class TrainConfig(Section, frozen=True):
