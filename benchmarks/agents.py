@@ -102,7 +102,7 @@ async def measure(agents: int, rounds: int, processes: int, root: Path) -> dict[
             first, last = (agents * end // processes for end in (place, place + 1))
             crowds.append(await _start(root, first, last - first))
         await asyncio.gather(*(_line(crowd) for crowd in crowds))
-        await effects._all_ready.wait()
+        await effects._step.all_ready.wait()
         found: dict[str, Any] = {"agents": agents, "joined_s": round(time.monotonic() - began, 2)}
         found["silent"] = await _rounds(effects, crowds, range(1, rounds + 1))
         for crowd in crowds:

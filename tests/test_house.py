@@ -59,6 +59,7 @@ def test_paths_are_renamed_by_files_rename() -> None:
 
 BY_NAME = {
     "demo.py",  # its own run
+    "base/memory.py",  # /proc and /sys
     "base/mounts.py",  # /proc
     "base/processes.py",  # /proc
     "doctor/fire_drill.py",  # its own directory

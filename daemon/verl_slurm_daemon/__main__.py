@@ -44,6 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     agent = commands.add_parser("agent", help="be one node's agent; the lead starts these")
     agent.add_argument("--run", type=Path, required=True)
     agent.add_argument("--epoch", type=int, required=True)
+    agent.add_argument("--stand-by", type=int, default=0, metavar="N", help="wait for the N-th restart")
     service = commands.add_parser("service", help="be the host of a service; the lead starts these")
     service.add_argument("--run", type=Path, required=True)
     service.add_argument("--epoch", type=int, required=True)
@@ -86,7 +87,7 @@ def main() -> int:
             return int(run_service(args.run.resolve(), args.epoch, args.name))
         from verl_slurm_daemon.agent.node import run_agent
 
-        return int(run_agent(args.run.resolve(), args.epoch))
+        return int(run_agent(args.run.resolve(), args.epoch, args.stand_by))
     except VerlSlurmError as error:
         print(f"verl-slurmd: {error.one_line()}", file=sys.stderr)
         return int(error.exit_code)

@@ -38,10 +38,10 @@ LAUNCH = Launch(generation=1, epoch=3, node_rank=0, master_addr="127.0.0.1", mas
 # torchrun takes seconds to say what a shell says at once.
 SHIM = """
 import sys
-from verl_slurm_daemon.agent import node as agent, orphan
+from verl_slurm_daemon.agent import node as agent, node_start, orphan
 from verl_slurm_daemon.__main__ import main
 launcher = sys.argv.pop()
-agent.ranks_argv = lambda *_: ["/bin/sh", "-c", launcher]
+node_start.ranks_argv = lambda *_: ["/bin/sh", "-c", launcher]
 agent.CONNECT_PAUSES_S = (60.0,)
 wait_for = agent.asyncio.wait_for
 def noted(*args):

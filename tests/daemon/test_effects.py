@@ -10,9 +10,10 @@ from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import effects as module
-from verl_slurm_daemon.lead import requeueing, stacks
+from verl_slurm_daemon.lead import requeueing, stacks, step
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
+from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.link.channel import connect
 
 from tests.builders import run_config, write_config
@@ -178,7 +179,7 @@ def test_a_take_down_reaches_a_generation_at_any_moment(
         return ResumePoint("", (), "start+0")
 
     monkeypatch.setattr(module, "find_resume_point", look)
-    monkeypatch.setattr(module, "GOODBYE_S", 0.05)
+    monkeypatch.setattr(step, "GOODBYE_S", 0.05)
 
     async def story() -> tuple[inputs.Input, int]:
         allocation = ScriptedAllocation()
@@ -217,13 +218,15 @@ def test_stacks_that_come_late_do_not_end_the_generation_after(
     async def story(ends: bool) -> list[ToAgent]:
         effects, _ = effects_of(tmp_path, ScriptedAllocation())
         hung, following = Heard(), Heard()
-        effects._generation, effects._links = 1, {"n1": hung}  # type: ignore[dict-item]
+        effects._step = first = Step(1, 1)
+        first.links = {"n1": hung}  # type: ignore[dict-item]
         effects.perform(act.TakeDown(stacks=True))
         await asyncio.sleep(0)
         if ends:
-            effects._generation, effects._links = 2, {"n1": following}  # type: ignore[dict-item]
+            effects._step = Step(2, 1)
+            effects._step.links = {"n1": following}  # type: ignore[dict-item]
         await asyncio.gather(*effects._tasks)
-        assert effects._leaving.is_set() is not ends
+        assert first.leaving.is_set() is not ends
         return [*hung.sent, *following.sent]
 
     assert asyncio.run(story(ends=False)) == [DumpStacks(), Shutdown()]

@@ -20,6 +20,7 @@ class ScriptedAllocation:
     """An allocation that says what it is told to."""
 
     cluster = "slurm"
+    starts_all_agents = True
     job_id = "7"
     restart = 0
 

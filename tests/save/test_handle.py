@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.checkpoint.store.chunks import entry_of
-from verl_slurm.save.writer.arena import Arena, available_memory
+from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
 from verl_slurm.save.writer.protocol import ArenaFile, Write
 
@@ -88,16 +88,3 @@ def test_it_dies_with_its_rank() -> None:
         assert poll.poll(20_000)
     finally:
         os.close(watch)
-
-
-def test_memory_is_the_least_that_machine_and_control_groups_leave(tmp_path: Path) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 50 kB\n")
-    (tmp_path / "own").write_text("0::/job/step\n")
-    (tmp_path / "job/step").mkdir(parents=True)
-    (tmp_path / "job/step/memory.max").write_text("max\n")
-    (tmp_path / "job/memory.max").write_text("30000\n")
-    (tmp_path / "job/memory.current").write_text("10000\n")
-    asked = {"meminfo": tmp_path / "meminfo", "cgroups": tmp_path, "own": tmp_path / "own"}
-    assert available_memory(**asked) == 20000
-    (tmp_path / "job/memory.max").write_text("max\n")
-    assert available_memory(**asked) == 50 * 1024

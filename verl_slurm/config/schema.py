@@ -377,7 +377,10 @@ class DaemonConfig(Section, frozen=True):
     """From a rank's first message to its first safe point: loading models, the first collective, replaying the ledger.
     Also from the start of a save to the next safe point or the end, because training may wait there for storage."""
     backoff_s: NonNegativeFloat = 1.0
-    """Wait before a restart in place. It doubles with each consecutive start that sampled nothing new."""
+    """Wait before a restart in place after one that sampled nothing new. It doubles with each such start in a row."""
+    standby_after_s: NonNegativeFloat | None = 60.0
+    """After this long in training, agents and ranks for the next restart in place are started ahead: they do their
+    imports and sleep (0.3 GB for each rank). null: never."""
     no_progress_limit: Positive = 4
     """Starts without a newer verified checkpoint or rollout before the run stops with a report."""
     start_timeout_s: PositiveFloat = 300.0

@@ -150,6 +150,8 @@ class Restart(Event):
     """The checkpoint; None: from the beginning."""
     progress: str = ""
     """The checkpoint and the rollouts in the ledger. Two restarts with the same one: the first came to nothing."""
+    standby: bool = False
+    """Agents and ranks stand by, with their imports done."""
 
 
 class Training(Event):

@@ -38,6 +38,9 @@ agent → lead   NodeExited(exit_code, detail)
 lead  → agent  Shutdown
 ```
 
+An agent that is started ahead of a generation says `StandsBy` first. It hears `Launch` when the generation comes, and
+`Shutdown` if it is not wanted any more.
+
 A service (`services` of the configuration) has a host on each of its nodes, which is a peer like an agent: it says
 `ServiceSaid`, hears `Shutdown`, and outlives generations.
 
@@ -84,6 +87,7 @@ __all__ = [
     "SignalSeen",
     "SpotNoticeSeen",
     "StacksWritten",
+    "StandsBy",
     "Stopped",
     "StoreAnswer",
     "StoreCall",
@@ -181,6 +185,15 @@ class AgentReady(_Message, frozen=True, kw_only=True):
     address: str
     """The address by which other nodes reach it."""
     free_port: int
+
+
+class StandsBy(_Message, frozen=True, kw_only=True):
+    """The first message of an agent that is started ahead of a restart; `AgentReady` follows. Until the restart, what
+    becomes of it is nothing to those that train."""
+
+    node: str
+    generation: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    """The restart."""
 
 
 class NodeUnfit(_Message, frozen=True, kw_only=True):
@@ -451,6 +464,7 @@ FromRank = (
 )
 FromAgent = (
     AgentReady
+    | StandsBy
     | NodeUnfit
     | SignalSeen
     | SpotNoticeSeen

@@ -1,6 +1,7 @@
 """One agent per node: starts the node's ranks, relays between them and the lead, and leaves no process behind.
 
-An agent lives for one restart. It decides nothing about causes; the lead finds them. Its work ends by the
+An agent lives for one restart. It may be started ahead of it: then it stands by, with ranks that have done their
+imports, until the restart comes. It decides nothing about causes; the lead finds them. Its work ends by the
 lead's word, by ranks that are done, by a lost link or by an error of its own. In every case it does the same:
 it kills all processes below it, closes its link, and stays until it may leave (`leaving.py`). It must stay
 because a killed lead would end the job without a requeue, and then no other process can ask for one
@@ -23,19 +24,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.files import open_log, write_file
 from verl_slurm.base.one_line import printable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import become_subreaper
-from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import ranks_inside
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.environment import SlurmJob
-from verl_slurm.wire.environment import LOG_VARIABLE
 from verl_slurm.wire.flight import request_flights
-from verl_slurm.wire.framing import ranks_key, services_token
 from verl_slurm.wire.lead_file import LeadAddress, read_lead_address
 from verl_slurm.wire.messages import (
     MAX_REASON,
@@ -51,17 +48,16 @@ from verl_slurm.wire.messages import (
     SignalSeen,
     SpotNoticeSeen,
     StacksWritten,
+    StandsBy,
     StoreAnswer,
     ToAgent,
 )
-from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
-from verl_slurm_daemon.agent.container import Lifeline, ranks_argv, ranks_environ
+from verl_slurm_daemon.agent.container import Lifeline
+from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
-from verl_slurm_daemon.agent.rank_environment import prepare_environment
 from verl_slurm_daemon.agent.rank_output import first_cause
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
-from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
 from verl_slurm_daemon.agent.stacks import write_stacks
 from verl_slurm_daemon.decide.leaving import Known
 from verl_slurm_daemon.link.channel import LeadLink, Refusals
@@ -93,9 +89,16 @@ _HEARD_S = 30.0
 
 
 class Agent:
-    """The agent of one node; see the module."""
+    """The agent of one node; see the module.
 
-    def __init__(self, paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int) -> None:
+    Args:
+        generation: of the restart that it stands by for; 0: it is wanted now.
+    """
+
+    def __init__(
+        self, paths: RunPaths, config: RunConfig, epoch: int, node: str, node_id: int, generation: int = 0
+    ) -> None:
+        self._generation = generation
         self._paths, self._config, self._epoch = paths, config, epoch
         self._node, self._node_id = node, node_id
         self._log = AgentLog(paths.agent_log(epoch, node_id), f"{epoch} {node}")
@@ -106,7 +109,7 @@ class Agent:
         self._warned = asyncio.Event()
         self._address: LeadAddress | None = None
         self._link: LeadLink | None = None
-        self._rank_log = Path()
+        self._start: NodeStart | None = None
         self._dumping: asyncio.Task[None] | None = None
         self._ranks: RankSocket | None = None
         self._store: StoreSocket | None = None
@@ -115,6 +118,7 @@ class Agent:
         # Signals that came before the link; the lead asks Slurm for their cause, so they wait for it.
         self._early_signals: list[str] = []
         self._metrics: AgentMetrics | None = None
+        self._refusals = Refusals(REASONS, self._tell_of_stranger)
 
     async def run(self, failed: Exception | None = None) -> ExitCode:
         """Runs from the first attempt to reach the lead until this agent may leave; errors go to the logs.
@@ -164,13 +168,18 @@ class Agent:
             self._link = link = await reach_lead(self._address, self._epoch, self._warned, pauses)
         except WireError as error:
             raise failed or error from error
+        if self._generation:
+            link.send(StandsBy(node=self._node, generation=self._generation))
         self._tasks = [asyncio.create_task(self._listen(link))]
         if failed is not None:
             raise failed
-        if not await self._is_fit(link):
+        if self._generation:
+            require_memory(self._config.distributed.ranks_per_node)
+        # A node that stands by was looked at before.
+        elif not await self._is_fit(link):
             return
         places = 4 * self._config.distributed.ranks_per_node
-        refusals = Refusals(REASONS, self._tell_of_stranger)
+        refusals = self._refusals
         self._ranks = RankSocket(self._from_rank, places, refusals)
         self._store = StoreSocket(self._ranks.directory, link.send, _STORE_PLACES * places, refusals)
         await self._store.open()
@@ -186,7 +195,8 @@ class Agent:
                 free_port=_free_port(link.own_host),
             )
         )
-        await self._open_metrics(link.own_host, refusals.counts)
+        if not self._generation:  # else the port is the other agent's as yet
+            await self._open_metrics(link.own_host, refusals.counts)
         self._log.say("joined", lead=f"{self._address.host}:{self._address.port}")
         for name in self._early_signals:
             self._relay(name)
@@ -232,45 +242,24 @@ class Agent:
             self._log.say("metrics", loud=True, problem=problem)
 
     async def _live(self, link: LeadLink, ranks: RankSocket) -> None:
+        assert self._address is not None
+        start = self._start = NodeStart(
+            self._paths, self._config, self._address, self._node_id, ranks.directory, self._log
+        )
+        if self._generation:
+            await self._first(start.stand_by(self._generation))
         # ---- wait until all agents are ready and the lead has named the checkpoint to resume from
         launch = await self._first(self._launches.get())
         if launch is None:
             return
         # Which ranks are this node's follows from `node_rank`; until here the socket refuses every message.
         ranks.ranks = self._config.speakers_on(launch.node_rank)
-        assert self._address is not None
-        # Ranks get a key derived from the token, in a 0600 file, and never the token: that opens the lead's port.
-        key = ranks_key(bytes.fromhex(self._address.token), launch.epoch, launch.generation)
-        # Not durable: it serves processes of this restart, which a power cut ends as well.
-        write_file(ranks.directory / RANKS_KEY_NAME, key, durable=False)
-        log = self._paths.rank_log(self._epoch, launch.generation, self._node_id)
-        self._rank_log = log
-        environ = await self._first(prepare_environment(self._config, os.environ, log))
-        if environ is None:
+        if self._generation:
+            await self._open_metrics(link.own_host, self._refusals.counts)
+        launcher = await self._first(start.launch(launch))
+        if launcher is None:
             return
-        environ[LOG_VARIABLE] = str(log)
-        moves = Moves.of(self._paths)
-        config = moves.config(self._config)
-        if path := moves.search_path(environ.get(PYTHONPATH, "")):
-            environ[PYTHONPATH] = path
-        # The program reads its settings by relative names: those that were submitted, not those that lie there now.
-        place = moves.folder(os.getcwd()) if config.trainer.command else None
-        if place is not None:
-            environ["PWD"] = place
-        start = (config, self._paths, launch, ranks.directory)
-        # A file and no pipe: a pipe that is not read any more would stop the ranks at a print.
-        with open(self._open_rank_log(log), "wb") as output:
-            launcher = await asyncio.create_subprocess_exec(
-                *ranks_argv(*start),
-                env=ranks_environ(*start, self._with_services(environ, launch)),
-                cwd=place,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                # A session leader is how `bury_orphans` tells our children, which asyncio waits for, from adopted ones.
-                start_new_session=True,
-                preexec_fn=partial(keep_to, self._config, launch.node_rank),
-            )
+        log, moves = start.log, Moves.of(self._paths)
         self._log.say("launched", restart=launch.generation, launcher=launcher.pid)
         # Not before: it uses a thread, and the launcher has to be forked by a process that has one.
         self._tasks.append(asyncio.create_task(self._watch_the_cloud(link)))
@@ -285,13 +274,6 @@ class Agent:
         link.send(NodeExited(node=self._node, exit_code=exit_code, detail=detail))
         # Sent is not heard: a lead that dies late, or with its node, would take the news with it. It says Shutdown.
         await self._first(asyncio.sleep(_HEARD_S))
-
-    def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
-        if not self._config.services:
-            return environ
-        assert self._address is not None
-        token = services_token(bytes.fromhex(self._address.token), self._epoch)
-        return environ | variables_of_ranks(self._config, launch, token, os.environ)
 
     async def _watch_the_cloud(self, link: LeadLink) -> None:
         """Tells the lead once if the cloud takes this node back."""
@@ -325,16 +307,6 @@ class Agent:
             await task
         return None
 
-    def _open_rank_log(self, path: Path) -> int:
-        """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""
-        try:
-            return open_log(path)
-        except OSError as error:
-            self._log.say("no_rank_log", loud=True, error=f"{error}")
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(f"verl-slurmd: the ranks have no log: {error}\n")
-            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-
     async def _leave(self, job: SlurmJob | None) -> bool:
         """Kills what runs here and stays until this agent may leave; returns whether the lead has released it."""
         # First of all: the end of this step tells the lead that no process of ours is left (`inputs.GenerationEnded`),
@@ -363,7 +335,9 @@ class Agent:
                 job, config, paths, epoch=epoch, node_id=self._node_id, address=self._address
             )
         try:
-            verdict = await see_off(known, senses, self._node_id, self._log)
+            # One that stands by asks after all those that train.
+            turn = self._node_id + (self._config.distributed.nodes if self._generation else 0)
+            verdict = await see_off(known, senses, turn, self._log)
             self._log.say("done", released=known.released, link_up=known.link_up, reason=verdict.reason)
         except Exception as error:  # noqa: BLE001 - the node is still to be left clean
             self._report(error)
@@ -444,11 +418,11 @@ class Agent:
     async def _dump_stacks(self) -> None:
         """Makes all processes dump their stacks and waits: nothing tells when one has written its last line."""
         assert self._link is not None
-        if self._rank_log is not None:
-            await write_stacks(self._rank_log)
+        log = Path() if self._start is None else self._start.log
+        await write_stacks(log)
         asked = request_flights(self._ranks.directory) if self._ranks is not None else 0
         await asyncio.sleep(_FLIGHTS_S if asked else _STACKS_S)
-        self._link.send(StacksWritten(node=self._node, log=str(self._rank_log)))
+        self._link.send(StacksWritten(node=self._node, log=str(log)))
 
     def _from_rank(self, message: FromRank) -> None:
         assert self._link is not None
@@ -473,8 +447,12 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def run_agent(root: Path, epoch: int) -> ExitCode:
-    """Runs the agent of this node from start to end."""
+def run_agent(root: Path, epoch: int, generation: int = 0) -> ExitCode:
+    """Runs the agent of this node from start to end.
+
+    Args:
+        generation: of the restart that it stands by for; 0: it is wanted now.
+    """
     # Before the first child: an orphan goes to the nearest subreaper that there is when its parent dies.
     become_subreaper()
     spare_former_children()
@@ -484,13 +462,13 @@ def run_agent(root: Path, epoch: int) -> ExitCode:
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     # It counts over all components of a heterogeneous job, too (22.05.8).
     node_id = int(os.environ.get("SLURM_NODEID") or 0)
-    return asyncio.run(_run(paths, epoch, node, node_id))
+    return asyncio.run(_run(paths, epoch, node, node_id, generation))
 
 
-async def _run(paths: RunPaths, epoch: int, node: str, node_id: int) -> ExitCode:
+async def _run(paths: RunPaths, epoch: int, node: str, node_id: int, generation: int) -> ExitCode:
     try:
         config, failed = load_own(paths.run_yaml), None
     except (OSError, VerlSlurmError) as error:
         # The defaults suffice for the link by which the lead is told; else it would wait a minute for this agent.
         config, failed = RunConfig(), error
-    return await Agent(paths, config, epoch, node, node_id).run(failed)
+    return await Agent(paths, config, epoch, node, node_id, generation).run(failed)

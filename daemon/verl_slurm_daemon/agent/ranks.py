@@ -6,6 +6,10 @@ dies with its agent, and its ranks die with it (`wire.lifeline`). Its exit code 
 1. Its last line on stderr says what ended the first rank that failed.
 
     python -P -m verl_slurm_daemon.agent.ranks NODES NODE_RANK RANKS_PER_NODE [-m] PROGRAM ARGS...
+    python -P -m verl_slurm_daemon.agent.ranks --stand-by RANKS_PER_NODE MODULES...
+
+The second form starts ranks that import MODULES and stand by (`verl_slurm.rendezvous.standby`). The arguments and the
+environment of the first form then come through standard input.
 """
 
 import os
@@ -17,6 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from verl_slurm.wire.environment import GENERATION_VARIABLE
+from verl_slurm.wire.orders import Orders
 
 __all__ = ["main", "rank_environment"]
 
@@ -31,13 +36,53 @@ _GRACE_S = 1.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs this node's ranks; returns 0 if all ended with 0."""
-    nodes, node_rank, here, *program = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[0] == "--stand-by":
+        return _stand_by(int(words[1]), words[2:])
+    return _run(words, os.environ, {})
+
+
+def _stand_by(here: int, modules: list[str]) -> int:
+    """Starts ranks that stand by, and waits for orders; without any, all end."""
+    waiting: dict[int, subprocess.Popen[bytes]] = {}
+    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous.standby", *modules]
+    with suppress(
+        OSError
+    ):  # no memory, no processes: those that are missing are started when they are wanted
+        for local_rank in range(here):
+            # The variables by which libraries choose their threads and devices as they are imported.
+            environ = rank_environment(os.environ, 1, 0, here, local_rank)
+            waiting[local_rank] = subprocess.Popen(
+                command, env=environ, stdin=subprocess.PIPE, start_new_session=True
+            )
+    data = sys.stdin.buffer.read()
+    if not data:
+        _kill({process.pid: rank for rank, process in waiting.items()})
+        return 0
+    orders = Orders.read(data)
+    return _run(orders.words(), orders.variables(), waiting)
+
+
+def _run(
+    words: Sequence[str], whole: Mapping[str, str], waiting: Mapping[int, "subprocess.Popen[bytes]"]
+) -> int:
+    """Starts the ranks, or gives those that stand by their orders.
+
+    Args:
+        words: as argv.
+        whole: the environment.
+        waiting: the processes that stand by, by their local ranks.
+    """
+    nodes, node_rank, here, *program = words
     ranks: dict[int, int] = {}
     # By way of our module, which replaces torch's rendezvous before the program imports torch (decision 0010).
     command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
     try:
         for local_rank in range(int(here)):
-            environ = rank_environment(os.environ, int(nodes), int(node_rank), int(here), local_rank)
+            environ = rank_environment(whole, int(nodes), int(node_rank), int(here), local_rank)
+            if (ready := waiting.get(local_rank)) is not None and _order(ready, program, environ):
+                ranks[ready.pid] = local_rank
+                continue
             # A session of its own: signals that a rank sends to its process group do not reach us.
             process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
             ranks[process.pid] = local_rank
@@ -47,6 +92,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         _kill(ranks)
         return 1
     return _watch(ranks, int(node_rank) * int(here))
+
+
+def _order(ready: "subprocess.Popen[bytes]", program: list[str], environ: dict[str, str]) -> bool:
+    """Gives a process that stands by its orders; returns whether it was there to take them."""
+    if ready.poll() is not None:  # an import failed, or somebody killed it
+        return False
+    assert ready.stdin is not None
+    try:
+        ready.stdin.write(Orders.of(program, environ).encode())
+        ready.stdin.close()
+    except OSError:
+        ready.kill()
+        ready.wait()
+        return False
+    return True
 
 
 def _watch(ranks: dict[int, int], first: int) -> int:

@@ -34,6 +34,8 @@ class Allocation(Protocol):
     cluster: Literal["slurm", "local"]
     job_id: str
     restart: int
+    starts_all_agents: bool
+    """`start_step` starts the agents of all nodes, and not of this one alone."""
 
     async def address(self) -> str:
         """Returns the address at which the agents reach this process."""

@@ -10,7 +10,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_services
-from verl_slurm.containers.runtimes import agents_inside, contained_agents_argv
+from verl_slurm.containers.runtimes import agents_inside, contained_agents_argv, ranks_inside
 from verl_slurm.wire.environment import (
     CONTROL_VARIABLE,
     EPOCH_VARIABLE,
@@ -26,17 +26,25 @@ __all__ = [
     "agent_argv",
     "launcher_argv",
     "launcher_env",
+    "may_stand_by",
     "nodes_of_step",
+    "orders_argv",
     "service_host_argv",
+    "standby_argv",
     "step_argv",
 ]
 
 
-def agent_argv(python: str, paths: RunPaths, epoch: int) -> list[str]:
-    """Returns the command line of one agent."""
+def agent_argv(python: str, paths: RunPaths, epoch: int, generation: int = 0) -> list[str]:
+    """Returns the command line of one agent.
+
+    Args:
+        generation: of the restart that it stands by for; 0: it is wanted now.
+    """
     # -P: the directory in which the user submitted is not searched for modules; one planted there was imported before
     # us.
-    return [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
+    argv = [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
+    return [*argv, "--stand-by", str(generation)] if generation else argv
 
 
 def service_host_argv(python: str, paths: RunPaths, epoch: int, name: str) -> list[str]:
@@ -144,6 +152,35 @@ def launcher_argv(
         program = ["-m", "verl_slurm.trainer", *life]
     place = [str(shape.nodes), str(launch.node_rank), str(shape.ranks_per_node)]
     return [python, "-P", "-m", "verl_slurm_daemon.agent.ranks", *place, *program]
+
+
+def may_stand_by(config: RunConfig) -> bool:
+    """Returns whether ranks of this run can be started ahead of a restart.
+
+    Not Ray's, which are started by Ray; not those in an image, whose runtime starts with them; and not beside services,
+    which share the node's cores with ranks by their place in the run.
+    """
+    ours = not config.trainer.on_ray and not ranks_inside(config) and not config.services
+    return ours and config.daemon.standby_after_s is not None
+
+
+def standby_argv(launcher: list[str], config: RunConfig) -> list[str]:
+    """Returns the command that starts ranks which stand by.
+
+    Args:
+        launcher: `launcher_argv`.
+    """
+    # What a guest imports beside torch is its own.
+    modules = ("torch",) if config.trainer.is_guest else ("verl_slurm.trainer.imports",)
+    return [*launcher[:_PROGRAM], "--stand-by", str(config.distributed.ranks_per_node), *modules]
+
+
+def orders_argv(launcher: list[str]) -> list[str]:
+    """Returns what is left of `launcher_argv` for a launcher that stands by."""
+    return launcher[_PROGRAM:]
+
+
+_PROGRAM = len(("python", "-P", "-m", "verl_slurm_daemon.agent.ranks"))
 
 
 def tracker_environment(paths: RunPaths, name: str) -> dict[str, str]:

@@ -30,6 +30,7 @@ class LocalAllocation:
     PREEMPTION_GRACE_S = 30.0
     CANCEL_GRACE_S = 10.0
     cluster: Literal["slurm", "local"] = "local"
+    starts_all_agents = True
 
     def __init__(self, config: RunConfig, paths: RunPaths) -> None:
         self.job_id = os.environ.get("SUBMITIT_LOCAL_JOB_ID") or f"local-{os.getpid()}"
@@ -101,6 +102,8 @@ class LocalAllocation:
 
 class HostfileAllocation(LocalAllocation):
     """Several machines without Slurm: as `LocalAllocation`, but the other hosts start their own agents."""
+
+    starts_all_agents = False
 
     def __init__(self, config: RunConfig, paths: RunPaths, host: str) -> None:
         super().__init__(config, paths)

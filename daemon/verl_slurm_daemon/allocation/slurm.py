@@ -111,6 +111,7 @@ class SlurmAllocation:
     """
 
     cluster: Literal["slurm", "local"] = "slurm"
+    starts_all_agents = True
 
     def __init__(
         self, job: SlurmJob, config: RunConfig, paths: RunPaths, *, leaves_at_once: bool = False

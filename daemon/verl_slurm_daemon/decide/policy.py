@@ -407,12 +407,12 @@ def _on_crash(model: Model, detail: str) -> Decision:
     model = msgspec.structs.replace(model, crashes=len(failed), failed=failed)
     if kind == "stranger":
         return _after_stranger(model, of_kind, note)
-    # The back-off grows with restarts that sampled nothing new; a crash after progress starts it again.
+    # None after a restart that sampled something new; else it grows from one to the next.
     fruitless = 0 if model.fresh else model.fruitless + 1
     model = msgspec.structs.replace(model, fruitless=fruitless)
     if of_kind > budget:
         return _leave(msgspec.structs.replace(model, intent=Intent.REQUEUE, cause=kind), note)
-    pause = act.Pause(model.limits.backoff_s * 2 ** min(fruitless, _MOST_DOUBLINGS))
+    pause = act.Pause(model.limits.backoff_s * 2 ** min(fruitless - 1, _MOST_DOUBLINGS) if fruitless else 0.0)
     return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
 
 

@@ -38,12 +38,14 @@ from verl_slurm.wire.messages import (
     Launch,
     NodeExited,
     NodeUnfit,
+    Progress,
     RankUnfit,
     ServiceSaid,
     Shutdown,
     SignalSeen,
     SpotNoticeSeen,
     StacksWritten,
+    StandsBy,
     StoreAnswer,
     StoreCall,
     StrangerMet,
@@ -63,17 +65,12 @@ from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, parts_since
 from verl_slurm_daemon.lead.services import Services
 from verl_slurm_daemon.lead.stacks import write_stacks
-from verl_slurm_daemon.lead.step import GOODBYE_S, end_step
+from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
+from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
-from verl_slurm_daemon.link.rank_store import RankStore
 
 __all__ = ["Effects"]
-
-_AGENTS_READY_S = 60.0
-"""From srun to the last agent's first message: 0.3 s on an idle cluster; a node with a slow disk may need longer."""
-_STEP_ENDS_S = 2.0
-"""From the end of the first agent to that of srun, if srun is what ends."""
 
 
 class Effects:
@@ -95,15 +92,10 @@ class Effects:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._journal, self._epoch, self._post = journal, epoch, post
         self._keys: Keyring | None = None
-        self._generation, self._leaving = 0, asyncio.Event()
-        self._links: dict[str, AgentLink] = {}
-        self._ready: dict[str, AgentReady] = {}
-        self._all_ready = asyncio.Event()
+        self._step = self._new_step(0)
+        self._standby = Standby(paths, config, allocation, journal, epoch)
         self._pace = PaceWatch.of(config)  # each restart has its own
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
-        self._listeners: set[asyncio.Task[None]] = set()
-        self._store = RankStore()
-        self._step: list[asyncio.subprocess.Process] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._places: tuple[str, ...] = ()
         self._server: asyncio.Server | None = None
@@ -126,8 +118,8 @@ class Effects:
         self._spawn(self._mover.run())
         self._places = await asyncio.to_thread(places_seen, self._config, self._paths)
         token = secrets.token_bytes(32)
-        # Twice the agents: each may ask over a second connection whether the lead lives (`orphan`).
-        links = 2 * self._config.distributed.nodes + self._services.num_hosts + 4
+        # Twice the agents, those that stand by, too: each may ask over a second connection whether the lead lives.
+        links = 4 * self._config.distributed.nodes + self._services.num_hosts + 4
         host = await self._allocation.address()
         self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals.add)
         self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
@@ -144,8 +136,9 @@ class Effects:
             write_lead_address(self._paths, self._address)
 
     async def close(self) -> None:
-        # First: their hosts hear it over the port that is closed below.
-        self.left_clean = await self._services.close() and self.left_clean
+        # First: they hear it over the port that is closed below.
+        services_ended, _ = await asyncio.gather(self._services.close(), self._standby.drop())
+        self.left_clean = services_ended and self._standby.clean and self.left_clean
         for task in self._tasks:
             task.cancel()
         if self._server is not None:
@@ -201,15 +194,9 @@ class Effects:
     # ---- a restart, from start to end
 
     async def _run_generation(self, generation: int) -> None:
-        # All of these are new for each restart: what an agent of the former step still sends changes nothing of this
-        # one.
-        self._generation, self._leaving, self.left_clean = generation, asyncio.Event(), True
-        self._links, self._ready, self._listeners, self._step = {}, {}, set(), []
-        self._all_ready = asyncio.Event()
+        # New for each restart: what an agent of the former step still sends changes nothing of this one.
+        self._step, self.left_clean = self._new_step(generation), True
         self._pace, self._stacks = PaceWatch.of(self._config), asyncio.Queue()
-        # Calls that still wait are answered here.
-        self._store.close()
-        self._store = RankStore()
         try:
             point = await self._begin(generation)
         except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
@@ -220,22 +207,23 @@ class Effects:
         if not isinstance(point, ResumePoint):
             self._post(point)
             return
+        step = self._step
         # A take-down that came during `_begin` found no step to end.
-        if self._leaving.is_set():
+        if step.leaving.is_set():
             self._spawn(self._take_down())
-        self._spawn(self._launch_when_ready(generation, point))
+        self._spawn(self._launch_when_ready(step, point))
+        self._spawn(self._standby.start_after(step))
         watch = asyncio.create_task(self._watch_pace(generation))
-        codes = [await process.wait() for process in self._step]
+        code = await step.wait()
         watch.cancel()
         # srun may have died alone: no rank may survive into the next restart
-        for link in self._links.values():
-            link.send(Shutdown())
-        if self._listeners:  # the agents' last messages are still in the sockets
-            await asyncio.wait(self._listeners, timeout=GOODBYE_S)
-        for link in self._links.values():
-            link.close()
+        step.shut_down()
+        await step.last_words()
         # Last: `Finished` and `Saved` of these messages come before it, or a run that is done would count as a crash.
-        self._post(inputs.GenerationEnded(max(codes, key=abs)))
+        self._post(inputs.GenerationEnded(code))
+
+    def _new_step(self, generation: int) -> Step:
+        return Step(generation, self._config.distributed.nodes)
 
     async def _begin(
         self, generation: int
@@ -251,19 +239,28 @@ class Effects:
         await asyncio.to_thread(self._require_unchanged, point)
         array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
         done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
-        if not done and not await fit_ranks(self._config, point, self._leaving, self._journal):
+        if not done and not await fit_ranks(self._config, point, self._step.leaving, self._journal):
             return inputs.GenerationEnded(0)
         if not done:
-            self._journal.write(ev.Restart(generation, point.name or None, point.progress))
+            ahead = self._standby.stands
+            self._journal.write(ev.Restart(generation, point.name or None, point.progress, ahead))
         # After the journal has the restart: a lead that is killed before this takes the named checkpoint again.
         self._paths.resume_once.unlink(missing_ok=True)
         if done:
             return inputs.AllDone(point.name, done)
-        await self._services.start(self._leaving)
-        if self._leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
+        leaving = self._step.leaving
+        await self._services.start(leaving)
+        standby = await self._standby.take(generation)
+        if leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
+            if standby is not None:
+                await standby.end()
             return inputs.GenerationEnded(0)
         self._announce(generation)
-        self._step = await self._allocation.start_step(agent_argv(sys.executable, self._paths, self._epoch))
+        if standby is not None:
+            self._step = standby
+            return point
+        argv = agent_argv(sys.executable, self._paths, self._epoch)
+        self._step.processes = await self._allocation.start_step(argv)
         return point
 
     def _require_unchanged(self, point: ResumePoint) -> None:
@@ -301,22 +298,23 @@ class Effects:
             self._journal.write(ev.Resume(line))
         return point
 
-    async def _launch_when_ready(self, generation: int, point: ResumePoint) -> None:
+    async def _launch_when_ready(self, step: Step, point: ResumePoint) -> None:
+        generation = step.generation
         try:
-            async with asyncio.timeout(_AGENTS_READY_S):
-                await self._all_ready.wait()
+            async with asyncio.timeout(AGENTS_READY_S):
+                await step.all_ready.wait()
         except TimeoutError:
-            if generation == self._generation:
+            if step is self._step:
                 self._post(inputs.StartTimedOut(generation))
             return
-        self._allocation.keep_step(self._step)
-        if self._leaving.is_set():
+        self._allocation.keep_step(step.processes)
+        if step.leaving.is_set():
             return
         # By SLURM_NODEID and not by arrival: the same nodes get the same ranks at each restart.
-        nodes = sorted(self._ready.values(), key=lambda ready: ready.node_id)
+        nodes = sorted(step.ready.values(), key=lambda ready: ready.node_id)
         services = self._services.addresses()
         for node_rank, ready in enumerate(nodes):
-            self._links[ready.node].send(
+            step.links[ready.node].send(
                 Launch(
                     generation=generation,
                     epoch=self._epoch,
@@ -328,25 +326,36 @@ class Effects:
                 )
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
-        if generation == self._generation:
+        if step is self._step:
             self._post(inputs.StartTimedOut(generation))
 
     async def _on_link(self, link: AgentLink) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._listeners.add(task)
+        step = self._step  # an agent lives for one restart, and so do the keys of its ranks
+        step.listeners.add(task)
         node = ""
         said_goodbye = False
-        store = self._store  # an agent lives for one restart, and so do the keys of its ranks
+
+        def lose_standby(why: str) -> None:
+            if self._standby.is_of(step):
+                self._spawn(self._standby.drop(why))
 
         def deliver(message: FromAgent) -> None:
-            nonlocal node, said_goodbye
+            nonlocal node, said_goodbye, step
             match message:
+                case StandsBy():
+                    step.listeners.discard(task)
+                    step = self._standby.joined_by(message.generation)
+                    step.listeners.add(task)
+                case NodeExited() if step is not self._step:
+                    link.send(Shutdown())
+                    lose_standby(f"node {message.node}: {message.detail}")
                 case AgentReady():
                     node = message.node
-                    self._links[node], self._ready[node] = link, message
-                    if len(self._ready) == self._config.distributed.nodes:
-                        self._all_ready.set()
+                    step.join(link, message)
+                    if step.leaving.is_set():
+                        link.send(Shutdown())
                 case SignalSeen():
                     self._post(
                         inputs.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}")
@@ -355,14 +364,14 @@ class Effects:
                     said_goodbye = True
                     # The agent waits for this in case the lead is gone.
                     # Without its driver, all of Ray waits in vain.
-                    for heard in self._links.values() if self._config.trainer.on_ray else (link,):
+                    for heard in step.links.values() if self._config.trainer.on_ray else (link,):
                         heard.send(Shutdown())
                     if message.exit_code != 0:
                         self._post(
                             inputs.NodeFailed(message.node, message.detail or f"exit {message.exit_code}")
                         )
                 case StoreCall():
-                    store.call(message, link.send)
+                    step.store.call(message, link.send)
                 case StrangerMet():
                     self._journal.write(ev.Stranger("ranks", message.peers, node=node, rank=message.rank))
                     # Posted before the answer that the rank waits for: its end, and its peers' reports of it, come
@@ -370,13 +379,13 @@ class Effects:
                     self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
                     link.send(StoreAnswer(call=message.call, outcome="ok"))
                 case ServiceSaid():
-                    self._listeners.discard(task)  # a service outlives this restart
+                    step.listeners.discard(task)  # a service outlives this restart
                     self._services.hear(message, link)
                 case SpotNoticeSeen():
                     self._post(inputs.LeaveNode(node, "reclaimed", message.evidence, message.seconds_left))
                 case NodeUnfit():
                     node, said_goodbye = message.node, True
-                    self._links[node] = link  # it waits for Shutdown
+                    step.links[node] = link  # it waits for Shutdown
                     self._leave_bad_node(node, message.evidence)
                 case RankUnfit():
                     self._leave_bad_node(node, f"rank {message.rank}: {message.evidence}")
@@ -384,6 +393,8 @@ class Effects:
                     self._stacks.put_nowait(message)
                 case _:
                     rank_message: FromRank = message
+                    if isinstance(rank_message, Progress):
+                        step.training.set()
                     for news in self._pace.hear(node, rank_message):
                         self._journal.write(news)
                     self._post(inputs.RankSaid(rank_message))
@@ -396,13 +407,14 @@ class Effects:
             self._journal.write(ev.Link(node, str(error)))
         if self._services.gone(link):
             return
+        if step is not self._step:  # one that stands by, or did; those that train know nothing of it
+            lose_standby(f"node {node}: its agent is gone")
+            return
         # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing.
         if node and not said_goodbye:
             detail = "the agent is gone without a word"
-            if await self._fell_with_the_step():
-                nodes = self._config.distributed.nodes
-                absent = nodes - len(self._ready)
-                node, detail = "", f"the step ended while {absent} of {nodes} agents had not come"
+            if fell := await step.fell():
+                node, detail = "", fell
             self._post(inputs.NodeFailed(node, detail, lost=True))
 
     @property
@@ -414,37 +426,21 @@ class Effects:
         self._spawn(write_down(self._config, self._paths, self._journal, node, evidence))
         self._post(inputs.LeaveNode(node, "bad_node", evidence))
 
-    async def _fell_with_the_step(self) -> bool:
-        """Returns whether an agent is gone because its step did not come up as a whole: srun ends the running agents
-        if a node cannot be reached (24.11). Then nothing speaks against the agent's own node.
-        """
-        if self._all_ready.is_set() or not self._step:
-            return False
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_STEP_ENDS_S):
-                await asyncio.gather(*(process.wait() for process in self._step))
-        return all(process.returncode is not None for process in self._step)
-
     async def _take_down(self, *, stacks: bool = False) -> None:
-        if stacks:
-            generation = self._generation
-            await write_stacks(self._links.values(), self._stacks, self._journal)
-            if generation != self._generation:
-                return  # it ended by itself in between: the running one is the next
-        # Before anything is awaited: `_begin` looks at it just before a step starts, and a later step would not be
-        # ended here.
-        self._leaving.set()
         step = self._step
-        for link in self._links.values():
-            link.send(Shutdown())
-        if not await end_step(step, GOODBYE_S):
+        if stacks:
+            await write_stacks(step.links.values(), self._stacks, self._journal)
+            if step is not self._step:
+                return  # it ended by itself in between: the running one is the next
+        # `leaving` is set before anything is awaited: `_begin` looks at it just before a step starts.
+        if not await step.end():
             self.left_clean = False
 
     # ---- saves
 
     def _request_save(self, request: act.SaveRequest) -> None:
         left = request.seconds_left
-        for link in self._links.values():
+        for link in self._step.links.values():
             link.send(request)
         if left is not None:
             self._arm(left)
@@ -490,6 +486,7 @@ class Effects:
         self._post(await self._allocation.cause(trigger))
 
     async def _requeue(self, avoid: tuple[str, ...], delay_s: int | None) -> None:
+        self._spawn(self._standby.drop())
         self._post(await requeue(self._allocation, self._config, self._paths, self._journal, avoid, delay_s))
 
     async def _pause(self, seconds: float) -> None:

@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.memory import available_memory
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.layout import Layout, plan_layout
 from verl_slurm.save.ranks.tensors import Tensors
-from verl_slurm.save.writer.arena import Arena, available_memory
+from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
 from verl_slurm.save.writer.protocol import Write, Written
 

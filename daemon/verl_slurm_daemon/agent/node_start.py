@@ -1,0 +1,182 @@
+"""Starts the launcher of one node's ranks: at once, or ahead of a restart, with ranks that stand by."""
+
+import asyncio
+import contextlib
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.files import open_log, write_file
+from verl_slurm.base.memory import available_memory
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.search_path import PYTHONPATH
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.program.programs import Moves
+from verl_slurm.wire.environment import LOG_VARIABLE
+from verl_slurm.wire.framing import ranks_key, services_token
+from verl_slurm.wire.lead_file import LeadAddress
+from verl_slurm.wire.messages import Launch
+from verl_slurm.wire.orders import Orders
+from verl_slurm.wire.store_line import RANKS_KEY_NAME
+from verl_slurm_daemon.agent.agent_log import AgentLog
+from verl_slurm_daemon.agent.container import ranks_argv, ranks_environ
+from verl_slurm_daemon.agent.rank_environment import prepare_environment
+from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
+from verl_slurm_daemon.allocation.launcher import orders_argv, standby_argv
+
+__all__ = ["NodeStart", "require_memory"]
+
+_STANDBY_BYTES = 1 << 30
+"""Memory that has to be free for each rank that stands by, which takes 0.3 GB: training needs the rest."""
+
+
+def require_memory(ranks: int) -> None:
+    """Raises ConfigError: ranks that stand by would take memory that the training may need."""
+    free, wanted = available_memory(), ranks * _STANDBY_BYTES
+    if free < wanted:
+        raise ConfigError(
+            "too little memory for ranks that stand by", found=f"{free} bytes", expected=f"{wanted} bytes"
+        )
+
+
+class _Prepared(NamedTuple):
+    """What a start of this node's ranks needs, and the lead does not say."""
+
+    config: RunConfig
+    environ: dict[str, str]
+    place: str | None
+    """Their working directory; None: the agent's."""
+
+
+class NodeStart:
+    """One start of this node's ranks.
+
+    Args:
+        address: of the lead; its token is behind the ranks' key.
+        control: the agent's control directory.
+        said: the agent's log.
+
+    Attributes:
+        log: the ranks'; empty before anything was started.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        address: LeadAddress,
+        node_id: int,
+        control: Path,
+        said: AgentLog,
+    ) -> None:
+        self._paths, self._config, self._control = paths, config, control
+        self._address, self._node_id, self._said = address, node_id, said
+        self._standing: tuple[_Prepared, asyncio.subprocess.Process] | None = None
+        self.log = Path()
+
+    async def stand_by(self, generation: int) -> None:
+        """Starts ranks that import and wait, for a restart that may come.
+
+        Raises:
+            VerlSlurmError, OSError: as `launch`.
+        """
+        prepared = await self._prepare(generation)
+        # What a restart adds to this is in the orders.
+        unknown = Launch(
+            generation=generation,
+            epoch=self._address.epoch,
+            node_rank=0,
+            master_addr="",
+            master_port=0,
+            resume="",
+        )
+        start = (prepared.config, self._paths, unknown, self._control)
+        argv, environ = ranks_argv(*start), ranks_environ(*start, prepared.environ)
+        argv = standby_argv(argv, prepared.config)
+        launcher = await self._begin(prepared, argv, environ, 0, asyncio.subprocess.PIPE)
+        self._said.say("stands_by", restart=generation, launcher=launcher.pid)
+        self._standing = prepared, launcher
+
+    async def launch(self, launch: Launch) -> asyncio.subprocess.Process:
+        """Returns the launcher of the ranks: that which stands by, or a new one.
+
+        Raises:
+            ConfigError, PermissionRefused: the node cannot be set up (`prepare_environment`).
+            OSError: no process can be had, or storage does not answer.
+        """
+        if self._standing is not None:
+            prepared, launcher = self._standing
+            start = (prepared.config, self._paths, launch, self._control)
+            orders = Orders.of(orders_argv(ranks_argv(*start)), ranks_environ(*start, prepared.environ))
+            assert launcher.stdin is not None
+            with contextlib.suppress(OSError):
+                launcher.stdin.write(orders.encode())
+                await launcher.stdin.drain()
+                launcher.stdin.close()
+                # It cannot have ended by itself: it waits.
+                if launcher.returncode is None:
+                    return launcher
+            self._said.say("stands_by", loud=True, problem="its launcher is gone")
+        prepared = await self._prepare(launch.generation)
+        start = (prepared.config, self._paths, launch, self._control)
+        environ = ranks_environ(*start, self._with_services(prepared.environ, launch))
+        return await self._begin(prepared, ranks_argv(*start), environ, launch.node_rank)
+
+    async def _prepare(self, generation: int) -> _Prepared:
+        # Ranks get a key derived from the token, in a 0600 file, and never the token: that opens the lead's port.
+        key = ranks_key(bytes.fromhex(self._address.token), self._address.epoch, generation)
+        # Not durable: it serves processes of this restart, which a power cut ends as well.
+        write_file(self._control / RANKS_KEY_NAME, key, durable=False)
+        self.log = log = self._paths.rank_log(self._address.epoch, generation, self._node_id)
+        environ = await prepare_environment(self._config, os.environ, log)
+        environ[LOG_VARIABLE] = str(log)
+        moves = Moves.of(self._paths)
+        config = moves.config(self._config)
+        if path := moves.search_path(environ.get(PYTHONPATH, "")):
+            environ[PYTHONPATH] = path
+        # The program reads its settings by relative names: those that were submitted, not those that lie there now.
+        place = moves.folder(os.getcwd()) if config.trainer.command else None
+        if place is not None:
+            environ["PWD"] = place
+        return _Prepared(config, environ, place)
+
+    async def _begin(
+        self,
+        prepared: _Prepared,
+        argv: list[str],
+        environ: dict[str, str],
+        node_rank: int,
+        stdin: int = asyncio.subprocess.DEVNULL,
+    ) -> asyncio.subprocess.Process:
+        # A file and no pipe: a pipe that is not read any more would stop the ranks at a print.
+        with open(self._open_log(), "wb") as output:
+            return await asyncio.create_subprocess_exec(
+                *argv,
+                env=environ,
+                cwd=prepared.place,
+                stdin=stdin,
+                stdout=output,
+                stderr=output,
+                # A session leader is how `bury_orphans` tells our children, which asyncio waits for, from adopted ones.
+                start_new_session=True,
+                preexec_fn=partial(keep_to, self._config, node_rank),
+            )
+
+    def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
+        if not self._config.services:
+            return environ
+        token = services_token(bytes.fromhex(self._address.token), self._address.epoch)
+        return environ | variables_of_ranks(self._config, launch, token, os.environ)
+
+    def _open_log(self) -> int:
+        """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""
+        try:
+            return open_log(self.log)
+        except OSError as error:
+            self._said.say("no_rank_log", loud=True, error=f"{error}")
+            with contextlib.suppress(OSError, ValueError):
+                sys.stderr.write(f"verl-slurmd: the ranks have no log: {error}\n")
+            return os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
