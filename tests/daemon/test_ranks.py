@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.processes import python_path
+from verl_slurm.wire.orders import Orders
 
 
 def launch(
@@ -107,3 +108,85 @@ def test_a_traceback_begins_with_the_programs_own_first_line(tmp_path: Path, kin
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[1] == f'  File "{tmp_path}/broken.py", line 3, in <module>'
     assert lines[-1] == "ValueError: __main__"
+
+
+# ---- ranks that stand by
+
+
+def stand_by(tmp_path: Path, here: int, *modules: str, **environ: str) -> "subprocess.Popen[bytes]":
+    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.agent.ranks", "--stand-by", str(here), *modules]
+    whole = {**os.environ, **python_path(tmp_path), **environ}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=whole)
+
+
+def ready(launcher: "subprocess.Popen[bytes]", count: int) -> list[int]:
+    """The pids of those that stand by: `said.py` tells its own as it is imported."""
+    assert launcher.stdout is not None
+    return [int(launcher.stdout.readline()) for _ in range(count)]
+
+
+@pytest.fixture
+def said(tmp_path: Path) -> str:
+    (tmp_path / "said.py").write_text("import os\nos.write(1, b'%d\\n' % os.getpid())")
+    return "said"
+
+
+PROGRAM = """
+import json, os, sys
+told = [os.getpid(), sys.argv, dict(os.environ), "said" in sys.modules, sys.stdin.read()]
+os.write(1, (json.dumps(told) + "\\n").encode())
+"""
+
+
+def orders(tmp_path: Path, *place: str, **environ: str) -> bytes:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    whole = {"PATH": os.environ["PATH"], **python_path(tmp_path), **environ}
+    return Orders.of([*place, str(program), "--word", "3"], whole).encode()
+
+
+def test_ranks_that_stand_by_become_those_of_their_orders(tmp_path: Path, said: str) -> None:
+    launcher = stand_by(tmp_path, 2, said, ONLY_BEFORE="1")
+    pids = ready(launcher, 2)
+    out, err = launcher.communicate(orders(tmp_path, "2", "1", "2", NEW="\udce9"), timeout=120)
+    assert launcher.returncode == 0, err
+    told = sorted((json.loads(line) for line in out.splitlines()), key=lambda one: one[2]["RANK"])
+    assert [one[0] for one in told] == pids or sorted(one[0] for one in told) == sorted(pids)
+    for (_, argv, environ, imported, stdin), rank in zip(told, ("2", "3"), strict=True):
+        assert argv == [str(tmp_path / "program.py"), "--word", "3"]
+        assert (environ["RANK"], environ["WORLD_SIZE"], environ["NEW"]) == (rank, "4", "\udce9")
+        assert "ONLY_BEFORE" not in environ, "their environment is that of their orders, and no other"
+        assert imported
+        assert stdin == ""
+
+
+def test_one_that_stood_by_and_is_dead_is_started_anew(tmp_path: Path, said: str) -> None:
+    launcher = stand_by(tmp_path, 2, said)
+    killed, other = (psutil.Process(pid) for pid in ready(launcher, 2))
+    killed.kill()
+    while killed.status() != psutil.STATUS_ZOMBIE:  # its launcher looks when it has orders
+        time.sleep(0.01)
+    out, err = launcher.communicate(orders(tmp_path, "1", "0", "2"), timeout=120)
+    assert launcher.returncode == 0, err
+    told = [json.loads(line) for line in out.splitlines()]
+    assert sorted(one[2]["RANK"] for one in told) == ["0", "1"]
+    assert [one[0] for one in told if one[3]] == [other.pid]
+
+
+def test_without_orders_they_end_quietly(tmp_path: Path, said: str) -> None:
+    launcher = stand_by(tmp_path, 2, said)
+    processes = [psutil.Process(pid) for pid in ready(launcher, 2)]
+    assert launcher.communicate(b"", timeout=60) == (b"", b"")
+    assert launcher.returncode == 0
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
+
+
+def test_an_import_that_touches_cuda_makes_no_rank_that_stands_by(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("class cuda:\n    is_initialized = staticmethod(lambda: True)")
+    launcher = stand_by(tmp_path, 1, "torch")
+    assert launcher.stderr is not None
+    assert b"CUDA" in launcher.stderr.readline()
+    out, err = launcher.communicate(orders(tmp_path, "1", "0", "1"), timeout=120)
+    assert launcher.returncode == 0, err
+    assert json.loads(out)[2]["RANK"] == "0", "it was started anew"

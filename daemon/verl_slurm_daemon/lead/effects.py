@@ -68,6 +68,7 @@ from verl_slurm_daemon.lead.stacks import write_stacks
 from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
 from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.lead.tier_child import TierMover
+from verl_slurm_daemon.lead.verdicts import Verdicts
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 
 __all__ = ["Effects"]
@@ -93,6 +94,7 @@ class Effects:
         self._journal, self._epoch, self._post = journal, epoch, post
         self._keys: Keyring | None = None
         self._step = self._new_step(0)
+        self._verdicts = Verdicts()
         self._standby = Standby(paths, config, allocation, journal, epoch)
         self._pace = PaceWatch.of(config)  # each restart has its own
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
@@ -281,7 +283,9 @@ class Effects:
 
     async def _resume_point(self) -> ResumePoint:
         checkpoint = self._config.checkpoint
-        find = partial(find_resume_point, self._paths, checkpoint.resume_from, self._epoch, self._keys)
+        verifier = self._verdicts.read if self._config.trainer.is_guest else self._verdicts.recall
+        given = self._paths, checkpoint.resume_from, self._epoch, self._keys, verifier
+        find = partial(find_resume_point, *given)
         told: list[str] = []
         if checkpoint.local_dir and not self._paths.resume_once.exists():
             # The nodes hold something newer than a tier does, so that comes home first.
@@ -362,8 +366,7 @@ class Effects:
                     )
                 case NodeExited():
                     said_goodbye = True
-                    # The agent waits for this in case the lead is gone.
-                    # Without its driver, all of Ray waits in vain.
+                    # It waits for this, in case the lead is gone. Without its driver, all of Ray waits in vain.
                     for heard in step.links.values() if self._config.trainer.on_ray else (link,):
                         heard.send(Shutdown())
                     if message.exit_code != 0:
@@ -412,10 +415,9 @@ class Effects:
             return
         # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing.
         if node and not said_goodbye:
-            detail = "the agent is gone without a word"
-            if fell := await step.fell():
-                node, detail = "", fell
-            self._post(inputs.NodeFailed(node, detail, lost=True))
+            fell = await step.fell()
+            detail = fell or "the agent is gone without a word"
+            self._post(inputs.NodeFailed("" if fell else node, detail, lost=True))
 
     @property
     def stragglers(self) -> list[str]:
@@ -454,12 +456,13 @@ class Effects:
         asyncio.get_running_loop().call_later(seconds, self._post, inputs.SaveDeadline())
 
     async def _verify(self, name: str) -> None:
-        found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+        read = partial(read_back, self._paths, name, self._epoch, self._keys, self._verdicts.read)
+        found = await asyncio.to_thread(read)
         # The nodes may hold a whole second copy: it is fetched before the policy hears that the save is lost.
         if not found.good and not found.pruned and self._config.checkpoint.local_dir:
             self._journal.write(ev.Corrupt(name, found.detail))
             if await self._bring_home(""):
-                found = await asyncio.to_thread(read_back, self._paths, name, self._epoch, self._keys)
+                found = await asyncio.to_thread(read)
         self._post(inputs.Verified(name, found.good, found.detail, found.pruned))
         if found.good:
             self._mover.wake()

@@ -23,9 +23,9 @@ from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import sweep_work
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
-from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm_daemon.lead.tier_child import restore_newest
+from verl_slurm_daemon.lead.verdicts import Verifier, read_all
 
 __all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back"]
 
@@ -59,6 +59,7 @@ def find_resume_point(
     resume_from: str | None,
     epoch: int,
     keys: Keyring | None = None,
+    verifier: Verifier = read_all,
     has_tiers: bool = False,
 ) -> ResumePoint:
     """Verifies checkpoints from the newest back and takes the first that is good; sets corrupt ones aside.
@@ -74,6 +75,7 @@ def find_resume_point(
 
     Args:
         keys: the checkpoint must be signed with one of them.
+        verifier: the full check, or what it has found before (`Verdicts.recall`).
 
     Raises:
         KeyRefused: what is left to resume from needs a key that is not there.
@@ -81,7 +83,7 @@ def find_resume_point(
     """
 
     def checked(path: Path) -> Verdict:
-        return verify(path, keys=keys)
+        return verifier(path, keys)
 
     require_epoch(paths, epoch)  # an earlier attempt that still runs must not clean up under the present one
     if not paths.resume_once.exists():
@@ -179,9 +181,11 @@ class ReadBack(msgspec.Struct, frozen=True):
     pruned: bool = False
 
 
-def read_back(paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None) -> ReadBack:
+def read_back(
+    paths: RunPaths, name: str, epoch: int, keys: Keyring | None = None, verifier: Verifier = read_all
+) -> ReadBack:
     """Reads a committed checkpoint again, every byte. It is set aside if it is damaged beyond doubt."""
-    verdict = verify(paths.checkpoints / name, keys=keys)
+    verdict = verifier(paths.checkpoints / name, keys)
     if verdict.ok:
         return ReadBack(True, f"{verdict.num_bytes} bytes in {verdict.seconds:.3f} s")
     if _was_pruned(paths, name):

@@ -156,8 +156,9 @@ def _words(event: ev.Event) -> str:
         # restarts of the ranks, and training
         case ev.Resume(reason=reason):
             return f"resume: {reason}"
-        case ev.Restart(number=number, resume=resume):
-            return f"ranks start, restart {number}, from {resume or 'the beginning'}"
+        case ev.Restart(number=number, resume=resume, standby=standby):
+            said = ", with ranks that stood by" if standby else ""
+            return f"ranks start, restart {number}, from {resume or 'the beginning'}{said}"
         case ev.Training(step=step, phase=phase, index=index):
             within = "" if phase == "step_end" else f", {phase} {index}"  # a guest's loop reports whole steps
             return f"training at step {step}{within}"
