@@ -28,6 +28,7 @@ from verl_slurm.journal.status import read_status
 from verl_slurm.runs.follow import follow_lines
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.wire.environment import LOG_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,6 +46,13 @@ SMALL = (
     "daemon.backoff_s=0.2",
     "slurm.time_limit_min=20",
 )
+
+
+def _waits_for_orders(process: psutil.Process) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/0").startswith("pipe:")
+    except OSError:
+        return True  # it is gone
 
 
 class LiveRun:
@@ -167,6 +175,9 @@ class LiveRun:
             except psutil.Error:
                 continue
             mine = "verl_slurm.trainer" in argv and str(self.paths.root) in argv and "RANK" in env
+            if "verl_slurm.rendezvous.standby" in argv:  # one that stood by, and trains now
+                log = env.get(LOG_VARIABLE, "")
+                mine = log.startswith(str(self.paths.root)) and not _waits_for_orders(process)
             if mine and node in (None, env.get("SLURMD_NODENAME")):
                 found.append(process)
         return found
@@ -181,6 +192,8 @@ class LiveRun:
                 continue
             if "verl_slurm_daemon" in argv and str(self.paths.root) in argv and not argv[0].endswith("srun"):
                 role = argv[argv.index("verl_slurm_daemon") + 1]
+                if "--stand-by" in argv:
+                    role = "standby"
                 found[role if role == "lead" else f"{role} {env.get('SLURMD_NODENAME', '')}"] = process
         return found
 

@@ -8,6 +8,7 @@ it the weights. It is slow, and serves one replica a process.
 import asyncio
 import json
 import os
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -80,7 +81,7 @@ class Sampler:
             await asyncio.sleep(stagger_s * self._waits)
         if log := os.environ.get("VERL_TEST_SAMPLED"):  # what a test counts by: one line for each response
             with open(log, "a") as file:
-                file.write(json.dumps([self._step, seed, tokens]) + "\n")
+                file.write(json.dumps([self._step, seed, tokens, time.time()]) + "\n")
         return output
 
     async def load(self, weights: dict[str, torch.Tensor], step: int | None) -> None:

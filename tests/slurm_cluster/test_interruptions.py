@@ -138,6 +138,18 @@ def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveR
 
 
 @pytest.mark.long
+def test_a_killed_rank_is_replaced_by_one_that_stood_by(run: LiveRun, twin: LiveRun) -> None:
+    run.argv.append("daemon.standby_after_s=0")
+    run.submit()
+    run.wait_phase("update", step=1)
+    run.wait(lambda: sum(role.startswith("standby") for role in run.daemons()) == 2)
+    run.kill(run.ranks()[:1])
+    run.wait_event("restart", number=2, standby=True)
+    ends_like(run, twin)
+    assert run.facts().restarts == 0
+
+
+@pytest.mark.long
 def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
     run: LiveRun, twin: LiveRun
 ) -> None:
