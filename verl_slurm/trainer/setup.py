@@ -73,7 +73,8 @@ from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["build_loop"]
 
-_STORED_AT_ONCE = 1 << 30
+_STORED_AT_ONCE, _READ_AT_ONCE = 1 << 30, 16 << 20
+"""Bytes of copies that a start waits for: until they are made, and until they are read back."""
 _FROZEN = threading.Lock()
 
 
@@ -428,7 +429,9 @@ def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -
             except (OSError, VerlSlurmError) as error:
                 _notice(session, f"no copy of {model} in {paths.frozen}: {error}")
 
-    _beside(sum(seen.num_bytes for seen in models.values()), work)
+    there = all((paths.frozen / seen.digest).is_dir() for seen in models.values())
+    at_once = _READ_AT_ONCE if there else _STORED_AT_ONCE
+    _beside(work, at_once=sum(seen.num_bytes for seen in models.values()) <= at_once)
 
 
 def _read_back(paths: RunPaths, used: set[str], session: Session) -> None:
@@ -441,7 +444,7 @@ def _read_back(paths: RunPaths, used: set[str], session: Session) -> None:
         except OSError as error:
             _notice(session, f"{paths.frozen} could not be read back: {error}")
 
-    _beside(size, work)
+    _beside(work, at_once=size <= _READ_AT_ONCE)
 
 
 def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
@@ -449,14 +452,14 @@ def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
     console.complain(text)
 
 
-def _beside(num_bytes: int, work: Callable[[], None]) -> None:
-    """Runs `work`, which reads so many bytes, now or in a thread. Never two at a time: each cleans up RUN/frozen."""
+def _beside(work: Callable[[], None], *, at_once: bool) -> None:
+    """Runs `work` now or in a thread. Never two at a time: each cleans up RUN/frozen."""
 
     def alone() -> None:
         with _FROZEN:
             work()
 
-    if num_bytes <= _STORED_AT_ONCE:
+    if at_once:
         alone()
     else:
         # A daemon thread: the end of a run does not wait for a copy, and the next start makes it.
