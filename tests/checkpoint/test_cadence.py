@@ -190,6 +190,38 @@ def test_young_daly_begins_none_while_one_is_being_written_but_at_its_longest_in
     assert save(99, under_way=True)
 
 
+def test_continuous_saves_at_the_first_step_that_ends_behind_the_save_before() -> None:
+    checkpoint = config("continuous", every_steps=40)
+    done: list[int] = []
+    for step in range(1, 100):
+        under_way = bool(done) and step - done[-1] < 3  # a save takes two steps and a little
+        interval = plan_interval(checkpoint, step=step, history=VOLATILE)
+        due = decide(
+            checkpoint,
+            step=step,
+            total_steps=99,
+            last_save=done[-1] if done else 0,
+            interval=interval,
+            under_way=under_way,
+        )
+        done += [step] * due.save
+    assert done == [*range(1, 99, 3), 99]
+
+
+def test_continuous_keeps_to_its_shortest_and_its_longest_interval() -> None:
+    checkpoint = config("continuous", every_steps=40, min_every_steps=10)
+    interval = plan_interval(checkpoint, step=5)
+    assert interval.steps == 10
+
+    def save(step: int, *, under_way: bool) -> bool:
+        return decide(
+            checkpoint, step=step, total_steps=99, last_save=0, interval=interval, under_way=under_way
+        ).save
+
+    assert [step for step in range(1, 12) if save(step, under_way=False)] == [10, 11]
+    assert [step for step in range(1, 45) if save(step, under_way=True)] == [40, 41, 42, 43, 44]
+
+
 def test_a_partial_save_gives_way_to_a_full_one() -> None:
     checkpoint = config("fixed", components=("actor",), partial_every_steps=5)
     no, full = Due(save=False, reason=""), Due(save=True, reason="")

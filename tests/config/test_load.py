@@ -101,7 +101,10 @@ def test_an_unknown_override_is_refused_with_the_nearest_known_key() -> None:
         ("train:\n  actor_lr: 1e999\n", ["too large", "1e999"]),
         ("model:\n  dtype: float16\n", ["found 'float16'", "expected float32 or bfloat16"]),
         ("slurm:\n  extra:\n    constraint: [a]\n", ["slurm.extra"]),
-        ("checkpoint:\n  cadence: often\n", ["found 'often'", "expected fixed or adaptive or young_daly"]),
+        (
+            "checkpoint:\n  cadence: often\n",
+            ["found 'often'", "expected fixed or adaptive or young_daly or continuous"],
+        ),
         ("checkpoint:\n  keep_last: 0\n", ["checkpoint.keep_last", "found 0", "expected int >= 1"]),
         ("checkpoint:\n  keep_every: -1\n", ["checkpoint.keep_every", "expected int >= 0"]),
         ("checkpoint:\n  components: [actor, reward]\n", ["found 'reward'", "expected actor or critic"]),

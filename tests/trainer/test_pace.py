@@ -122,6 +122,15 @@ def test_young_daly_counts_the_interruptions_that_the_journal_tells_of(tmp_path:
     assert crashing[2] - crashing[1] < 60 < calm[2] - calm[1]
 
 
+def test_continuous_saves_at_each_step_where_a_save_is_durable_before_the_next(tmp_path: Path) -> None:
+    run = Run(tmp_path, CheckpointConfig(cadence="continuous", every_steps=500))
+    assert run.train(5) == [1, 2, 3, 4, 5]
+    run.pace.save_starts(5)  # one that takes longer
+    assert run.train(8) == []
+    run.pace.saved(num_bytes=10, seconds=3.5)
+    assert run.train(9) == [9]
+
+
 def test_a_rank_takes_the_interval_of_rank_zero_whatever_it_measured_itself(tmp_path: Path) -> None:
     ranks = FollowsRankZero(7)
     run = Run(tmp_path, CheckpointConfig(cadence="young_daly", every_steps=500), ranks)

@@ -294,13 +294,14 @@ class CheckpointConfig(Section, frozen=True):
     ends the job, and whenever an operator asks.
     """
 
-    cadence: Literal["fixed", "adaptive", "young_daly"] = "fixed"
+    cadence: Literal["fixed", "adaptive", "young_daly", "continuous"] = "fixed"
     """`fixed`: `every_steps` and `runtime_every_steps`. `adaptive`: the `intervals`, halved while the loss is volatile.
     `young_daly`: from the measured cost of a save and the measured rate of interruptions that lost work, at least every
-    `every_steps` (see checkpoint/decide/cadence.py)."""
+    `every_steps`. `continuous`: as soon as the save before is durable, at least every `every_steps` (see
+    checkpoint/decide/cadence.py)."""
     every_steps: Positive = 1000
-    """Steps between saves of checkpoint state: models, optimizers, schedulers, RNG. With `young_daly`: the longest
-    interval."""
+    """Steps between saves of checkpoint state: models, optimizers, schedulers, RNG. With `young_daly` and
+    `continuous`: the longest interval."""
     runtime_every_steps: Positive = 500
     """The ledger records runtime state at once. A whole save is also forced every so many steps."""
     intervals: tuple[StepInterval, ...] = ()

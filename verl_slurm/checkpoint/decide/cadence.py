@@ -17,6 +17,10 @@ from the journal (`interruptions.py`). No save begins while another is being wri
 without one, or the cost of a save could not be measured. The formula assumes that all work since the last save is
 repeated. Here the ledger replays the rollouts, so the run saves too often rather than too seldom.
 
+`continuous`: at the end of a step, as soon as the save before is durable, and at least every `every_steps`. A save
+costs the training thread a fraction of a millisecond, so the only price is the storage's work: each save is written,
+and read back by the daemon. Orbax went from 100 to 47 steps between its saves in this way.
+
 At the last step a save is always due. No decision here changes a number of the training. Clock measurements differ from
 rank to rank, and a save is collective. So rank 0 plans the interval, and all ranks decide by its number
 (`trainer.pace`).
@@ -186,6 +190,9 @@ def plan_interval(
     """
     if config.cadence == "fixed":
         return Interval(steps=min(config.every_steps, config.runtime_every_steps), reason="as configured")
+    if config.cadence == "continuous":
+        shortest = min(config.min_every_steps, config.every_steps)
+        return Interval(steps=shortest, reason="the save before is durable")
     interval = (
         _from_table(config, step) if config.cadence == "adaptive" else _from_costs(config, costs or Costs())
     )
@@ -206,7 +213,7 @@ def decide(
     Args:
         last_save: the step of the last attempted save, or the first step of this attempt.
         interval: from `plan_interval`; the same number on every rank.
-        under_way: the last save is still being written; `young_daly` does not make training wait for it.
+        under_way: the last save is still being written; `young_daly` and `continuous` do not make training wait for it.
     """
     if step <= 0:
         return Due(save=False, reason="nothing has been done yet")
@@ -226,7 +233,7 @@ def decide(
         return Due(save=True, reason=f"a multiple of {interval.steps}: {interval.reason}")
     since = step - last_save
     # Training would wait for the save before: the arena holds one state.
-    if under_way and config.cadence == "young_daly" and since < config.every_steps:
+    if under_way and config.cadence in ("young_daly", "continuous") and since < config.every_steps:
         return Due(save=False, reason="the save before is still being written")
     if since >= interval.steps:
         return Due(save=True, reason=f"{since} steps since the last save: {interval.reason}")

@@ -212,7 +212,10 @@ def _cadence(config: RunConfig) -> Iterator[Complaint]:
     limits = [end for end in ends if end is not None]
     if any(after <= before for before, after in pairwise(limits)):
         yield Complaint(key, f"until_step {limits}", "until_step rising from row to row", "put them in order")
-    if checkpoint.cadence == "young_daly" and checkpoint.min_every_steps > checkpoint.every_steps:
+    if (
+        checkpoint.cadence in ("young_daly", "continuous")
+        and checkpoint.min_every_steps > checkpoint.every_steps
+    ):
         yield Complaint(
             "checkpoint.min_every_steps",
             str(checkpoint.min_every_steps),
