@@ -31,7 +31,7 @@ SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_pat
 	  print("".join("import site; site.addsitedir(%r)\n" % place for place in places), end="", file=open(sysconfig.get_path("purelib") + "/ours.pth", "w"))' $(2)
 SEE_OURS = $(call SEE,$(1),$(VENV))
 
-.PHONY: help setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-step clean accounting containers
+.PHONY: help setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -229,8 +229,11 @@ $(VERL_VLLM)/.ready: $(VERL)/.ready $(VLLM)/.ready
 	  d = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{v}+cpu.dist-info"); d.mkdir(); (d / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {v}+cpu\n")'
 	touch $@
 
-bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run: make bench BENCH=--quick for a short one
+bench: $(PEERS)/.ready ## saving and loading beside the peers, in one run (half an hour); BENCH=--quick: a short one; BENCH=--resume=FILE: go on
 	$(PEERS)/bin/python -m benchmarks.save $(BENCH)
+
+bench-check: $(READY) ## did the save path get slower on this machine? Compared with earlier checks (three minutes)
+	$(BIN)/python -m benchmarks.save --check $(BENCH)
 
 trl: $(TRL)/.ready ## TRL, in an environment of its own that sees ours (half a minute, 130 MB)
 

@@ -12,10 +12,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,6 +35,26 @@ _SHOWN_LOG = 3000
 _FIRST = ("main", "dcp_threads")  # without them most targets cannot be judged
 
 
+class _Stage(NamedTuple):
+    """A part that is measured whole, or again."""
+
+    name: str
+    weight: float
+    """About how long it takes, in turns of one peer."""
+    work: Callable[[], object]
+    is_first: bool = False
+    """It is begun whatever the time."""
+
+
+def _time_left(began: float, weight_done: float, left: Sequence[_Stage]) -> str:
+    """Returns how long what is left will take, by what was done."""
+    if not weight_done:
+        return ""
+    weight = sum(stage.weight for stage in left) - weight_done
+    seconds = (time.monotonic() - began) * weight / weight_done
+    return f", about {max(1, round(seconds / 60))} min left"
+
+
 @dataclass(kw_only=True)
 class Launcher:
     """One run.
@@ -42,6 +64,8 @@ class Launcher:
         scratch: for jobs, logs and the ranks' rendezvous; not on the medium that is measured.
         until: CLOCK_MONOTONIC seconds from which on nothing further is begun, but for one repetition of the first.
         say: told what is going on, a line at a time.
+        done: the parts that are measured, and how many samples there were behind each.
+        keep: called behind each part.
         failed: a process group ended without an answer; its log has been said.
 
     Called by: __main__.
@@ -62,30 +86,52 @@ class Launcher:
     samples: list[Sample] = field(default_factory=list)
     state_bytes: int = 0
     num_tensors: int = 0
+    done: dict[str, int] = field(default_factory=dict)
+    keep: Callable[[], None] = lambda: None
     failed: bool = False
 
     def run(self, what: tuple[str, ...]) -> None:
-        """Measure all of it and fill `samples`, `state_bytes` and `num_tensors`."""
+        """Measures all of it that is not `done`, and fills `samples`, `state_bytes` and `num_tensors`."""
+        stages = self._stages(what)
+        left = [stage for stage in stages if stage.name not in self.done]
+        began, weight_done = time.monotonic(), 0.0
+        for stage in left:
+            if not stage.is_first and not self._in_time(stage.name):
+                continue
+            self.say(
+                f"[{stages.index(stage) + 1} of {len(stages)}{_time_left(began, weight_done, left)}] {stage.name}"
+            )
+            stage.work()
+            weight_done += stage.weight
+            self.done[stage.name] = len(self.samples)
+            self.keep()
+
+    def _stages(self, what: tuple[str, ...]) -> list[_Stage]:
         modes = {mode for name in what for mode in MODES[name]}
         together = tuple(mode for mode in ("loop", "direct", "busy") if mode in modes)
         turns = groups(self.peers, self.plugins) if together else {}
-        early = {group: names for group, names in turns.items() if group in _FIRST}
-        for group, names in early.items():
-            self._group(group, together, names)
+
+        def turn(group: str, names: tuple[str, ...], modes: tuple[Mode, ...]) -> _Stage:
+            weight = len(names) * len(modes) * (self.reps + 1)
+            return _Stage(group, weight, lambda: self._group(group, modes, names), group in _FIRST)
+
+        found = [turn(group, names, together) for group, names in turns.items() if group in _FIRST]
         if "dual" in modes:
             names = tuple(n for n in self.peers if "dual" in entry(n, self.plugins).modes)
-            self._group("dual", ("dual",), names)
+            found.append(turn("dual", names, ("dual",)))
         if "load" in modes:
-            self._loads()
+            names = tuple(n for n in self.peers if entry(n, self.plugins).loads)
+            found.append(_Stage("load", 3 * len(names) * (self.reps + 1), self._loads, True))
         if "commit" in modes:
-            self._verify()
+            found.append(_Stage("verify", 2 * (self.reps + 1), self._verify, True))
         saving = [n for n in self.peers if entry(n, self.plugins).kind != "reference"]
-        for name in sorted(saving, key=lambda n: entry(n, self.plugins).kind != "ours"):
-            if "memory" in modes and self._in_time(f"memory: {name}"):
-                self._memory(name)
-        for group, names in turns.items():
-            if group not in early and self._in_time(group):
-                self._group(group, together, names)
+        if "memory" in modes:
+            ours_first = sorted(saving, key=lambda n: entry(n, self.plugins).kind != "ours")
+            found += [_Stage(f"memory: {name}", 4, partial(self._memory, name)) for name in ours_first]
+        return [
+            *found,
+            *(turn(group, names, together) for group, names in turns.items() if group not in _FIRST),
+        ]
 
     def _in_time(self, what: str) -> bool:
         in_time = time.monotonic() < self.until
@@ -149,7 +195,6 @@ class Launcher:
 
     def _memory(self, name: str) -> None:
         """Peak proportional set size of the ranks and all they started, above what it was before any save."""
-        self.say(f"memory: {name}")
         seen: list[tuple[float, int]] = []
         answer = self._start(
             f"memory {name}",

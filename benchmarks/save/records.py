@@ -140,4 +140,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Do both directories of `dual` lie on one device? Then its two writes share one bandwidth."""
     stopped: bool = False
     """By a signal: what had been measured until then."""
+    done: dict[str, int] = {}
+    """The parts that are measured whole, in their order, and how many samples there were behind each."""
     samples: list[Sample]

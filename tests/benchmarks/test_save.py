@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from benchmarks.save import page, report
+from benchmarks.save import check, page, report
 from benchmarks.save.figures import Figures
 from benchmarks.save.records import Environment, Mode, Run, Sample
 from benchmarks.save.registry import PEERS, absent, groups
@@ -136,6 +136,37 @@ def test_what_is_not_installed_is_said() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PEERS, "dcp", replace(PEERS["dcp"], needs="no_such_module"))
         assert "not installed" in absent("dcp", {})
+
+
+def _checked(durable: float, *, cores: int = 2, verified: float = 1.0) -> Run:
+    samples = _samples("ours", "direct", durable=durable) + _samples("raw", "direct", durable=1.0)
+    samples += _samples("ours_eager", "loop", stall=1.1) + _samples("copy", "loop", stall=1.0)
+    samples += _samples("ours", "verify", "verify", verify=verified, plain_read=1.0)
+    run = _run(samples, check.OPTIONS["what"])
+    return msgspec.structs.replace(run, environment=msgspec.structs.replace(run.environment, cores=cores))
+
+
+def test_a_check_says_what_is_slower_than_in_earlier_ones_and_by_ratios_alone() -> None:
+    earlier = [_checked(1.0), _checked(1.1), _checked(9.0)]  # one of them on a bad day
+    compared = check.compare(_checked(1.5), earlier)
+    assert [one.is_slower for one in compared] == [False, True, False]
+    assert compared[1].before == (1.1, 3)
+    assert "SLOWER" in check.text(compared)
+    assert "no slower" in check.text(check.compare(_checked(1.2), earlier))
+
+
+def test_checks_of_other_machines_and_stopped_ones_do_not_count() -> None:
+    stopped = msgspec.structs.replace(_checked(1.0), stopped=True)
+    compared = check.compare(_checked(9.0), [_checked(1.0, cores=64), stopped])
+    assert [one.before for one in compared] == [None, None, None]
+    assert "nothing to compare with" in check.text(compared)
+
+
+def test_checks_are_kept_and_found_again(tmp_path: Path) -> None:
+    check.keep(_checked(1.0), tmp_path)
+    (tmp_path / "save-0000.json").write_text("{")
+    assert check.earlier_runs(tmp_path) == [_checked(1.0)]
+    assert check.earlier_runs(tmp_path / "none") == []
 
 
 @pytest.mark.long

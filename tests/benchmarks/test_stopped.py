@@ -60,3 +60,40 @@ def test_a_stopped_benchmark_keeps_its_samples_in_a_file_that_says_so(
 
 def _samples(part: Path) -> list[object]:
     return [*msgspec.json.decode(part.read_bytes(), type=Answer).samples]
+
+
+@pytest.mark.long
+def test_a_stopped_benchmark_goes_on_behind_its_last_whole_part(tmp_path: Path) -> None:
+    out, partial = tmp_path / "out.json", tmp_path / "out.json.partial"
+    argv = [sys.executable, "-m", "benchmarks.save", "--gib", "0.004", "--reps", "1", "--quiet-s", "0"]
+    argv += ["--generation-s", "0.05", "--what", "stall,memory", "--peers", "ours,copy,raw"]
+    argv += ["--dir", str(tmp_path), "--json", str(out)]
+    environ = os.environ | python_path()
+    with subprocess.Popen(argv, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as bench:
+        said = _until_line(bench, "memory: ours")
+        bench.kill()  # nothing can be written any more: what is there is what was kept behind the part
+    assert any(line.startswith("[1 of 2] main") for line in said)
+    first = msgspec.json.decode(partial.read_bytes(), type=Run)
+    assert list(first.done) == ["main"]
+    for process in psutil.process_iter(["cmdline"]):
+        if "benchmarks.save.worker" in (process.info["cmdline"] or []):
+            process.kill()
+    resume = [sys.executable, "-m", "benchmarks.save", "--resume", str(partial), "--dir", str(tmp_path)]
+    done = subprocess.run(resume, cwd=ROOT, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "main" not in done.stderr, "it is not measured again"
+    run = msgspec.json.decode(out.read_bytes(), type=Run)
+    assert not run.stopped
+    assert list(run.done) == ["main", "memory: ours"]
+    assert run.samples[: len(first.samples)] == first.samples
+    assert not partial.exists()
+
+
+def _until_line(bench: "subprocess.Popen[str]", word: str) -> list[str]:
+    assert bench.stderr is not None
+    seen = []
+    for line in bench.stderr:
+        seen.append(line)
+        if word in line:
+            return seen
+    raise AssertionError(seen)
