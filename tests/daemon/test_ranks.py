@@ -187,6 +187,9 @@ def test_an_import_that_touches_cuda_makes_no_rank_that_stands_by(tmp_path: Path
     launcher = stand_by(tmp_path, 1, "torch")
     assert launcher.stderr is not None
     assert b"CUDA" in launcher.stderr.readline()
+    (ended,) = psutil.Process(launcher.pid).children()
+    while ended.status() != psutil.STATUS_ZOMBIE:  # its launcher looks when it has orders
+        time.sleep(0.01)
     out, err = launcher.communicate(orders(tmp_path, "1", "0", "1"), timeout=120)
     assert launcher.returncode == 0, err
     assert json.loads(out)[2]["RANK"] == "0", "it was started anew"

@@ -34,6 +34,7 @@ class Stage:
     async def started(self) -> None:
         """The agents of the next restart are there."""
         self.training.processes = await self.allocation.start_step([])
+        self.allocation.step_started.clear()
         self.training.training.set()
         starting = asyncio.create_task(self.standby.start_after(self.training))
         await self.allocation.step_started.wait()
