@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
@@ -21,6 +22,7 @@ from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal import events as ev
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
@@ -253,6 +255,36 @@ def test_a_job_that_slurm_expedites_is_given_no_start_time(
 
     asyncio.run(in_job_37(Slurm(), tmp_path, monkeypatch).hasten(clean=True))
     assert bool(starts) is hastened
+
+
+def test_a_start_that_slurm_overruled_makes_later_requeues_wait_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = (GOLDEN.parent / "time_limit_running.txt").read_text()
+    wanted = datetime(2026, 11, 26, 12, 0, tzinfo=UTC)
+    late: list[float] = []
+
+    class Slurm:
+        async def job(self, _: int) -> object:
+            eligible = wanted + timedelta(seconds=late[-1])
+            return msgspec.structs.replace(parse_job(record, 1), eligible_time=eligible)
+
+    allocation = in_job_37(Slurm(), tmp_path, monkeypatch)
+    assert allocation._delay_from_now(left=True) == 2
+    events: list[ev.Event] = [ev.Ended(25, next_start=wanted.isoformat())]
+    late.append(10.0)  # it waited for nodes
+    assert asyncio.run(allocation.learn(events)) is None
+    assert allocation._delay_from_now(left=True) == 2
+    late.append(121.0)
+    found = asyncio.run(allocation.learn(events))
+    assert found is not None
+    assert allocation._delay_from_now(left=True) == 8
+    # The journal remembers it for the attempts after this one.
+    late.append(0.0)
+    assert asyncio.run(allocation.learn([found, ev.Ended(25, next_start=wanted.isoformat())])) is None
+    assert allocation._delay_from_now(left=True) == 8
+    assert asyncio.run(allocation.learn([found] * 9)) is None
+    assert allocation._delay_from_now(left=True) == 60
 
 
 def test_what_slurm_takes_to_answer_is_no_time_left_of_killwait(

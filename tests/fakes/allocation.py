@@ -45,8 +45,11 @@ class ScriptedAllocation:
     async def requeue(self, delay_s: int | None = None) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
+    async def learn(self, events: object) -> None:
+        return None
+
     async def hasten(self, clean: bool) -> None:
-        return
+        return None
 
     async def still_alive(self, owner: Epoch) -> str:
         return ""

@@ -357,8 +357,9 @@ class DaemonConfig(Section, frozen=True):
 
     save_margin_s: PositiveFloat = 3.0
     """An emergency save that is not verified this long before the deadline is given up; the requeue comes first."""
-    requeue_delay_s: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 10
-    """The requeued job may start after this time (Slurm's own delay is 120 s and more)."""
+    requeue_delay_s: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 2
+    """The requeued job may start after this time (Slurm's own delay is 120 s and more). Where the job takes longer to
+    leave its nodes, so that Slurm overruled this, later requeues of the run wait longer by themselves."""
     crash_budget: NonNegative = 8
     """Restarts in place after a rank died, without a verified checkpoint in between, before asking for other nodes."""
     hang_budget: NonNegative = 2

@@ -72,6 +72,8 @@ class Ended(Event):
     reason: str = ""
     checkpoint: str | None = None
     """The newest verified checkpoint."""
+    next_start: str = ""
+    """From when on the scheduler was asked to start the next attempt; empty: it was not asked for a time."""
 
     @property
     def is_final(self) -> bool:
@@ -125,6 +127,14 @@ class Avoid(Event):
 
     nodes: list[str] = []
     detail: str = ""
+
+
+class StartOverruled(Event):
+    """The scheduler started this attempt later than it was asked to: the job was still leaving its nodes at that time.
+    The next requeue asks for a later one."""
+
+    wanted: str = ""
+    eligible: str = ""
 
 
 class Gone(Event):

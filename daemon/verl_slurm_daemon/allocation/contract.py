@@ -8,11 +8,13 @@ answer. The result says so instead, because a lead must go on saving while slurm
 
 import asyncio
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Literal, Protocol
 
 import msgspec
 
 from verl_slurm.base.fence import Epoch
+from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
 __all__ = ["Allocation", "Outlook"]
@@ -56,8 +58,12 @@ class Allocation(Protocol):
             delay_s: seconds until it may start; None: as the user configured it.
         """
 
-    async def hasten(self, clean: bool) -> None:
-        """Last call before a requeued job ends: makes the next attempt start no later than was asked for.
+    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+        """Learns from the run's former requeues; returns what the last one came to, if not what was asked for."""
+
+    async def hasten(self, clean: bool) -> datetime | None:
+        """Last call before a requeued job ends: makes the next attempt start no later than was asked for. Returns the
+        time that was asked for; None: none was.
 
         Args:
             clean: as far as the lead knows, none of our processes is left on any node.

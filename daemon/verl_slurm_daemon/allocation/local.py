@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from typing import Literal
 
 from verl_slurm.base.exit_codes import ExitCode
@@ -13,6 +14,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_services
+from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Outlook
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -57,8 +59,12 @@ class LocalAllocation:
         await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
         return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 
-    async def hasten(self, clean: bool) -> None:
+    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+        return None
+
+    async def hasten(self, clean: bool) -> datetime | None:
         """Does nothing: the next attempt starts at once."""
+        return None
 
     def now(self) -> float:
         return time.time()

@@ -22,8 +22,15 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import in_image
+from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import cancelled_task, ended_cancelled, predecessor_of
+from verl_slurm.journal.folds.jobs import (
+    cancelled_task,
+    ended_cancelled,
+    overruled_starts,
+    predecessor_of,
+    wanted_start,
+)
 from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
@@ -89,6 +96,9 @@ _LEAVES_S = 3.0
 """From KILL to the end of the job: killed processes may take a moment to go."""
 _LEAST_DELAY_S = 2.0
 """From the lead's end to the end of COMPLETING: 0.2 s on an idle cluster without an epilog."""
+_MOST_LEAST_DELAY_S = 60.0
+"""The same where it was longer before: 2, 8, 32, 60 s."""
+_OVERRULED_S = 60.0
 _EPILOG_S = 15.0
 """As `_LEAST_DELAY_S`, on a cluster with an epilog. Slurm does not say how long an epilog takes."""
 # A job that is COMPLETING is gone shortly after KillWait (30 s by default).
@@ -126,6 +136,7 @@ class SlurmAllocation:
         self._ends_at, self._last_try = math.inf, math.inf
         self._delay_s = config.daemon.requeue_delay_s
         self._start: datetime | None = None
+        self._overruled = 0
 
     async def address(self) -> str:
         await self._hear()
@@ -230,26 +241,44 @@ class SlurmAllocation:
         """
         # Slurm ignores a start time that has passed by the end of COMPLETING, and waits its own 120 s (22.05.8).
         ends_s = 0.0 if left else self._kill_wait_s + _LEAVES_S
-        least_s = ends_s + max(_LEAST_DELAY_S, self._epilog_s)
+        # Where that happened before, COMPLETING takes longer than expected.
+        leaves_s = min(_LEAST_DELAY_S * 4.0**self._overruled, _MOST_LEAST_DELAY_S)
+        least_s = ends_s + max(leaves_s, self._epilog_s)
         return max(self._delay_s, math.ceil(least_s))
 
-    async def hasten(self, clean: bool) -> None:
+    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+        self._overruled = overruled_starts(events)
+        wanted = wanted_start(events)
+        if wanted is None:
+            return None
+        try:
+            eligible = (await self._client.job(self._job.job_id)).eligible_time
+        except VerlSlurmError:
+            return None
+        # Slurm's own delay is 120 s and more. A job that merely waits for nodes keeps the time that was asked for.
+        if eligible is None or (eligible - wanted).total_seconds() < _OVERRULED_S:
+            return None
+        self._overruled += 1
+        return StartOverruled(wanted.isoformat(), eligible.isoformat())
+
+    async def hasten(self, clean: bool) -> datetime | None:
         with contextlib.suppress(VerlSlurmError, TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
                 facts = await self._client.job(self._job.job_id)
                 # Whoever used requeuehold wants to look first.
                 held = "held" in (facts.reason or "").lower()
                 if facts.state != "COMPLETING" or facts.restarts <= self.restart or held:
-                    return
+                    return None
                 # Requeued by Slurm after a lost node, it may start as soon as it has left its nodes, before all others.
                 # With a start time it lets a job pass that waits already (26.05.5). Slurm refuses one from the job's
                 # user, but not from an operator, nor from its own user, as on an embedded cluster.
                 if facts.expedited and self._start is None:
-                    return
+                    return None
                 eligible = facts.eligible_time
                 if eligible is not None and eligible > self._clock.now() and eligible != self._start:
-                    return  # somebody chose another time
-                await self._client.set_start(facts, self._delay_from_now(left=clean), self._clock.now)
+                    return None  # somebody chose another time
+                return await self._client.set_start(facts, self._delay_from_now(left=clean), self._clock.now)
+        return None
 
     def _unanswered(self, said: str) -> RequeueAnswered | str:
         """Returns a text if the request should be repeated while it can still matter."""

@@ -191,6 +191,9 @@ class Lead:
                 array=os.environ.get("SLURM_ARRAY_JOB_ID"),
             )
         )
+        with suppress(OSError):  # it makes the next requeue faster
+            if overruled := await self._allocation.learn(read_events(self._paths)):
+                journal.write(overruled)
 
     async def _end(
         self, mine: Epoch | None, journal: Journal, code: ExitCode, reason: str, *, clean: bool
@@ -201,8 +204,9 @@ class Lead:
         """
         # Slurm ignores a start time that has passed by the end of COMPLETING and waits 120 s. So it is set again now,
         # when the processes here are gone.
+        next_start = None
         if code is ExitCode.REQUEUED:
-            await self._allocation.hasten(clean)
+            next_start = await self._allocation.hasten(clean)
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
         try:
@@ -212,7 +216,8 @@ class Lead:
         if ours:
             self._status.state, self._status.services = State.ENDED, {}
             last = self._status.last_checkpoint or None
-            journal.write(ev.Ended(int(code), code.name, reason, last))
+            starts = "" if next_start is None else next_start.isoformat()
+            journal.write(ev.Ended(int(code), code.name, reason, last, starts))
             journal.status(self._status)
         else:  # the run goes on without us; its end is not ours to announce
             journal.write(ev.Fenced(int(code), reason))

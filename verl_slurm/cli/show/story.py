@@ -151,6 +151,10 @@ def _words(event: ev.Event) -> str:
             return f"requeue {'accepted' if accepted else 'REFUSED'}{_colon(detail)}"
         case ev.Avoid(detail=detail):
             return f"nodes{_colon(detail)}"
+        case ev.StartOverruled(wanted=wanted, eligible=eligible):
+            return (
+                f"Slurm overruled the start at {wanted} by {eligible}: the next requeue asks for a later one"
+            )
         case ev.Gone(job_id=job_id, state=state):
             return f"job {job_id} is {state} and its daemon said nothing more"
         # restarts of the ranks, and training

@@ -15,6 +15,7 @@ from verl_slurm.journal.events import (
     Fenced,
     Restart,
     Started,
+    StartOverruled,
     Submitted,
     Successor,
 )
@@ -29,8 +30,10 @@ __all__ = [
     "lead_ended",
     "loop_ended_with",
     "newest_job",
+    "overruled_starts",
     "predecessor_of",
     "successor_of",
+    "wanted_start",
 ]
 
 
@@ -178,3 +181,14 @@ def avoided_nodes(
         if age_s < for_s:
             nodes |= dict.fromkeys(sorted(event.nodes))
     return tuple(nodes)
+
+
+def wanted_start(events: Sequence[Event]) -> datetime | None:
+    """Returns the time at which the attempt that begins now was to start at the earliest, as the one before asked."""
+    ended = next((event for event in reversed(events) if isinstance(event, Ended)), None)
+    return datetime.fromisoformat(ended.next_start) if ended is not None and ended.next_start else None
+
+
+def overruled_starts(events: Iterable[Event]) -> int:
+    """Returns how often the scheduler started an attempt of this run later than it was asked to."""
+    return sum(isinstance(event, StartOverruled) for event in events)
