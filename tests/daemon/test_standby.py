@@ -96,6 +96,7 @@ def test_an_agent_that_stands_by_and_dies_costs_those_that_train_nothing(tmp_pat
     wait_until_gone(str(paths.root))
 
 
+@pytest.mark.long
 def test_a_cancel_leaves_nothing_that_stands_by(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
     process = lead(paths)
