@@ -229,7 +229,7 @@ def test_a_run_that_filters_groups_gives_no_prompt_out_twice_whatever_interrupts
     told = list((tmp_path / "trained").iterdir())
     missing = set(range(1, total + 1)) - {int(file.stem) for file in told}
     resumed = {
-        int(event["resume"].removeprefix("step_")) for event in run.events("restart") if "resume" in event
+        int(event["resume"].removeprefix("step_")) for event in run.events("restart") if event.get("resume")
     }
     assert missing <= resumed
     for file in told:
