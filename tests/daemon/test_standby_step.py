@@ -8,18 +8,14 @@ from typing import Any
 import pytest
 from verl_slurm_daemon.allocation.launcher import may_stand_by
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import standby as standby_module
 from verl_slurm_daemon.lead import step as step_module
 from verl_slurm_daemon.lead.standby import Standby
 from verl_slurm_daemon.lead.step import Step
 
 from tests.builders import run_config, write_config
-from tests.checkpoint.conftest import manifest_of, owns_it
-from tests.checkpoint.conftest import stage as stage_checkpoint
 from tests.fakes.allocation import ScriptedAllocation
 from tests.journals import read_events
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.config.schema import GuestConfig
 from verl_slurm.wire.messages import AgentReady
 
@@ -126,27 +122,6 @@ def test_before_training_and_behind_its_end_nothing_is_started(tmp_path: Path) -
         stage.training.training.set()  # it has no process any more
         await starting
         assert stage.allocation.steps == 0
-
-    assert played(tmp_path, story) == []
-
-
-def test_while_a_large_checkpoint_is_read_back_the_agents_are_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def story(stage: Stage) -> None:
-        await stage.standby.start_beside_reading(1)
-        assert stage.allocation.steps == 0, "there is no checkpoint"
-        staging = stage_checkpoint(stage.paths, 2, 0)
-        commit(staging, manifest_of(staging), epoch_check=owns_it)
-        await stage.standby.start_beside_reading(1)
-        assert stage.allocation.steps == 0, "it is small"
-        monkeypatch.setattr(standby_module, "_WORTH_BYTES", 1)
-        await stage.standby.start_beside_reading(1)
-        await stage.standby.start_beside_reading(1)
-        assert stage.allocation.steps == 1
-        step = await stage.standby.take(1)
-        assert step is not None
-        await step.end()
 
     assert played(tmp_path, story) == []
 

@@ -175,8 +175,8 @@ class Agent:
             raise failed
         if self._generation:
             require_memory(self._config.distributed.ranks_per_node)
-        # Once in an attempt: a node that stands by for a later restart was looked at before.
-        if self._generation <= 1 and not await self._is_fit(link):
+        # A node that stands by was looked at before.
+        elif not await self._is_fit(link):
             return
         places = 4 * self._config.distributed.ranks_per_node
         refusals = self._refusals

@@ -235,7 +235,6 @@ class Effects:
         Raises:
             OSError, VerlSlurmError: nothing was started.
         """
-        await self._standby.start_beside_reading(generation)
         point = await self._resume_point()
         # run.yaml may have been edited while the job waited or since the last restart, and the ranks read the file
         # themselves.

@@ -1,11 +1,9 @@
 """Keeps a step with agents for the next restart: started ahead, while the ranks of this one train."""
 
 import asyncio
-import contextlib
 import sys
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.program.record import read_record
@@ -18,8 +16,6 @@ __all__ = ["AGENTS_READY_S", "Standby"]
 
 AGENTS_READY_S = 60.0
 """From srun to the last agent's first message: 0.3 s on an idle cluster; a node with a slow disk may need longer."""
-_WORTH_BYTES = 256 << 20
-"""A smaller checkpoint is read back before the imports have well begun."""
 
 
 class Standby:
@@ -56,44 +52,26 @@ class Standby:
         former.leaving.set()
         return former
 
-    async def start_beside_reading(self, generation: int) -> None:
-        """Starts agents for the restart that begins now, if its checkpoint takes a while to read back: the ranks do
-        their imports meanwhile.
-        """
-        if self.stands or not self._may:
-            return
-        newest = await asyncio.to_thread(lambda: next(iter(list_checkpoints(self._paths)), None))
-        if newest is not None and newest.kind == "committed" and newest.num_bytes >= _WORTH_BYTES:
-            with contextlib.suppress(OSError):  # then it is started behind the reading, as ever
-                await self._start(generation)
-
     async def start_after(self, training: Step) -> None:
         """Starts agents for the restart after this one, once its ranks have trained for a while."""
-        if not self._may:
+        after_s = self._config.daemon.standby_after_s
+        if after_s is None or not (self._allocation.starts_all_agents and may_stand_by(self._config)):
             return
         await training.training.wait()
-        await asyncio.sleep(self._config.daemon.standby_after_s or 0.0)  # the due time itself
+        await asyncio.sleep(after_s)  # the due time itself
         if not training.stands:
             return
+        step = Step(training.generation + 1, self._config.distributed.nodes)
         try:
-            step = await self._start(training.generation + 1)
+            step.settings = await asyncio.to_thread(self._settings)
+            self._step = step
+            argv = agent_argv(sys.executable, self._paths, self._epoch, step.generation)
+            step.processes = await self._allocation.start_step(argv)
             async with asyncio.timeout(AGENTS_READY_S):
                 await step.all_ready.wait()
             self._allocation.keep_step(step.processes)
         except (OSError, TimeoutError) as error:
             await self.drop(f"the agents for the next restart do not come: {error}")
-
-    @property
-    def _may(self) -> bool:
-        return self._allocation.starts_all_agents and may_stand_by(self._config)
-
-    async def _start(self, generation: int) -> Step:
-        step = Step(generation, self._config.distributed.nodes)
-        step.settings = await asyncio.to_thread(self._settings)
-        self._step = step
-        argv = agent_argv(sys.executable, self._paths, self._epoch, generation)
-        step.processes = await self._allocation.start_step(argv)
-        return step
 
     async def take(self, generation: int) -> Step | None:
         """Returns the step that stands by for this restart, which is the caller's then. Any other is ended."""
