@@ -20,7 +20,7 @@ __all__ = ["stand_by"]
 
 def stand_by(modules: list[str]) -> None:
     """Imports the modules, waits for orders, and becomes that rank."""
-    # First: nobody waits for a process whose launcher is gone.
+    # First: a process whose launcher is gone must not be left behind.
     die_with_launcher()
     # Before anything imports torch: its groups are checked from the first one on.
     install_on_import()

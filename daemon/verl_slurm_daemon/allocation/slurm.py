@@ -99,6 +99,7 @@ _LEAST_DELAY_S = 2.0
 _MOST_LEAST_DELAY_S = 60.0
 """The same where it was longer before: 2, 8, 32, 60 s."""
 _OVERRULED_S = 60.0
+"""A start so much later than asked for is Slurm's own delay, which is 120 s and more."""
 _EPILOG_S = 15.0
 """As `_LEAST_DELAY_S`, on a cluster with an epilog. Slurm does not say how long an epilog takes."""
 # A job that is COMPLETING is gone shortly after KillWait (30 s by default).

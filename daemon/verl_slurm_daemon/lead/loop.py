@@ -191,7 +191,7 @@ class Lead:
                 array=os.environ.get("SLURM_ARRAY_JOB_ID"),
             )
         )
-        with suppress(OSError):  # it makes the next requeue faster
+        with suppress(OSError, ValueError):  # it makes the next requeue faster; the journal may hold anything
             if overruled := await self._allocation.learn(read_events(self._paths)):
                 journal.write(overruled)
 

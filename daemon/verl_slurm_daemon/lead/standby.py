@@ -3,6 +3,7 @@
 import asyncio
 import sys
 
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
@@ -43,8 +44,8 @@ class Standby:
         return step is self._step
 
     def joined_by(self, generation: int) -> Step:
-        """Returns the step of an agent that stands by for a restart: one that nobody waits for any more is being
-        ended, and so is its agent.
+        """Returns the step of an agent that stands by for a restart. A step that was dropped is being ended, and so is
+        its agent.
         """
         if self._step is not None and self._step.generation == generation:
             return self._step
@@ -70,7 +71,8 @@ class Standby:
             async with asyncio.timeout(AGENTS_READY_S):
                 await step.all_ready.wait()
             self._allocation.keep_step(step.processes)
-        except (OSError, TimeoutError) as error:
+        # Whatever keeps it from standing by is nothing to those that train.
+        except (OSError, TimeoutError, VerlSlurmError) as error:
             await self.drop(f"the agents for the next restart do not come: {error}")
 
     async def take(self, generation: int) -> Step | None:
