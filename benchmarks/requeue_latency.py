@@ -1,4 +1,5 @@
-"""How long a preempted run stands still: verl-slurm beside what a plain `scontrol requeue` costs, in one run.
+"""How long a run stands still that is preempted, or loses a node: beside what a plain `scontrol requeue` costs, in one
+run.
 
     python benchmarks/requeue_latency.py [--json]
 
@@ -8,16 +9,21 @@ On an embedded cluster with Slurm's default credential lifetime (AuthInfo withou
   command to the moment its script runs again;
 * verl-slurm: the quick start is preempted for real in mid-generation; measured from the moment the daemon knows the
   cause to the first rollout that is not a replay: save, verification, requeue, queue, start, imports and load included.
+
+Then, one after the other: everything on a node that trains is killed, slurmd included, of a job that has a spare one;
+measured from the kill to the first safe point on the other nodes. Once with ranks that stand by, once without.
 """
 
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -28,9 +34,13 @@ from tests.harness import LiveRun
 from verl_slurm.demo import timings
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.journal.files import read_events
 
+_HELD = 3
+"""Nodes of a job whose ranks have two, and that has a spare one."""
+_STEPS_OF_IMPORTS = 4
+_TURNS = 3
 _SCRIPT = """#!/bin/bash
 date +%s.%N >> "$1"
 exec sleep 600
@@ -58,6 +68,26 @@ def plain(cluster: DevCluster, directory: Path) -> float:
     return again - asked
 
 
+def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> float:
+    """Seconds from the loss of a node to the first safe point with a spare one in its place; not the first node."""
+    after_s = "0" if standby else "null"
+    run = LiveRun(cluster, root, "train.steps=8", "slurm.spare_nodes=1", f"daemon.standby_after_s={after_s}")
+    run.submit().wait_phase("update")
+    if standby:
+        run.wait(lambda: sum(role.startswith("standby") for role in run.daemons()) == _HELD)
+        # Their imports: the machine is idle again but for the training.
+        run.wait(lambda: run.status()["step"] >= _STEPS_OF_IMPORTS)
+    (node,) = run.other_nodes()
+    killed = datetime.now(UTC)
+    fail_node(cluster, node)
+    back = run.wait(lambda: run.events("training")[1:])[0]
+    assert run.facts().restarts == 0, "it was requeued"
+    run.cancel()
+    run.wait_event("ended")
+    restore_node(cluster, node, timeout_s=120)
+    return (datetime.fromisoformat(back["time"]) - killed).total_seconds()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
@@ -76,9 +106,19 @@ def main() -> int:
             run.wait_end()
             ours = timings(read_events(run.paths))
             other.join()
+            lost = {
+                standby: [
+                    lost_node(cluster, directory / f"lost{standby}{turn}", standby=standby)
+                    for turn in range(_TURNS)
+                ]
+                for standby in (True, False)
+            }
         finally:
             cluster.stop()
     figures = {"plain_requeue_to_start_s": round(waits[0], 1), **msgspec.to_builtins(ours)}
+    for standby, seconds in lost.items():
+        how = "standing_by" if standby else "started_anew"
+        figures[f"lost_node_to_training_{how}_s"] = round(statistics.median(seconds), 2)
     print(json.dumps(figures) if options.json else "\n".join(f"{v:8.2f}  {k}" for k, v in figures.items()))
     return 0
 

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -305,7 +305,9 @@ class Stage(ScriptedAllocation):
         journal = Journal(self.paths, epoch=1, job_id="7")
         self.services = Services(config, self, journal, lambda name: [name], self.posted.append)  # type: ignore[arg-type]
 
-    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+    async def start_step(
+        self, argv: list[str], service: str = "", names: Sequence[str] = ()
+    ) -> list[asyncio.subprocess.Process]:
         self.steps_of.append(service)
         self.steps.append(await asyncio.create_subprocess_exec("sleep", "600"))
         self.step_started.set()

@@ -6,9 +6,10 @@ It stands for Slurm: it is asked for an address, a cause and a requeue, and give
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from verl_slurm_daemon.allocation.contract import Outlook
+from verl_slurm_daemon.allocation.contract import Outlook, Places
+from verl_slurm_daemon.allocation.launcher import choose_places
 from verl_slurm_daemon.decide import inputs
 
 from verl_slurm.base.fence import Epoch
@@ -27,6 +28,9 @@ class ScriptedAllocation:
     def __init__(self, *answers: inputs.RequeueAnswered | str) -> None:
         self.answers = list(answers)
         self.steps = 0
+        self.nodes: tuple[str, ...] = ()
+        """Of the job, if it has spare ones."""
+        self.ranks_nodes = 1
         self.avoided: list[tuple[str, ...]] = []
         self.step_started = asyncio.Event()
 
@@ -64,7 +68,14 @@ class ScriptedAllocation:
         self.avoided.append(tuple(nodes))
         return f"avoids {len(nodes)}"
 
-    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+        if not self.nodes:
+            return Places()
+        return choose_places(self.nodes, avoid, self.ranks_nodes, with_spares=with_spares)
+
+    async def start_step(
+        self, argv: list[str], service: str = "", names: Sequence[str] = ()
+    ) -> list[asyncio.subprocess.Process]:
         self.steps += 1
         self.step_started.set()
         return [await asyncio.create_subprocess_exec("sleep", "600")]

@@ -447,8 +447,13 @@ class RunConfig(Section, frozen=True):
 
     @property
     def all_nodes(self) -> int:
-        """Returns the number of nodes of the job: the ranks', and those of services."""
-        return sum(nodes_of_components(self.distributed.nodes, self.services))
+        """Returns the number of nodes of the job: the ranks', spare ones, and those of services."""
+        return sum(nodes_of_components(self.held_nodes, self.services))
+
+    @property
+    def held_nodes(self) -> int:
+        """Returns the number of the ranks' nodes and of the spare ones."""
+        return self.distributed.nodes + self.slurm.spare_nodes
 
     def cpus_on_nodes_of(self, service: str) -> int:
         """Returns the CPUs that are asked for on each node of a service; empty: of the ranks."""

@@ -1,5 +1,5 @@
 """Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal, with
-`service_events.py`.
+`service_events.py` and `node_events.py`.
 
 A line of the file is one JSON object. `event` names the kind: the class in snake_case (`OneCopy` is `one_copy`), unless
 the class says otherwise. Each kind may have `time`, `attempt` and `job_id` beside its own fields; a field at its
@@ -16,10 +16,11 @@ from typing import Any, ClassVar, Literal
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.event import Event, Int
+from verl_slurm.journal.node_events import Avoid, Link, NodesChosen
 from verl_slurm.journal.service_events import ServiceEnded, ServiceFailed, ServiceReady, ServiceStarted
 
 __all__ = ["FORMER_FIELDS", "FORMER_KINDS", "KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
-__all__ += ["ServiceEnded", "ServiceFailed", "ServiceReady", "ServiceStarted"]
+__all__ += ["Avoid", "Link", "NodesChosen", "ServiceEnded", "ServiceFailed", "ServiceReady", "ServiceStarted"]
 
 Cluster = Literal["slurm", "local"]
 
@@ -122,13 +123,6 @@ class Requeue(Event):
     detail: str = ""
 
 
-class Avoid(Event):
-    """The job stays away from nodes that failed it: `nodes` are new, `detail` says what Slurm was told."""
-
-    nodes: list[str] = []
-    detail: str = ""
-
-
 class StartOverruled(Event):
     """The scheduler started this attempt later than it was asked to: the job was still leaving its nodes at that time.
     The next requeue asks for a later one."""
@@ -198,6 +192,8 @@ class Crash(Event):
     crashes: Int = 0
     """Of this kind, in this attempt, since the last verified save; `budget` of them lead to a restart in place."""
     budget: Int = 0
+    replaced: bool = False
+    """A spare node takes the place of `node`."""
 
     @property
     def cause(self) -> str:
@@ -238,13 +234,6 @@ class Stranger(Event):
     total: Int = 1
     node: str | None = None
     rank: Int | None = None
-
-
-class Link(Event):
-    """The connection to an agent broke."""
-
-    node: str = ""
-    error: str = ""
 
 
 class Internal(Event):

@@ -56,6 +56,9 @@ def sbatch_parameters(
     # B: the batch process alone is warned. A step would get the signal in all of its processes, and those without a
     # handler die of it.
     additional: dict[str, object] = {"signal": f"B:USR1@{slurm.signal_lead_s}", "requeue": requeue}
+    # The loss of a node ends the job otherwise. Slurm takes the node from the job, which goes on without it.
+    if slurm.spare_nodes:
+        additional["no-kill"] = True
     if slurm.account is not None:
         additional["account"] = slurm.account
     if slurm.qos is not None:
@@ -71,7 +74,7 @@ def sbatch_parameters(
     parameters: dict[str, object] = {
         "job_name": config.name,
         "time": slurm.time_limit_min,
-        "nodes": nodes_of_components(config.distributed.nodes, config.services)[0],
+        "nodes": nodes_of_components(config.held_nodes, config.services)[0],
         "ntasks_per_node": 1,
         "cpus_per_task": slurm.cpus_per_node,
         # The callable runs once, as the batch process, which gets the `B:` signals itself.

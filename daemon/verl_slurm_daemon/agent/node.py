@@ -325,6 +325,8 @@ class Agent:
             joined=self._link is not None,
         )
         if self._link is not None:
+            if known.released and known.link_up:  # else a lead would take this end for the loss of the node
+                self._link.send(NodeExited(node=self._node, exit_code=0, detail=""))
             await self._link.close()  # a lead that lives sees it, and knows
         # No launcher is forked any more, so a thread may write: storage that hangs must not delay the requeue.
         self._log.detach()

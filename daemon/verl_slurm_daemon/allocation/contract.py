@@ -7,9 +7,9 @@ answer. The result says so instead, because a lead must go on saving while slurm
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 
@@ -17,7 +17,20 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
-__all__ = ["Allocation", "Outlook"]
+__all__ = ["Allocation", "Outlook", "Places", "TooFewNodes"]
+
+
+class TooFewNodes(Exception):
+    """The job has lost so many nodes that its ranks have no place left."""
+
+
+class Places(NamedTuple):
+    """Which of the job's nodes a step gets, by name in Slurm's order."""
+
+    chosen: tuple[str, ...] = ()
+    """Empty: there is no choice, and the step gets the nodes that the configuration counts."""
+    idle: tuple[str, ...] = ()
+    """Spare nodes, fit as far as is known, that no rank needs."""
 
 
 class Outlook(msgspec.Struct, frozen=True):
@@ -85,11 +98,26 @@ class Allocation(Protocol):
     async def still_alive(self, owner: Epoch) -> str:
         """Returns why `owner`, another attempt, may still be at work; empty: it is not."""
 
-    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+        """Returns which nodes the ranks get, if the job has spare ones.
+
+        Args:
+            avoid: nodes that are lost or bad, which ranks get only where no others are left.
+            with_spares: a step that stands by: it chooses the spare nodes as well.
+
+        Raises:
+            TooFewNodes: Slurm took more nodes from the job than it has spare ones.
+            OSError: Slurm does not say which nodes the job has.
+        """
+
+    async def start_step(
+        self, argv: list[str], service: str = "", names: Sequence[str] = ()
+    ) -> list[asyncio.subprocess.Process]:
         """Starts `argv` on every node of the ranks; the step is over when all returned processes have ended.
 
         Args:
             service: on the nodes of this service instead.
+            names: of the nodes (`places`); empty: those that the configuration counts.
 
         Raises:
             OSError: nothing was started.

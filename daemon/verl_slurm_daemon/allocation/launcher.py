@@ -1,7 +1,7 @@
 """Builds the command lines of a restart as values: srun for the agents, `ranks` or Ray for the ranks. Pure."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +20,12 @@ from verl_slurm.wire.environment import (
 )
 from verl_slurm.wire.flight import flight_environment
 from verl_slurm.wire.messages import Launch
+from verl_slurm_daemon.allocation.contract import Places, TooFewNodes
 
 __all__ = [
     "StepNodes",
     "agent_argv",
+    "choose_places",
     "launcher_argv",
     "launcher_env",
     "may_stand_by",
@@ -84,6 +86,29 @@ def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") ->
     return StepNodes(wanted, tuple(groups), sum(sizes[number] for number in groups) == len(wanted))
 
 
+def choose_places(names: Sequence[str], avoid: Collection[str], ranks: int, *, with_spares: bool) -> Places:
+    """Returns which of a job's nodes the ranks get.
+
+    Args:
+        names: the job's nodes, in Slurm's order.
+        ranks: number of nodes that train.
+        avoid, with_spares: as in `Allocation.places`.
+
+    Raises:
+        TooFewNodes: as there.
+    """
+    if len(names) < ranks:
+        raise TooFewNodes(f"the job has {len(names)} nodes left, {', '.join(names)}; its ranks need {ranks}")
+    kept = [name for name in names if name not in avoid]
+    # A node that is only supposed to be lost is better than none.
+    back = [name for name in names if name in avoid]
+    chosen = kept if with_spares and len(kept) > ranks else (kept + back)[:ranks]
+    return Places(
+        tuple(name for name in names if name in chosen),
+        () if with_spares else tuple(name for name in kept if name not in chosen),
+    )
+
+
 def step_argv(
     srun: str,
     config: RunConfig,
@@ -100,10 +125,10 @@ def step_argv(
         agent: Python and its arguments.
         het_size: components of the job. Above 1, each component brings its own number of nodes.
         nodes: of the step; None: all nodes of the job.
-        names: Slurm's names of the nodes, where they are a part of a component.
+        names: Slurm's names of the nodes, where they are a part of a component, or chosen among spare ones.
         cpus: of each node; 0: those of the ranks' nodes.
     """
-    number = config.distributed.nodes if nodes is None else len(nodes.wanted)
+    number = len(names) or (config.distributed.nodes if nodes is None else len(nodes.wanted))
     counts = [f"--nodes={number}", f"--ntasks={number}"]
     if het_size > 1:
         groups = range(het_size) if nodes is None else nodes.groups
@@ -125,6 +150,8 @@ def step_argv(
         "--cpu-bind=none",
         "--input=none",
         "--quiet",
+        # The step goes on when Slurm takes a lost node from the job: another has its place, or nobody needs it.
+        *(["--no-kill"] if config.slurm.spare_nodes else []),
     ]
     return [*argv, *(contained_agents_argv(config, agent) if agents_inside(config) else agent)]
 

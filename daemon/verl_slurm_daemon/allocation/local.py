@@ -4,7 +4,7 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Literal
 
@@ -16,7 +16,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_services
 from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
-from verl_slurm_daemon.allocation.contract import Outlook
+from verl_slurm_daemon.allocation.contract import Outlook, Places
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
 __all__ = ["HostfileAllocation", "LocalAllocation"]
@@ -86,7 +86,12 @@ class LocalAllocation:
         lives = KnownProcess(owner.pid, owner.born).is_running()
         return f"process {owner.pid} of job {owner.job_id} lives" if lives else ""
 
-    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+        return Places()
+
+    async def start_step(
+        self, argv: list[str], service: str = "", names: Sequence[str] = ()
+    ) -> list[asyncio.subprocess.Process]:
         nodes = range(self._config.distributed.nodes)
         if service:
             nodes = nodes_of_services(len(nodes), self._config.services)[service]
@@ -118,6 +123,8 @@ class HostfileAllocation(LocalAllocation):
     async def address(self) -> str:
         return self._host
 
-    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+    async def start_step(
+        self, argv: list[str], service: str = "", names: Sequence[str] = ()
+    ) -> list[asyncio.subprocess.Process]:
         # Services are beside the ranks, here (`hostfile.check_hosts`).
         return [await self._start(argv, 0, self._host)]

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Literal
 
@@ -37,8 +37,8 @@ from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.sparing import sparable
-from verl_slurm_daemon.allocation.contract import Outlook
-from verl_slurm_daemon.allocation.launcher import nodes_of_step, step_argv
+from verl_slurm_daemon.allocation.contract import Outlook, Places
+from verl_slurm_daemon.allocation.launcher import choose_places, nodes_of_step, step_argv
 from verl_slurm_daemon.allocation.successor import queue_successor
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
@@ -374,8 +374,13 @@ class SlurmAllocation:
         return sparable(nodes, usable, excluded, self._config.all_nodes)
 
     async def is_running(self) -> bool:
-        """Returns whether Slurm has the job as running. Raises as `SlurmClient.job`."""
-        return (await self._client.job(self._job.job_id)).is_running
+        """Returns whether Slurm has the job as running, with its batch process. Raises as `SlurmClient.job`."""
+        facts = await self._client.job(self._job.job_id)
+        # With --no-kill Slurm takes even the first node from the job, which then runs without its batch process
+        # until its limit (22.05).
+        if facts.is_running and facts.batch_host and self._config.slurm.spare_nodes:
+            return facts.batch_host in await self._client.expand(facts.node_list or self._job.node_list)
+        return facts.is_running
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster or owner.job_id == self.job_id:
@@ -399,10 +404,22 @@ class SlurmAllocation:
                     return f"job {owner.job_id} is {facts.state}"
             await asyncio.sleep(pause)
 
-    async def start_step(self, argv: list[str], service: str = "") -> list[asyncio.subprocess.Process]:
+    async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
+        if not self._config.slurm.spare_nodes:
+            return Places()
+        try:
+            # Slurm takes nodes that it finds lost from the job.
+            facts = await self._client.job(self._job.job_id)
+            names = await self._client.expand(facts.node_list or self._job.node_list)
+        except VerlSlurmError as error:
+            raise OSError(f"the names of the job's nodes: {error}") from error
+        return choose_places(names, avoid, self._config.distributed.nodes, with_spares=with_spares)
+
+    async def start_step(
+        self, argv: list[str], service: str = "", names: Sequence[str] = ()
+    ) -> list[asyncio.subprocess.Process]:
         nodes = nodes_of_step(self._config, self._job.sizes, service)
-        names: list[str] = []
-        if not nodes.are_whole:
+        if not nodes.are_whole and not names:
             try:
                 # It parses the names, and asks no slurmctld.
                 names = await self._client.expand(self._job.node_list)

@@ -33,6 +33,8 @@ class StartGeneration(_Action, frozen=True):
     """Starts one step: an agent on every node, all ranks. Also arms the start timeout."""
 
     generation: int
+    avoid: tuple[str, ...] = ()
+    """Nodes of the job that are lost or bad: spare ones take their places."""
 
 
 class AskCause(_Action, frozen=True):

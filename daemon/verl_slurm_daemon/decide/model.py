@@ -35,13 +35,15 @@ class Limits(msgspec.Struct, frozen=True):
     hang_budget: int = 2
     node_budget: int = 2
     stranger_budget: int = 4
+    spare_nodes: int = 0
+    """Nodes of the job beyond those that train: each may take the place of another."""
 
     def budget(self, kind: FailureKind) -> int:
         """Returns how many restarts in place such failures allow."""
         budgets: dict[FailureKind, int] = {
             "crash": self.crash_budget,
             "hang": self.hang_budget,
-            "node": self.node_budget,
+            "node": self.node_budget + self.spare_nodes,
             "stranger": self.stranger_budget,
         }
         return budgets[kind]
@@ -70,6 +72,8 @@ class Model(msgspec.Struct, frozen=True):
     asking: bool = False
     left: tuple[str, ...] = ()
     """Nodes that the next attempt must not have: their cloud takes them back, or they failed a check."""
+    replaced: tuple[str, ...] = ()
+    """Nodes of this job whose places spare ones take."""
     unfit: int = 0
     """Attempts in a row, before this one, that met a bad node."""
     ask_again: str = ""
@@ -101,6 +105,30 @@ class Model(msgspec.Struct, frozen=True):
     """Completed steps, as the ranks report them."""
     raised: str = ""
     """Where the user's code last raised, and the exception; empty: it has not, or new rollouts came since."""
+
+    def relaunched(self) -> "Model":
+        """Returns this at the start of the next restart."""
+        # Budgets and `request_id` outlive a restart: a late answer to an older request never equals the present one.
+        return msgspec.structs.replace(
+            self,
+            state=State.LAUNCHING,
+            generation=self.generation + 1,
+            finished=frozenset(),
+            failure="",
+            failure_kind="crash",
+            failure_node="",
+            lost="",
+            refusal=None,
+            step_gone=False,
+            fresh=False,
+            started=False,
+        )
+
+    def without(self, node: str) -> "Model":
+        """Returns this with a spare node in the place of one that is lost or bad, as far as there are any."""
+        if not node or node in self.replaced or len(self.replaced) >= self.limits.spare_nodes:
+            return self
+        return msgspec.structs.replace(self, replaced=(*self.replaced, node))
 
     @property
     def all_finished(self) -> bool:

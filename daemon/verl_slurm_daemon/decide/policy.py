@@ -90,9 +90,12 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
         case inputs.NodeFailed(node, detail, lost):
             # No node: srun ended the whole step, so nothing speaks against the node whose link broke first.
             told = f"node {node}: {detail}" if node else detail
+            spared = model.without(node) if lost else model
+            if spared != model:
+                return _on_explained(spared, told, "node", node)
             return _on_failure(model, told, "node" if lost else "crash", node)
         case inputs.StrangerFound(node, detail):
-            return _on_stranger(model, node, detail)
+            return _on_explained(model, detail, "stranger", node)
         case inputs.Hung(generation, node, detail):
             # This save has no `SaveDeadline`: a rank that hangs in it would hold the job to its time limit.
             if generation == model.generation and model.saves_unbounded:
@@ -128,23 +131,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
 
 
 def _launch(model: Model, *notes: act.Note) -> Decision:
-    generation = model.generation + 1
-    # Budgets and `request_id` outlive a restart: a late answer to an older request never equals the present one.
-    after = msgspec.structs.replace(
-        model,
-        state=State.LAUNCHING,
-        generation=generation,
-        finished=frozenset(),
-        failure="",
-        failure_kind="crash",
-        failure_node="",
-        lost="",
-        refusal=None,
-        step_gone=False,
-        fresh=False,
-        started=False,
-    )
-    return Decision(after, (*notes, act.StartGeneration(generation)))
+    after = model.relaunched()
+    return Decision(after, (*notes, act.StartGeneration(after.generation, after.replaced)))
 
 
 def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
@@ -163,6 +151,9 @@ def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
 
 def _on_leave_node(model: Model, event: inputs.LeaveNode) -> Decision:
     """Leaves a node without a look at the budgets: nothing of ours has failed."""
+    spared = model.without(event.node)
+    if event.cause == "bad_node" and model.state is State.LAUNCHING and spared != model:
+        return _on_explained(spared, f"node {event.node}: {event.evidence}", "node", event.node)
     model = msgspec.structs.replace(model, left=(*model.left, event.node))
     if event.cause == "bad_node" and model.state in _BEFORE_RANKS and model.intent is None:
         # The first time other nodes are likely. Where Slurm has none, each start would meet the same node again.
@@ -363,15 +354,13 @@ def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: st
     return Decision(after, (act.TakeDown(),))
 
 
-def _on_stranger(model: Model, node: str, detail: str) -> Decision:
-    """Reacts to a stranger: the start is lost."""
+def _on_explained(model: Model, detail: str, kind: FailureKind, node: str) -> Decision:
+    """Reacts to what explains all ranks' failures: a stranger among them, a node that is lost."""
     refused = model.refusal is not None and not model.refusal.place
     if model.state not in (*_TRAINING, State.SAVING) or refused or model.all_finished:
         return Decision(model)
-    # The ranks' own reports, which may have come first, follow from the stranger: they are overwritten.
-    after = msgspec.structs.replace(
-        model, failure=detail, failure_kind="stranger", failure_node=node, refusal=None
-    )
+    # The ranks' own reports, which may have come first, follow from it: they are overwritten.
+    after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node, refusal=None)
     return Decision(after, () if model.failure else (act.TakeDown(),))
 
 
@@ -403,8 +392,12 @@ def _on_crash(model: Model, detail: str) -> Decision:
     kind, node = model.failure_kind, model.failure_node
     failed = (*model.failed, (kind, node))
     of_kind, budget = sum(1 for k, _ in failed if k == kind), model.limits.budget(kind)
-    note = act.Note(ev.Crash(detail, kind, node or None, of_kind, budget))
+    replaced = kind == "node" and node in model.replaced
+    note = act.Note(ev.Crash(detail, kind, node or None, of_kind, budget, replaced))
     model = msgspec.structs.replace(model, crashes=len(failed), failed=failed)
+    # Nothing of the program's failed, and what failed is not used again.
+    if replaced and of_kind <= budget:
+        return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, act.Pause(0.0)))
     if kind == "stranger":
         return _after_stranger(model, of_kind, note)
     # None after a restart that sampled something new; else it grows from one to the next.

@@ -50,7 +50,7 @@ from verl_slurm.wire.messages import (
     StoreCall,
     StrangerMet,
 )
-from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.contract import Allocation, Places, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import agent_argv, service_host_argv
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
@@ -62,7 +62,7 @@ from verl_slurm_daemon.lead.requeueing import requeue
 from verl_slurm_daemon.lead.resharding import fit_ranks
 from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
-from verl_slurm_daemon.lead.second_copy import bring_home_argv, collect, left_behind, parts_since
+from verl_slurm_daemon.lead.second_copy import bring_home, left_behind, parts_since
 from verl_slurm_daemon.lead.services import Services
 from verl_slurm_daemon.lead.stacks import write_stacks
 from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
@@ -100,6 +100,7 @@ class Effects:
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._places: tuple[str, ...] = ()
+        self._lost: tuple[str, ...] = ()
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
         self._mover = TierMover(paths, config, journal)
@@ -153,8 +154,8 @@ class Effects:
         match action:
             case act.Note(event):
                 self._journal.write(event)
-            case act.StartGeneration(generation):
-                self._spawn(self._run_generation(generation))
+            case act.StartGeneration(generation, avoid):
+                self._spawn(self._run_generation(generation, avoid))
             case act.AskCause(trigger):
                 self._spawn(self._ask_cause(trigger))
             case act.SaveRequest():
@@ -195,14 +196,17 @@ class Effects:
 
     # ---- a restart, from start to end
 
-    async def _run_generation(self, generation: int) -> None:
+    async def _run_generation(self, generation: int, avoid: tuple[str, ...] = ()) -> None:
         # New for each restart: what an agent of the former step still sends changes nothing of this one.
-        self._step, self.left_clean = self._new_step(generation), True
+        self._step, self.left_clean, self._lost = self._new_step(generation), True, avoid
         self._pace, self._stacks = PaceWatch.of(self._config), asyncio.Queue()
         try:
             point = await self._begin(generation)
         except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
             self._journal.write(ev.Internal(f"the step was not started: {error}"))
+            point = inputs.GenerationEnded(1)
+        except TooFewNodes as error:  # with --no-kill, Slurm leaves the end of such a job to us
+            self._post(inputs.CauseKnown("failed", str(error), None))
             point = inputs.GenerationEnded(1)
         except VerlSlurmError as error:
             point = inputs.Over(error.exit_code, str(error))
@@ -214,7 +218,7 @@ class Effects:
         if step.leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(step, point))
-        self._spawn(self._standby.start_after(step))
+        self._spawn(self._standby.start_after(step, avoid))
         watch = asyncio.create_task(self._watch_pace(generation))
         code = await step.wait()
         watch.cancel()
@@ -252,7 +256,8 @@ class Effects:
             return inputs.AllDone(point.name, done)
         leaving = self._step.leaving
         await self._services.start(leaving)
-        standby = await self._standby.take(generation)
+        standby = await self._standby.take(generation, self._lost)
+        places = Places() if standby else await self._allocation.places(self._lost)
         if leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
             if standby is not None:
                 await standby.end()
@@ -261,8 +266,8 @@ class Effects:
         if standby is not None:
             self._step = standby
             return point
-        argv = agent_argv(sys.executable, self._paths, self._epoch)
-        self._step.processes = await self._allocation.start_step(argv)
+        argv, self._step.places = agent_argv(sys.executable, self._paths, self._epoch), places
+        self._step.processes = await self._allocation.start_step(argv, names=places.chosen)
         return point
 
     def _require_unchanged(self, point: ResumePoint) -> None:
@@ -314,8 +319,9 @@ class Effects:
         self._allocation.keep_step(step.processes)
         if step.leaving.is_set():
             return
-        # By SLURM_NODEID and not by arrival: the same nodes get the same ranks at each restart.
-        nodes = sorted(step.ready.values(), key=lambda ready: ready.node_id)
+        nodes = step.settle()
+        if step.places.chosen:
+            self._journal.write(ev.NodesChosen([one.node for one in nodes], list(step.places.idle)))
         services = self._services.addresses()
         for node_rank, ready in enumerate(nodes):
             step.links[ready.node].send(
@@ -365,10 +371,12 @@ class Effects:
                         inputs.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}")
                     )
                 case NodeExited():
+                    # It waits for this, in case the lead is gone. Without its driver, all of Ray waits in vain. One
+                    # that was told already says its last word, and hears nothing more.
+                    if not (said_goodbye or (node and step.leaving.is_set())):
+                        for heard in step.links.values() if self._config.trainer.on_ray else (link,):
+                            heard.send(Shutdown())
                     said_goodbye = True
-                    # It waits for this, in case the lead is gone. Without its driver, all of Ray waits in vain.
-                    for heard in step.links.values() if self._config.trainer.on_ray else (link,):
-                        heard.send(Shutdown())
                     if message.exit_code != 0:
                         self._post(
                             inputs.NodeFailed(message.node, message.detail or f"exit {message.exit_code}")
@@ -410,14 +418,15 @@ class Effects:
             self._journal.write(ev.Link(node, str(error)))
         if self._services.gone(link):
             return
+        step.part(link)
         if step is not self._step:  # one that stands by, or did; those that train know nothing of it
-            lose_standby(f"node {node}: its agent is gone")
+            if self._standby.is_of(step):
+                self._spawn(self._standby.lose(node, f"node {node}: its agent is gone"))
             return
-        # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing.
-        if node and not said_goodbye:
-            fell = await step.fell()
-            detail = fell or "the agent is gone without a word"
-            self._post(inputs.NodeFailed("" if fell else node, detail, lost=True))
+        # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing. A node that
+        # was left out is not counted on.
+        if node and not said_goodbye and step.links.get(node) is link:
+            self._post(await step.why_lost(node, self._lost))
 
     @property
     def stragglers(self) -> list[str]:
@@ -469,19 +478,8 @@ class Effects:
 
     async def _bring_home(self, after: str) -> bool:
         """Makes every node send what shared storage lacks; returns whether anything came of it."""
-        argv = bring_home_argv(sys.executable, self._paths, self._epoch, after)
-        try:
-            step = await self._allocation.start_step(argv)
-            codes = [await process.wait() for process in step]
-            lines = await asyncio.to_thread(collect, self._paths, self._epoch, self._keys)
-        except OSError as error:
-            lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
-        for line in lines:
-            self._journal.write(ev.SecondCopy(line))
-        if any(codes):
-            problem = f"a node could not send its part (exit {max(codes, key=abs)})"
-            self._journal.write(ev.SecondCopy(problem))
-        return bool(lines)
+        given = self._paths, self._epoch, self._keys
+        return await bring_home(self._allocation, self._journal, *given, after=after, avoid=self._lost)
 
     # ---- the scheduler
 

@@ -88,6 +88,7 @@ class Lead:
             no_progress_limit=config.daemon.no_progress_limit,
             hang_budget=config.daemon.hang_budget,
             node_budget=config.daemon.node_budget,
+            spare_nodes=config.slurm.spare_nodes,
         )
         self._model = Model(limits)
         steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
@@ -239,6 +240,8 @@ class Lead:
             status.last_checkpoint = event.resume or ""
             status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
             status.phase = ""
+        if isinstance(event, ev.NodesChosen):
+            status.spare_nodes = event.spare
         self._service_seen(event)
         self._outages.feed(event)
         if each := self._outages.each:

@@ -5,7 +5,9 @@ newer than shared storage, which was gone, full, or damaged since. `checkpoint/s
 specification.
 """
 
-from collections.abc import Sequence
+import asyncio
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from verl_slurm.base.bounded import SMALL, read_regular
@@ -16,8 +18,42 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, local_directory, send_home, this_node
 from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.events import SecondCopy
+from verl_slurm_daemon.allocation.contract import Allocation, TooFewNodes
+from verl_slurm_daemon.journal import Journal
 
-__all__ = ["bring_home_argv", "collect", "left_behind", "parts_since", "run_bring_home"]
+__all__ = ["bring_home", "bring_home_argv", "collect", "left_behind", "parts_since", "run_bring_home"]
+
+
+async def bring_home(
+    allocation: Allocation,
+    journal: Journal,
+    paths: RunPaths,
+    epoch: int,
+    keys: Keyring | None,
+    *,
+    after: str,
+    avoid: Collection[str] = (),
+) -> bool:
+    """Makes every node send what shared storage lacks; returns whether anything came of it.
+
+    Args:
+        after: the checkpoint up to which shared storage lacks nothing.
+        avoid: nodes of the job that are lost.
+    """
+    argv = bring_home_argv(sys.executable, paths, epoch, after)
+    try:
+        names = (await allocation.places(avoid)).chosen
+        step = await allocation.start_step(argv, names=names)
+        codes = [await process.wait() for process in step]
+        lines = await asyncio.to_thread(collect, paths, epoch, keys)
+    except (OSError, TooFewNodes) as error:
+        lines, codes = [f"the nodes' own disks could not be asked: {error}"], []
+    for line in lines:
+        journal.write(SecondCopy(line))
+    if any(codes):
+        journal.write(SecondCopy(f"a node could not send its part (exit {max(codes, key=abs)})"))
+    return bool(lines)
 
 
 def bring_home_argv(python: str, paths: RunPaths, epoch: int, after: str) -> list[str]:

@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
+from collections.abc import Collection
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.program.record import read_record
-from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.contract import Allocation, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import agent_argv, may_stand_by
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.step import Step
@@ -53,8 +54,12 @@ class Standby:
         former.leaving.set()
         return former
 
-    async def start_after(self, training: Step) -> None:
-        """Starts agents for the restart after this one, once its ranks have trained for a while."""
+    async def start_after(self, training: Step, avoid: Collection[str] = ()) -> None:
+        """Starts agents for the restart after this one, once its ranks have trained for a while.
+
+        Args:
+            avoid: nodes of the job that are lost or bad.
+        """
         after_s = self._config.daemon.standby_after_s
         if after_s is None or not (self._allocation.starts_all_agents and may_stand_by(self._config)):
             return
@@ -62,21 +67,26 @@ class Standby:
         await asyncio.sleep(after_s)  # the due time itself
         if not training.stands:
             return
-        step = Step(training.generation + 1, self._config.distributed.nodes)
+        number, nodes = training.generation + 1, self._config.distributed.nodes
         try:
+            step = Step(number, nodes, await self._allocation.places(avoid, with_spares=True))
             step.settings = await asyncio.to_thread(self._settings)
             self._step = step
             argv = agent_argv(sys.executable, self._paths, self._epoch, step.generation)
-            step.processes = await self._allocation.start_step(argv)
+            step.processes = await self._allocation.start_step(argv, names=step.places.chosen)
             async with asyncio.timeout(AGENTS_READY_S):
                 await step.all_ready.wait()
             self._allocation.keep_step(step.processes)
         # Whatever keeps it from standing by is nothing to those that train.
-        except (OSError, TimeoutError, VerlSlurmError) as error:
+        except (OSError, TimeoutError, TooFewNodes, VerlSlurmError) as error:
             await self.drop(f"the agents for the next restart do not come: {error}")
 
-    async def take(self, generation: int) -> Step | None:
-        """Returns the step that stands by for this restart, which is the caller's then. Any other is ended."""
+    async def take(self, generation: int, avoid: Collection[str] = ()) -> Step | None:
+        """Returns the step that stands by for this restart, which is the caller's then. Any other is ended.
+
+        Args:
+            avoid: nodes of the job that are lost or bad.
+        """
         if self._step is None:
             return None
         # They have read it when they were started.
@@ -84,11 +94,20 @@ class Standby:
         step = self._step
         if step is not None and step.stands and step.generation == generation:
             if step.settings == settings:
-                self._step = None
-                return step
-            await self.drop("the run's configuration or code was changed")
+                if step.take_up(avoid):
+                    self._step = None
+                    return step
+            else:
+                await self.drop("the run's configuration or code was changed")
         await self.drop()
         return None
+
+    async def lose(self, node: str, why: str) -> None:
+        """Goes on without a node whose agent is gone, if the others are enough."""
+        if self._step is not None and self._step.does_without([node]):
+            self._journal.write(ev.Notice("standby", f"{why}; those of the other nodes stand by"))
+        else:
+            await self.drop(why)
 
     async def drop(self, why: str = "") -> None:
         """Ends the step that stands by, if there is one."""

@@ -3,9 +3,11 @@
 import asyncio
 import contextlib
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from verl_slurm.wire.messages import AgentReady, Shutdown
+from verl_slurm_daemon.allocation.contract import Places
+from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.link.channel import AgentLink
 from verl_slurm_daemon.link.rank_store import RankStore
 
@@ -14,6 +16,8 @@ __all__ = ["GOODBYE_S", "Step", "end_step"]
 GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
 
+_SRUN_ENDS_S = 0.5
+"""From the end of the last agent to that of srun: some milliseconds, if no node is lost."""
 _STEP_ENDS_S = 2.0
 """From the end of the first agent to that of srun, if srun is what ends."""
 
@@ -23,7 +27,8 @@ class Step:
 
     Args:
         generation: the restart.
-        nodes: agents that it has when it is complete.
+        nodes: of the ranks.
+        places: which nodes the agents are on; None: there is no choice.
 
     Attributes:
         processes: srun's, or the agents themselves; all have ended: the step is over.
@@ -36,8 +41,11 @@ class Step:
         settings: what the agents were started with.
     """
 
-    def __init__(self, generation: int, nodes: int) -> None:
-        self.generation, self._nodes = generation, nodes
+    def __init__(self, generation: int, nodes: int, places: Places | None = None) -> None:
+        self.generation, self._nodes, self.places = generation, nodes, places or Places()
+        self._wanted = len(self.places.chosen) or nodes
+        self._open, self._settled = set[AgentLink](), False
+        self._deserted = asyncio.Event()
         self.settings: object = None
         self.processes: list[asyncio.subprocess.Process] = []
         self.links: dict[str, AgentLink] = {}
@@ -47,10 +55,59 @@ class Step:
         self.all_ready, self.training, self.leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def join(self, link: AgentLink, message: AgentReady) -> None:
-        """Takes an agent in."""
+        """Takes an agent in, or lets it go if it comes when others have the ranks."""
+        self._open.add(link)
+        if self._settled:
+            link.send(Shutdown())
+            return
         self.links[message.node], self.ready[message.node] = link, message
-        if len(self.ready) == self._nodes:
+        self._count()
+
+    def _count(self) -> None:
+        if len(self.ready) >= self._wanted:
             self.all_ready.set()
+
+    def part(self, link: AgentLink) -> None:
+        """Takes note that an agent's link has ended."""
+        self._open.discard(link)
+        # Without a choice of nodes, Slurm ends the job for a lost one.
+        if self.places.chosen and self.all_ready.is_set() and not self._open:
+            self._deserted.set()
+
+    def take_up(self, avoid: Collection[str]) -> bool:
+        """Makes a step that stands by that of the ranks; returns False if it has too few agents for that.
+
+        Args:
+            avoid: nodes that are left out.
+        """
+        if not self.does_without(avoid):
+            return False
+        self._wanted = self._nodes
+        self._count()
+        return True
+
+    def does_without(self, avoid: Collection[str]) -> bool:
+        """Leaves nodes out; returns whether enough agents are left for the ranks."""
+        for node in avoid:
+            self._forget(node)
+        return not avoid or len(self.ready) >= self._nodes
+
+    def settle(self) -> list[AgentReady]:
+        """Returns the agents whose nodes get the ranks, in the order of their ranks. All others are let go, and their
+        nodes are spare.
+        """
+        # By SLURM_NODEID and not by arrival: the same nodes get the same ranks at each restart.
+        ready = sorted(self.ready.values(), key=lambda one: one.node_id)
+        spare = tuple(one.node for one in ready[self._nodes :])
+        for node in spare:
+            self.links[node].send(Shutdown())
+            self._forget(node)
+        self._settled, self.places = True, Places(self.places.chosen, self.places.idle + spare)
+        return ready[: self._nodes]
+
+    def _forget(self, node: str) -> None:
+        self.links.pop(node, None)
+        self.ready.pop(node, None)
 
     @property
     def stands(self) -> bool:
@@ -75,19 +132,48 @@ class Step:
 
     async def wait(self) -> int:
         """Waits for its end; returns the exit code that says most."""
-        return max([await process.wait() for process in self.processes], key=abs)
+        srun = asyncio.create_task(self._kill_deserted())
+        try:
+            return max([await process.wait() for process in self.processes], key=abs)
+        finally:
+            srun.cancel()
 
-    async def fell(self) -> str:
-        """Returns why an agent is gone, if its step did not come up as a whole: srun ends the running agents if a node
-        cannot be reached (24.11). Then nothing speaks against the agent's own node.
+    async def _kill_deserted(self) -> None:
+        """Ends a step whose agents have all left but those of lost nodes: srun would wait until Slurm finds these lost,
+        too.
         """
+        await self._deserted.wait()
+        await asyncio.sleep(_SRUN_ENDS_S)
+        for process in self.processes:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+
+    async def why_lost(self, node: str, lost: Collection[str]) -> inputs.NodeFailed | inputs.CauseKnown:
+        """Returns what it means that the agent of a node is gone without a word.
+
+        Args:
+            lost: nodes that were lost before.
+        """
+        # srun ends the running agents if a node cannot be reached (24.11). Then nothing speaks against the agent's own.
+        fell = await self._fell()
+        if not fell:
+            return inputs.NodeFailed(node, "the agent is gone without a word", lost=True)
+        absent = [name for name in self.places.chosen if name not in self.ready]
+        # It was tried for want of a spare one. With --no-kill, Slurm leaves the end of such a job to us.
+        if set(absent) & set(lost):
+            return inputs.CauseKnown("failed", f"no spare node is left for {', '.join(absent)}: {fell}", None)
+        return inputs.NodeFailed(absent[0] if absent else "", fell, lost=True)
+
+    async def _fell(self) -> str:
+        """Returns how the step ended, if it did not come up as a whole."""
         if self.all_ready.is_set() or not self.processes:
             return ""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STEP_ENDS_S):
                 await self.wait()
-        absent = self._nodes - len(self.ready)
-        return f"the step ended while {absent} of {self._nodes} agents had not come" if self.is_over else ""
+        absent = self._wanted - len(self.ready)
+        return f"the step ended while {absent} of {self._wanted} agents had not come" if self.is_over else ""
 
     async def last_words(self) -> None:
         """Reads what the agents have sent before their end: it is still in the sockets. Then closes the links."""

@@ -89,6 +89,10 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         rows.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
         if slow := snapshot.get("stragglers"):
             rows.append(("stragglers", ", ".join(map(str, slow))))
+        if spare := snapshot.get("spare_nodes"):
+            rows.append(
+                ("spare nodes", f"{', '.join(map(str, spare))}: idle, and a part of what the job costs")
+            )
     rows += [("code", line) for line in facts["code"]]
     if facts["reward"] is not None:
         rows.append(("reward", _reward_words(facts["reward"])))

@@ -163,6 +163,8 @@ def _words(event: ev.Event) -> str:
         case ev.Restart(number=number, resume=resume, standby=standby):
             said = ", with ranks that stood by" if standby else ""
             return f"ranks start, restart {number}, from {resume or 'the beginning'}{said}"
+        case ev.NodesChosen(train=train, spare=spare):
+            return f"ranks get {', '.join(train)}; spare: {', '.join(spare) or 'none any more'}"
         case ev.Training(step=step, phase=phase, index=index):
             within = "" if phase == "step_end" else f", {phase} {index}"  # a guest's loop reports whole steps
             return f"training at step {step}{within}"
@@ -170,6 +172,8 @@ def _words(event: ev.Event) -> str:
             return f"first new rollout, at step {step}"
         case ev.Done(reason=reason):
             return f"nothing is left to do{_colon(reason)}"
+        case ev.Crash(node=node, detail=detail, replaced=True):
+            return f"NODE {node} is left out, and a spare one takes its place{_colon(detail)}"
         case ev.Crash(kind=kind, crashes=crashes, budget=budget, detail=detail):
             return f"{kind.upper()} {crashes} of {budget}{_colon(detail)}"
         case ev.Hang(detail=detail):

@@ -281,6 +281,22 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
                 f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
             )
     yield from option_complaints("slurm.extra", slurm.extra)
+    if slurm.spare_nodes and config.distributed.nodes == 1:
+        yield Complaint(
+            "slurm.spare_nodes",
+            f"{slurm.spare_nodes}, beside a single node",
+            "0: the first node runs the batch script, and without it Slurm starts the job again",
+            "set slurm.spare_nodes=0, or train on more nodes",
+        )
+    # Their places among the job's nodes are counted, and would move when Slurm takes a lost node from the job.
+    apart = [name for name, service in config.services.items() if service.nodes]
+    if slurm.spare_nodes and apart:
+        yield Complaint(
+            "slurm.spare_nodes",
+            f"{slurm.spare_nodes}, and nodes of the services {', '.join(apart)}",
+            "0, or services beside the ranks",
+            f"set slurm.spare_nodes=0, or services.{apart[0]}.nodes=0",
+        )
 
 
 _FIRST_FREE_PORT = 1024

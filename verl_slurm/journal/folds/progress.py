@@ -51,6 +51,9 @@ def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
             # Before the other crashes: no fault of the program's, and with a limit of its own.
             case Crash(kind="stranger"):
                 strangers += 1
+            # Nor is a node that is lost, and has a spare one in its place.
+            case Crash(replaced=True):
+                pass
             case Crash() | Orphaned():
                 stuck += 1
             # Whether the ranks trained or not: a service may fail at the first request of each attempt.

@@ -1,0 +1,258 @@
+"""Spare nodes without a cluster: which nodes the ranks get, and what the lead decides when one is lost."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from verl_slurm_daemon.allocation.contract import Places, TooFewNodes
+from verl_slurm_daemon.allocation.launcher import choose_places, step_argv
+from verl_slurm_daemon.decide import actions as act
+from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.model import Limits, Model
+from verl_slurm_daemon.decide.policy import decide
+from verl_slurm_daemon.decide.states import State
+from verl_slurm_daemon.lead import step as step_module
+from verl_slurm_daemon.lead.step import Step
+
+from tests.builders import run_config
+from tests.journals import make_event
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.load import parse_config
+from verl_slurm.journal.events import Crash
+from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.slurm.batch import sbatch_parameters
+from verl_slurm.wire.messages import AgentReady, Progress, Refused, Shutdown
+
+NAMES = ("n1", "n2", "n3", "n4")
+
+
+# ---- which nodes
+
+
+@pytest.mark.parametrize(
+    ("avoid", "with_spares", "places"),
+    [
+        ((), False, Places(("n1", "n2"), ("n3", "n4"))),
+        (("n2",), False, Places(("n1", "n3"), ("n4",))),
+        (("n2", "n3"), False, Places(("n1", "n4"), ())),
+        (("n2", "n3", "n4"), False, Places(("n1", "n2"), ())),
+        ((), True, Places(("n1", "n2", "n3", "n4"), ())),
+        (("n2",), True, Places(("n1", "n3", "n4"), ())),
+        (("n2", "n3", "n4"), True, Places(("n1", "n2"), ())),
+    ],
+)
+def test_ranks_get_the_first_nodes_that_are_fit_and_lost_ones_last_of_all(
+    avoid: tuple[str, ...], with_spares: bool, places: Places
+) -> None:
+    assert choose_places(NAMES, avoid, 2, with_spares=with_spares) == places
+
+
+def test_a_job_that_has_lost_too_many_nodes_says_so() -> None:
+    with pytest.raises(TooFewNodes, match="1 nodes left, n1; its ranks need 2"):
+        choose_places(("n1",), (), 2, with_spares=False)
+
+
+def test_the_job_asks_for_the_spare_nodes_and_outlives_the_loss_of_one() -> None:
+    plain, spare = run_config(nodes=2), run_config(nodes=2, spare_nodes=2)
+    asked = sbatch_parameters(spare)
+    assert (asked["nodes"], asked["additional_parameters"]["no-kill"]) == (4, True)  # type: ignore[index]
+    assert "no-kill" not in sbatch_parameters(plain)["additional_parameters"]  # type: ignore[operator]
+    argv = step_argv("srun", spare, ["agent"], names=["n1", "n3"])
+    assert {"--nodes=2", "--ntasks=2", "--nodelist=n1,n3", "--no-kill"} <= set(argv)
+    assert "--no-kill" not in step_argv("srun", plain, ["agent"])
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ("distributed: {nodes: 1}\n", "beside a single node"),
+        ("distributed: {nodes: 2, dp_size: 2}\nservices: {judge: {command: [j], nodes: 1}}\n", "judge"),
+    ],
+)
+def test_spare_nodes_that_could_not_help_are_refused(settings: str, found: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(f"slurm: {{spare_nodes: 1}}\n{settings}".encode(), "run.yaml")
+    assert found in caught.value.found
+    assert "slurm.spare_nodes" in str(caught.value.where)
+
+
+# ---- what the lead decides
+
+
+class Story:
+    """A lead with ranks that train, on a job with spare nodes."""
+
+    def __init__(self, spare_nodes: int = 2) -> None:
+        limits = Limits(1, 1.0, 3, node_budget=0, spare_nodes=spare_nodes)
+        self.model = Model(limits)
+        self.then(inputs.Ready(2))
+        self.trains()
+
+    def trains(self) -> None:
+        said = Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16)
+        self.then(inputs.RankSaid(said))
+
+    def then(self, event: inputs.Input) -> list[act.Action]:
+        decision = decide(self.model, event)
+        self.model = decision.model
+        return list(decision.actions)
+
+    def crash(self) -> tuple[Crash, list[act.Action]]:
+        """The end of the step."""
+        note, *more = self.then(inputs.GenerationEnded(1))
+        assert isinstance(note, act.Note)
+        assert isinstance(note.event, Crash)
+        return note.event, more
+
+
+LOST = inputs.NodeFailed("n2", "the agent is gone without a word", lost=True)
+
+
+def test_a_lost_node_is_replaced_at_once_and_without_a_requeue() -> None:
+    story = Story()
+    assert story.then(LOST) == [act.TakeDown()]
+    crash, more = story.crash()
+    assert (crash.kind, crash.node, crash.replaced) == ("node", "n2", True)
+    assert more == [act.Pause(0.0)]
+    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2",))]
+
+
+def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:
+    story = Story()
+    raised = Refused(rank=0, exit_code=22, reason="connection reset", place="train.py:3", worked=True)
+    story.then(inputs.RankSaid(raised))
+    story.then(inputs.NodeFailed("n1", "rank 0 ended with 1"))
+    assert story.then(LOST) == [], "it is taken down already"
+    crash, _ = story.crash()
+    assert (crash.kind, crash.node, crash.replaced) == ("node", "n2", True)
+
+
+def test_of_two_nodes_that_are_lost_together_both_are_left_out() -> None:
+    story = Story()
+    story.then(LOST)
+    story.then(inputs.NodeFailed("n1", "the agent is gone without a word", lost=True))
+    story.crash()
+    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2", "n1"))]
+
+
+def test_without_a_spare_node_left_the_loss_of_one_is_what_it_was() -> None:
+    story = Story(spare_nodes=1)
+    story.then(LOST)
+    story.crash()
+    story.then(inputs.BackoffOver(0))
+    story.trains()
+    story.then(inputs.NodeFailed("n3", "the agent is gone without a word", lost=True))
+    crash, more = story.crash()
+    assert not crash.replaced
+    assert act.Requeue(()) in more
+
+
+def test_a_node_that_fails_its_check_is_replaced_before_the_ranks_start() -> None:
+    story = Story()
+    story.then(LOST)
+    story.crash()
+    story.then(inputs.BackoffOver(0))
+    assert story.then(inputs.LeaveNode("n3", "bad_node", "clock: 90 s ahead")) == [act.TakeDown()]
+    crash, _ = story.crash()
+    assert (crash.node, crash.replaced) == ("n3", True)
+    assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(3, ("n2", "n3"))]
+
+
+def test_a_job_with_too_few_nodes_is_requeued() -> None:
+    story = Story()
+    story.then(LOST)
+    story.crash()
+    story.then(inputs.BackoffOver(0))
+    # As `effects` says it: no step was started.
+    asked = story.then(inputs.CauseKnown("failed", "the job has 1 nodes left", None))
+    assert [type(action) for action in asked] == [act.Note, act.Requeue, act.TakeDown]
+    story.then(inputs.GenerationEnded(1))
+    assert story.model.state is State.LEAVING
+
+
+def test_a_node_that_was_replaced_is_no_fault_of_the_program() -> None:
+    restart = make_event("restart", number=1, progress="a")
+    lost = make_event("crash", kind="node", node="n2", replaced=True)
+    assert stuck_restarts([restart, lost, restart, lost, restart, lost]) == 0
+    assert stuck_restarts([restart, lost, restart, make_event("crash")]) == 1
+
+
+# ---- the step of the ranks, of more agents than they need
+
+
+class Link:
+    def __init__(self) -> None:
+        self.heard: list[object] = []
+
+    def send(self, message: object) -> None:
+        self.heard.append(message)
+
+    def close(self) -> None:
+        pass
+
+
+def joined(step: Step, *names: str) -> dict[str, Link]:
+    links = {name: Link() for name in names}
+    for name, link in links.items():
+        ready = AgentReady(node=name, node_id=NAMES.index(name), address="127.0.0.1", free_port=1)
+        step.join(link, ready)  # type: ignore[arg-type]
+    return links
+
+
+def test_ranks_take_up_a_step_without_its_lost_node_and_the_others_are_spare() -> None:
+    async def story() -> None:
+        step = Step(2, 2, Places(NAMES))
+        links = joined(step, *NAMES)
+        assert step.take_up(["n2"])
+        assert [ready.node for ready in step.settle()] == ["n1", "n3"]
+        assert step.places.idle == ("n4",)
+        assert {name: link.heard for name, link in links.items() if link.heard} == {"n4": [Shutdown()]}
+
+    asyncio.run(story())
+
+
+def test_agents_that_come_when_others_have_the_ranks_are_let_go() -> None:
+    async def story() -> None:
+        step = Step(2, 2, Places(NAMES))
+        joined(step, "n1", "n3")
+        assert not step.all_ready.is_set()
+        assert step.take_up(["n2"])
+        assert step.all_ready.is_set()
+        step.settle()
+        assert joined(step, "n4")["n4"].heard == [Shutdown()]
+        assert set(step.links) == {"n1", "n3"}
+
+    asyncio.run(story())
+
+
+def test_a_step_with_too_few_agents_is_not_taken_up() -> None:
+    async def story() -> None:
+        step = Step(2, 2, Places(NAMES))
+        joined(step, "n1", "n2")
+        assert not step.take_up(["n2"])
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_srun_is_not_waited_for_when_only_lost_nodes_keep_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: bool
+) -> None:
+    """What stands for srun here never ends by itself."""
+    monkeypatch.setattr(step_module, "_SRUN_ENDS_S", 0.0)
+
+    async def story() -> None:
+        step = Step(1, 2, Places(("n1", "n2")) if chosen else None)
+        step.processes = [await asyncio.create_subprocess_exec("sleep", "600")]
+        for link in joined(step, "n1", "n2").values():
+            step.part(link)  # type: ignore[arg-type]
+        ended = asyncio.create_task(step.wait())
+        if chosen:
+            assert await ended == -9
+            return
+        await asyncio.wait([ended], timeout=0.2)
+        assert not ended.done(), "Slurm ends such a job itself"
+        step.processes[0].kill()
+        await ended
+
+    asyncio.run(story())

@@ -1,0 +1,27 @@
+"""The events of the nodes of a job, in the manner of `events.py`."""
+
+from verl_slurm.journal.event import Event
+
+__all__ = ["Avoid", "Link", "NodesChosen"]
+
+
+class NodesChosen(Event):
+    """Among more nodes than the ranks need, those that got them, and those that are spare."""
+
+    train: list[str] = []
+    """In the order of their ranks."""
+    spare: list[str] = []
+
+
+class Avoid(Event):
+    """The job stays away from nodes that failed it: `nodes` are new, `detail` says what Slurm was told."""
+
+    nodes: list[str] = []
+    detail: str = ""
+
+
+class Link(Event):
+    """The connection to an agent broke."""
+
+    node: str = ""
+    error: str = ""
