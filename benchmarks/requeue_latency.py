@@ -74,7 +74,7 @@ def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> float:
     run = LiveRun(cluster, root, "train.steps=8", "slurm.spare_nodes=1", f"daemon.standby_after_s={after_s}")
     run.submit().wait_phase("update")
     if standby:
-        run.wait(lambda: sum(role.startswith("standby") for role in run.daemons()) == _HELD)
+        run.wait(lambda: run.stands_by(_HELD))
         # Their imports: the machine is idle again but for the training.
         run.wait(lambda: run.status()["step"] >= _STEPS_OF_IMPORTS)
     (node,) = run.other_nodes()

@@ -197,6 +197,10 @@ class LiveRun:
                 found[role if role == "lead" else f"{role} {env.get('SLURMD_NODENAME', '')}"] = process
         return found
 
+    def stands_by(self, agents: int) -> bool:
+        """Whether so many agents stand by for the next restart."""
+        return sum(role.startswith("standby") for role in self.daemons()) == agents
+
     def processes(self, node: str) -> list[psutil.Process]:
         """Everything of this run on one node: lead, agent, launcher, ranks."""
         found = []

@@ -1,4 +1,5 @@
-"""The cases of the campaign: both algorithms, both rollout engines, four shapes. Sixteen in all.
+"""The cases of the campaign: both algorithms, both rollout engines, four shapes: sixteen in all. And one with spare
+nodes.
 
 Called by: tests/slurm_cluster/test_campaign.py, tests/benchmarks/test_campaign.py.
 """
@@ -26,7 +27,7 @@ CASES: dict[str, tuple[str, ...]] = {
     for engine in _ENGINES
     for algorithm in _ALGORITHMS
     for shape in _SHAPES
-}
+} | {"ppo-spares": ("slurm.spare_nodes=2", "daemon.standby_after_s=1")}
 """Name → what is set beside the campaign's own settings."""
 
 

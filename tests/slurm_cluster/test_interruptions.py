@@ -142,7 +142,7 @@ def test_a_killed_rank_is_replaced_by_one_that_stood_by(run: LiveRun, twin: Live
     run.argv.append("daemon.standby_after_s=0")
     run.submit()
     run.wait_phase("update", step=1)
-    run.wait(lambda: sum(role.startswith("standby") for role in run.daemons()) == 2)
+    run.wait(lambda: run.stands_by(2))
     run.kill(run.ranks()[:1])
     run.wait_event("restart", number=2, standby=True)
     ends_like(run, twin)

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 
 import pytest
 
 from tests.harness import LiveRun, ends_like
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, restore_node
+from verl_slurm.slurm.facts import JobFacts
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
@@ -36,25 +38,48 @@ def _chosen(run: LiveRun) -> dict[str, list[str]]:
     return {"train": event["train"], "spare": event.get("spare", [])}
 
 
-@pytest.mark.parametrize("standby", ["daemon.standby_after_s=0", "daemon.standby_after_s=null"])
-def test_a_lost_node_is_replaced_inside_the_job(
-    run: LiveRun, twin: LiveRun, nodes: Nodes, standby: str
+def _has(number: int, facts: JobFacts) -> bool:
+    return facts.num_nodes == number
+
+
+def _lose(run: LiveRun, nodes: Nodes, node: str) -> None:
+    before = len(run.events("training"))
+    nodes.lose(node)
+    run.wait(lambda: len(run.events("training")) > before)
+    crash = run.events("crash")[-1]
+    assert (crash["kind"], crash["node"], crash["replaced"]) == ("node", node, True)
+
+
+def test_half_of_the_nodes_are_lost_one_by_one_and_replaced_inside_the_job(
+    run: LiveRun, twin: LiveRun, nodes: Nodes
 ) -> None:
-    run.argv += ["slurm.spare_nodes=1", standby]
+    """The second one after Slurm has taken the first from the job, and with ranks that stand by."""
+    run.argv += ["slurm.spare_nodes=2", "daemon.standby_after_s=0", "train.steps=40"]
+    run.submit()
+    run.wait_phase("update", step=1)
+    first, *others = _chosen(run)["train"] + _chosen(run)["spare"]
+    assert run.status()["spare_nodes"] == others[1:]
+    for lost, held in zip(others[:2], (4, 3), strict=True):
+        run.wait(partial(run.stands_by, held))
+        _lose(run, nodes, lost)
+        run.wait_slurm(partial(_has, held - 1))
+    assert _chosen(run) == {"train": [first, others[2]], "spare": []}
+    assert [event.get("standby", False) for event in run.events("restart")] == [False, True, True]
+    run.slurm("scancel", "-b", "-s", "USR1", run.job_id)
+    run.wait_event("verified")
+    assert run.facts().restarts == 0, "no requeue"
+
+
+def test_a_lost_node_is_replaced_by_ranks_that_are_started_anew(
+    run: LiveRun, twin: LiveRun, nodes: Nodes
+) -> None:
+    run.argv += ["slurm.spare_nodes=1", "daemon.standby_after_s=null"]
     run.submit()
     run.wait_phase("update", step=1)
     first = _chosen(run)
-    assert (len(first["train"]), len(first["spare"])) == (2, 1)
-    assert run.status()["spare_nodes"] == first["spare"]
-    if standby.endswith("0"):
-        run.wait(lambda: sum(role.startswith("standby") for role in run.daemons()) == 3)
-    lost = first["train"][1]
-    nodes.lose(lost)
-    run.wait_event("restart", number=2)
+    _lose(run, nodes, first["train"][1])
+    assert _chosen(run) == {"train": [first["train"][0], *first["spare"]], "spare": []}
     ends_like(run, twin)
-    crash = run.events("crash")[-1]
-    assert (crash["kind"], crash["node"], crash["replaced"]) == ("node", lost, True)
-    assert _chosen(run) == {"train": sorted([first["train"][0], *first["spare"]]), "spare": []}
     assert run.facts().restarts == 0, "no requeue"
     assert len(run.events("restart")) == 2
 
