@@ -17,10 +17,11 @@ from verl_slurm_daemon.lead.step import Step
 from tests.builders import run_config
 from tests.journals import make_event
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.config.elastic import allowed_nodes, on_ranks
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Crash
 from verl_slurm.journal.folds.progress import stuck_restarts
-from verl_slurm.slurm.batch import sbatch_parameters
+from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
 from verl_slurm.wire.messages import AgentReady, Progress, Refused, Shutdown
 
 NAMES = ("n1", "n2", "n3", "n4")
@@ -44,12 +45,46 @@ NAMES = ("n1", "n2", "n3", "n4")
 def test_ranks_get_the_first_nodes_that_are_fit_and_lost_ones_last_of_all(
     avoid: tuple[str, ...], with_spares: bool, places: Places
 ) -> None:
-    assert choose_places(NAMES, avoid, 2, with_spares=with_spares) == places
+    assert choose_places(NAMES, avoid, (2,), with_spares=with_spares) == places
+
+
+@pytest.mark.parametrize(
+    ("names", "avoid", "places"),
+    [
+        (NAMES, (), Places(("n1", "n2", "n3", "n4"), ())),
+        (NAMES, ("n2",), Places(("n1", "n3"), ("n4",))),
+        (("n1", "n3"), (), Places(("n1", "n3"), ())),
+        (NAMES, ("n2", "n3", "n4"), Places(("n1", "n2"), ())),
+    ],
+)
+def test_ranks_get_as_many_nodes_as_a_step_can_be_divided_among(
+    names: tuple[str, ...], avoid: tuple[str, ...], places: Places
+) -> None:
+    assert choose_places(names, avoid, (4, 2), with_spares=False) == places
+
+
+def test_a_run_on_fewer_nodes_has_the_same_step() -> None:
+    config = run_config(
+        nodes=4, min_nodes=1, dp_size=8, sizes=(24, 12, 4), sampled_at_once=8, samples_per_prompt=1
+    )
+    # Three nodes have six ranks: 24 x 8 responses are 32 for each; two have four: 48. One has two: 96.
+    assert allowed_nodes(config) == (4, 3, 2, 1)
+    two = on_ranks(config, 4)
+    assert (two.distributed.nodes, two.distributed.dp_size, two.distributed.ranks_per_node) == (2, 4, 2)
+    assert (two.train.batch_size_per_device, two.train.mini_batch_size_per_device) == (48, 24)
+    assert on_ranks(config, 8) == config
+    assert on_ranks(run_config(nodes=4, dp_size=8), 4).distributed.dp_size == 8, "it may lose no nodes"
+
+
+def test_the_job_asks_for_a_range_of_nodes_spare_ones_included() -> None:
+    asked = sbatch_options(run_config(nodes=4, min_nodes=2, spare_nodes=1))
+    assert {"--nodes=2-5", "--no-kill"} <= set(asked)
+    assert "--nodes=4" in sbatch_options(run_config(nodes=4))
 
 
 def test_a_job_that_has_lost_too_many_nodes_says_so() -> None:
     with pytest.raises(TooFewNodes, match="1 nodes left, n1; its ranks need 2"):
-        choose_places(("n1",), (), 2, with_spares=False)
+        choose_places(("n1",), (), (2,), with_spares=False)
 
 
 def test_the_job_asks_for_the_spare_nodes_and_outlives_the_loss_of_one() -> None:
@@ -74,6 +109,24 @@ def test_spare_nodes_that_could_not_help_are_refused(settings: str, found: str) 
         parse_config(f"slurm: {{spare_nodes: 1}}\n{settings}".encode(), "run.yaml")
     assert found in caught.value.found
     assert "slurm.spare_nodes" in str(caught.value.where)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ("distributed: {nodes: 2, dp_size: 2, min_nodes: 3}\n", "none"),
+        ("distributed: {nodes: 4, dp_size: 4, min_nodes: 3}\n", ": 4"),
+        (
+            "distributed: {nodes: 2, dp_size: 2, min_nodes: 1}\ntrainer: {backend: command, command: [x.py]}\n",
+            "null",
+        ),
+    ],
+)
+def test_fewer_nodes_that_no_step_can_be_divided_among_are_refused(settings: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(settings.encode(), "run.yaml")
+    assert "distributed.min_nodes" in str(caught.value.where)
+    assert expected in caught.value.expected
 
 
 # ---- what the lead decides
@@ -203,7 +256,7 @@ def test_ranks_take_up_a_step_without_its_lost_node_and_the_others_are_spare() -
     async def story() -> None:
         step = Step(2, 2, Places(NAMES))
         links = joined(step, *NAMES)
-        assert step.take_up(["n2"])
+        assert step.take_up(["n2"], 2)
         assert [ready.node for ready in step.settle()] == ["n1", "n3"]
         assert step.places.idle == ("n4",)
         assert {name: link.heard for name, link in links.items() if link.heard} == {"n4": [Shutdown()]}
@@ -216,7 +269,7 @@ def test_agents_that_come_when_others_have_the_ranks_are_let_go() -> None:
         step = Step(2, 2, Places(NAMES))
         joined(step, "n1", "n3")
         assert not step.all_ready.is_set()
-        assert step.take_up(["n2"])
+        assert step.take_up(["n2"], 2)
         assert step.all_ready.is_set()
         step.settle()
         assert joined(step, "n4")["n4"].heard == [Shutdown()]
@@ -229,7 +282,7 @@ def test_a_step_with_too_few_agents_is_not_taken_up() -> None:
     async def story() -> None:
         step = Step(2, 2, Places(NAMES))
         joined(step, "n1", "n2")
-        assert not step.take_up(["n2"])
+        assert not step.take_up(["n2"], 2)
 
     asyncio.run(story())
 

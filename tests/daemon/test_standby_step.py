@@ -75,11 +75,11 @@ def played(root: Path, story: Callable[[Stage], Awaitable[None]], **values: Any)
 def test_the_next_restart_takes_it_and_no_other_does(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.started()
-        step = await stage.standby.take(2)
+        step = await stage.standby.take(2, 1)
         assert step is not None
         assert (step.generation, step.stands) == (2, True)
         assert stage.allocation.kept is step.processes, "its agents outlive this node"
-        assert await stage.standby.take(2) is None
+        assert await stage.standby.take(2, 1) is None
         await step.end()
 
     assert played(tmp_path, story) == []
@@ -89,7 +89,7 @@ def test_one_for_another_restart_is_ended(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.started()
         step = stage.standby.joined_by(2)
-        assert await stage.standby.take(3) is None
+        assert await stage.standby.take(3, 1) is None
         assert step.is_over
 
     assert played(tmp_path, story) == []
@@ -99,7 +99,7 @@ def test_an_edited_configuration_is_started_with_anew(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         await stage.started()
         write_config(stage.paths, standby_after_s=0.0, nodes=1, dp_size=1, env={"NEW": "1"})
-        assert await stage.standby.take(2) is None
+        assert await stage.standby.take(2, 1) is None
 
     assert played(tmp_path, story) == ["the run's configuration or code was changed"]
 

@@ -71,7 +71,7 @@ class ScriptedAllocation:
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
         if not self.nodes:
             return Places()
-        return choose_places(self.nodes, avoid, self.ranks_nodes, with_spares=with_spares)
+        return choose_places(self.nodes, avoid, (self.ranks_nodes,), with_spares=with_spares)
 
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from tests.harness import LiveRun, ends_like
+from tests.ledger_stats import ledger_stats
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, restore_node
 from verl_slurm.slurm.facts import JobFacts
@@ -112,3 +113,27 @@ def test_a_lost_first_node_is_requeued_by_the_agents_of_the_others(
     assert orphaned["accepted"], run.story()
     ends_like(run, twin)
     assert run.facts().restarts == 1
+
+
+def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
+    run: LiveRun, cluster: DevCluster, nodes: Nodes
+) -> None:
+    """Two nodes, then one, then two again: the prompts are those of an undisturbed run, and none is sampled twice."""
+    run.argv += ["distributed.min_nodes=1", "daemon.standby_after_s=1"]
+    run.submit()
+    run.wait_phase("generate", step=1)
+    first, second = _chosen(run)["train"]
+    run.wait(partial(run.stands_by, 2))
+    before = len(run.events("training"))
+    fail_node(cluster, second)
+    run.wait(lambda: len(run.events("training")) > before)
+    assert _chosen(run) == {"train": [first], "spare": []}
+    assert run.facts().restarts == 0, "no requeue"
+    run.wait(lambda: run.status()["step"] > 2)
+    restore_node(cluster, second, timeout_s=120)
+    run.slurm("scontrol", "requeue", run.job_id)
+    run.wait_event("started", requeues=1)
+    run.wait_end()
+    assert len(_chosen(run)["train"]) == 2
+    stats = ledger_stats(run.paths)
+    assert (stats.duplicates, stats.problems) == ((), ())

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.changes import LAYOUT_KEYS, keep_step, refuse_changes
+from verl_slurm.config.changes import LAYOUT_KEYS, refuse_changes
+from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters, unwanted_environment

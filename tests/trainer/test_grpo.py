@@ -26,7 +26,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config import load
-from verl_slurm.config.changes import keep_step
+from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.schema import (
     DistributedConfig,
     TrainConfig,

@@ -40,7 +40,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config import load
-from verl_slurm.config.changes import keep_step
+from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.schema import (
     CheckpointConfig,
     DataConfig,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.config.changes import keep_step, require_same_step
+from verl_slurm.config.elastic import keep_step, require_same_step
 from verl_slurm.config.schema import DistributedConfig, RunConfig
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.rng import capture

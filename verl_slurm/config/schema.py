@@ -243,6 +243,10 @@ class DistributedConfig(Section, frozen=True):
     """Keep the inputs and outputs of each layer, and compute the rest again in the backward pass: less memory, a third
     more time, the same numbers."""
     nodes: Positive = 2
+    min_nodes: Positive | None = None
+    """The fewest nodes to train on. Slurm may start the job with any number from this one to `nodes`, and a lost node
+    that no spare one replaces leaves a smaller run. A step stays the same prompts in the same mini-batches; sums are
+    made in another order. null: `nodes`, always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: NonNegative = 1
     """CPU threads of one rank (0: torch's choice). Bitwise resume needs the same number at each start."""
@@ -454,6 +458,11 @@ class RunConfig(Section, frozen=True):
     def held_nodes(self) -> int:
         """Returns the number of the ranks' nodes and of the spare ones."""
         return self.distributed.nodes + self.slurm.spare_nodes
+
+    @property
+    def may_lose_nodes(self) -> bool:
+        """Returns whether the job goes on without a node that is lost."""
+        return self.slurm.spare_nodes > 0 or self.distributed.min_nodes is not None
 
     def cpus_on_nodes_of(self, service: str) -> int:
         """Returns the CPUs that are asked for on each node of a service; empty: of the ranks."""

@@ -57,7 +57,7 @@ def sbatch_parameters(
     # handler die of it.
     additional: dict[str, object] = {"signal": f"B:USR1@{slurm.signal_lead_s}", "requeue": requeue}
     # The loss of a node ends the job otherwise. Slurm takes the node from the job, which goes on without it.
-    if slurm.spare_nodes:
+    if config.may_lose_nodes:
         additional["no-kill"] = True
     if slurm.account is not None:
         additional["account"] = slurm.account
@@ -71,10 +71,11 @@ def sbatch_parameters(
     if avoids:
         own = additional.get("exclude")
         additional["exclude"] = ",".join([str(own)] * bool(own) + list(avoids))
+    most, least = nodes_of_components(config.held_nodes, config.services)[0], config.distributed.min_nodes
     parameters: dict[str, object] = {
         "job_name": config.name,
         "time": slurm.time_limit_min,
-        "nodes": nodes_of_components(config.held_nodes, config.services)[0],
+        "nodes": most,
         "ntasks_per_node": 1,
         "cpus_per_task": slurm.cpus_per_node,
         # The callable runs once, as the batch process, which gets the `B:` signals itself.
@@ -84,6 +85,11 @@ def sbatch_parameters(
         "setup": ["trap '' USR1 USR2 TERM CONT"],
         "additional_parameters": additional,
     }
+    if least is not None:
+        # Beside the number above, with which submitit calculates. With a number of tasks per node, Slurm would give the
+        # fewest (22.05).
+        additional["nodes"] = f"{least}-{most}"
+        del parameters["ntasks_per_node"]
     if slurm.partition is not None:
         parameters["partition"] = slurm.partition
     if slurm.gpus_per_node:

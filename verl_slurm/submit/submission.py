@@ -24,7 +24,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.run_config import trained_with
-from verl_slurm.config.changes import keep_step, refuse_changes, require_in_place
+from verl_slurm.config.changes import refuse_changes, require_in_place
+from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.load import dump, load, load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig

@@ -70,14 +70,15 @@ def _refuse(line: RankLine, rank: int, error: VerlSlurmError, paths: RunPaths) -
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
+    from verl_slurm.config.elastic import on_ranks
     from verl_slurm.config.load import load_own
     from verl_slurm.trainer.flight import write_on_request
     from verl_slurm.trainer.known_results import check_product, check_sum
     from verl_slurm.trainer.place import Place, process_group
     from verl_slurm.trainer.setup import build_loop
 
-    config = load_own(paths.run_yaml)
     place = Place.from_environ(os.environ)
+    config = on_ranks(load_own(paths.run_yaml), place.world_size)
     with process_group(config, place) as (device, ranks):
         if control := os.environ.get(CONTROL_VARIABLE):
             write_on_request(Path(control), place.rank)

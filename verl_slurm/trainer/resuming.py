@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.format.schema import check_schema, current_schema, re
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.changes import require_same_step
+from verl_slurm.config.elastic import require_same_step
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state import ledger

@@ -126,6 +126,8 @@ class Launch(_Message, frozen=True, kw_only=True):
     generation: int
     epoch: int
     node_rank: int
+    nodes: int = 0
+    """With ranks; 0: as configured."""
     master_addr: str
     master_port: int
     resume: str

@@ -99,14 +99,14 @@ class Allocation(Protocol):
         """Returns why `owner`, another attempt, may still be at work; empty: it is not."""
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
-        """Returns which nodes the ranks get, if the job has spare ones.
+        """Returns which nodes the ranks get, if the job may lose some: as many as the configuration allows.
 
         Args:
             avoid: nodes that are lost or bad, which ranks get only where no others are left.
             with_spares: a step that stands by: it chooses the spare nodes as well.
 
         Raises:
-            TooFewNodes: Slurm took more nodes from the job than it has spare ones.
+            TooFewNodes: Slurm took so many nodes from the job that the ranks have no place left.
             OSError: Slurm does not say which nodes the job has.
         """
 

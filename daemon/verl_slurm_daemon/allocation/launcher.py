@@ -86,20 +86,25 @@ def nodes_of_step(config: RunConfig, sizes: Sequence[int], service: str = "") ->
     return StepNodes(wanted, tuple(groups), sum(sizes[number] for number in groups) == len(wanted))
 
 
-def choose_places(names: Sequence[str], avoid: Collection[str], ranks: int, *, with_spares: bool) -> Places:
-    """Returns which of a job's nodes the ranks get.
+def choose_places(
+    names: Sequence[str], avoid: Collection[str], allowed: Sequence[int], *, with_spares: bool
+) -> Places:
+    """Returns which of a job's nodes the ranks get: as many as possible.
 
     Args:
         names: the job's nodes, in Slurm's order.
-        ranks: number of nodes that train.
+        allowed: numbers of nodes to train on, largest first.
         avoid, with_spares: as in `Allocation.places`.
 
     Raises:
         TooFewNodes: as there.
     """
-    if len(names) < ranks:
-        raise TooFewNodes(f"the job has {len(names)} nodes left, {', '.join(names)}; its ranks need {ranks}")
+    if len(names) < allowed[-1]:
+        raise TooFewNodes(
+            f"the job has {len(names)} nodes left, {', '.join(names)}; its ranks need {allowed[-1]}"
+        )
     kept = [name for name in names if name not in avoid]
+    ranks = next((number for number in allowed if number <= len(kept)), allowed[-1])
     # A node that is only supposed to be lost is better than none.
     back = [name for name in names if name in avoid]
     chosen = kept if with_spares and len(kept) > ranks else (kept + back)[:ranks]
@@ -151,7 +156,7 @@ def step_argv(
         "--input=none",
         "--quiet",
         # The step goes on when Slurm takes a lost node from the job: another has its place, or nobody needs it.
-        *(["--no-kill"] if config.slurm.spare_nodes else []),
+        *(["--no-kill"] if config.may_lose_nodes else []),
     ]
     return [*argv, *(contained_agents_argv(config, agent) if agents_inside(config) else agent)]
 
@@ -177,7 +182,7 @@ def launcher_argv(
         program = list(trainer.command)
     else:
         program = ["-m", "verl_slurm.trainer", *life]
-    place = [str(shape.nodes), str(launch.node_rank), str(shape.ranks_per_node)]
+    place = [str(launch.nodes or shape.nodes), str(launch.node_rank), str(shape.ranks_per_node)]
     return [python, "-P", "-m", "verl_slurm_daemon.agent.ranks", *place, *program]
 
 

@@ -20,6 +20,7 @@ from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import in_image
 from verl_slurm.journal.events import Event, StartOverruled
@@ -378,7 +379,7 @@ class SlurmAllocation:
         facts = await self._client.job(self._job.job_id)
         # With --no-kill Slurm takes even the first node from the job, which then runs without its batch process
         # until its limit (22.05).
-        if facts.is_running and facts.batch_host and self._config.slurm.spare_nodes:
+        if facts.is_running and facts.batch_host and self._config.may_lose_nodes:
             return facts.batch_host in await self._client.expand(facts.node_list or self._job.node_list)
         return facts.is_running
 
@@ -405,7 +406,7 @@ class SlurmAllocation:
             await asyncio.sleep(pause)
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
-        if not self._config.slurm.spare_nodes:
+        if not self._config.may_lose_nodes:
             return Places()
         try:
             # Slurm takes nodes that it finds lost from the job.
@@ -413,7 +414,7 @@ class SlurmAllocation:
             names = await self._client.expand(facts.node_list or self._job.node_list)
         except VerlSlurmError as error:
             raise OSError(f"the names of the job's nodes: {error}") from error
-        return choose_places(names, avoid, self._config.distributed.nodes, with_spares=with_spares)
+        return choose_places(names, avoid, allowed_nodes(self._config), with_spares=with_spares)
 
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()

@@ -26,6 +26,7 @@ __all__ = [
     "RunLost",
     "SaveDeadline",
     "ServiceLost",
+    "Shaped",
     "SignalArrived",
     "StartFailed",
     "StartTimedOut",
@@ -46,6 +47,12 @@ class Ready(_Event, frozen=True):
     """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.folds.progress`)."""
     unfit: int = 0
     """Attempts in a row, before this one, that met a bad node."""
+
+
+class Shaped(_Event, frozen=True):
+    """The restart that begins has so many ranks that speak: the job may have lost nodes."""
+
+    world_size: int
 
 
 class Over(_Event, frozen=True):
@@ -183,6 +190,7 @@ class RequeueAnswered(_Event, frozen=True):
 
 Input = (
     Ready
+    | Shaped
     | Over
     | AllDone
     | StartFailed

@@ -68,6 +68,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _launch(
                 msgspec.structs.replace(model, world_size=world_size, strangers=strangers, unfit=unfit)
             )
+        case inputs.Shaped(world_size):
+            return Decision(msgspec.structs.replace(model, world_size=world_size))
         case inputs.Over(exit_code, reason):
             return _exit(model, exit_code, reason)
         case inputs.AllDone(name, detail):

@@ -22,6 +22,7 @@ from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
+from verl_slurm.config.elastic import on_nodes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
@@ -50,7 +51,7 @@ from verl_slurm.wire.messages import (
     StoreCall,
     StrangerMet,
 )
-from verl_slurm_daemon.allocation.contract import Allocation, Places, TooFewNodes
+from verl_slurm_daemon.allocation.contract import Allocation, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import agent_argv, service_host_argv
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
@@ -93,14 +94,13 @@ class Effects:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._journal, self._epoch, self._post = journal, epoch, post
         self._keys: Keyring | None = None
-        self._step = self._new_step(0)
+        self._step = Step(0, config.distributed.nodes)
         self._verdicts = Verdicts()
         self._standby = Standby(paths, config, allocation, journal, epoch)
         self._pace = PaceWatch.of(config)  # each restart has its own
         self._stacks: asyncio.Queue[StacksWritten] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._places: tuple[str, ...] = ()
-        self._lost: tuple[str, ...] = ()
+        self._places, self._lost = tuple[str, ...](), tuple[str, ...]()
         self._server: asyncio.Server | None = None
         self._address: LeadAddress | None = None
         self._mover = TierMover(paths, config, journal)
@@ -198,8 +198,9 @@ class Effects:
 
     async def _run_generation(self, generation: int, avoid: tuple[str, ...] = ()) -> None:
         # New for each restart: what an agent of the former step still sends changes nothing of this one.
-        self._step, self.left_clean, self._lost = self._new_step(generation), True, avoid
-        self._pace, self._stacks = PaceWatch.of(self._config), asyncio.Queue()
+        self._step = Step(generation, self._config.distributed.nodes)
+        self.left_clean, self._lost = True, avoid
+        self._stacks = asyncio.Queue()
         try:
             point = await self._begin(generation)
         except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
@@ -228,9 +229,6 @@ class Effects:
         # Last: `Finished` and `Saved` of these messages come before it, or a run that is done would count as a crash.
         self._post(inputs.GenerationEnded(code))
 
-    def _new_step(self, generation: int) -> Step:
-        return Step(generation, self._config.distributed.nodes)
-
     async def _begin(
         self, generation: int
     ) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone | inputs.Over:
@@ -256,8 +254,11 @@ class Effects:
             return inputs.AllDone(point.name, done)
         leaving = self._step.leaving
         await self._services.start(leaving)
-        standby = await self._standby.take(generation, self._lost)
-        places = Places() if standby else await self._allocation.places(self._lost)
+        places = await self._allocation.places(self._lost)
+        now = on_nodes(self._config, len(places.chosen) or self._config.distributed.nodes)
+        self._post(inputs.Shaped(now.speakers))
+        self._pace = PaceWatch.of(now)
+        standby = await self._standby.take(generation, now.distributed.nodes, self._lost)
         if leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
             if standby is not None:
                 await standby.end()
@@ -266,7 +267,8 @@ class Effects:
         if standby is not None:
             self._step = standby
             return point
-        argv, self._step.places = agent_argv(sys.executable, self._paths, self._epoch), places
+        self._step.expect(places)
+        argv = agent_argv(sys.executable, self._paths, self._epoch)
         self._step.processes = await self._allocation.start_step(argv, names=places.chosen)
         return point
 
@@ -329,6 +331,7 @@ class Effects:
                     generation=generation,
                     epoch=self._epoch,
                     node_rank=node_rank,
+                    nodes=len(nodes),
                     master_addr=nodes[0].address,
                     master_port=nodes[0].free_port,
                     resume=point.name,
@@ -344,8 +347,7 @@ class Effects:
         assert task is not None
         step = self._step  # an agent lives for one restart, and so do the keys of its ranks
         step.listeners.add(task)
-        node = ""
-        said_goodbye = False
+        node, said_goodbye = "", False
 
         def lose_standby(why: str) -> None:
             if self._standby.is_of(step):

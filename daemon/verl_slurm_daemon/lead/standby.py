@@ -6,6 +6,7 @@ from collections.abc import Collection
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.program.record import read_record
@@ -67,7 +68,7 @@ class Standby:
         await asyncio.sleep(after_s)  # the due time itself
         if not training.stands:
             return
-        number, nodes = training.generation + 1, self._config.distributed.nodes
+        number, nodes = training.generation + 1, allowed_nodes(self._config)[-1]
         try:
             step = Step(number, nodes, await self._allocation.places(avoid, with_spares=True))
             step.settings = await asyncio.to_thread(self._settings)
@@ -81,10 +82,11 @@ class Standby:
         except (OSError, TimeoutError, TooFewNodes, VerlSlurmError) as error:
             await self.drop(f"the agents for the next restart do not come: {error}")
 
-    async def take(self, generation: int, avoid: Collection[str] = ()) -> Step | None:
+    async def take(self, generation: int, nodes: int, avoid: Collection[str] = ()) -> Step | None:
         """Returns the step that stands by for this restart, which is the caller's then. Any other is ended.
 
         Args:
+            nodes: of the ranks.
             avoid: nodes of the job that are lost or bad.
         """
         if self._step is None:
@@ -94,7 +96,7 @@ class Standby:
         step = self._step
         if step is not None and step.stands and step.generation == generation:
             if step.settings == settings:
-                if step.take_up(avoid):
+                if step.take_up(avoid, nodes):
                     self._step = None
                     return step
             else:

@@ -27,7 +27,7 @@ class Step:
 
     Args:
         generation: the restart.
-        nodes: of the ranks.
+        nodes: of the ranks; at least so many, while it stands by.
         places: which nodes the agents are on; None: there is no choice.
 
     Attributes:
@@ -74,17 +74,24 @@ class Step:
         if self.places.chosen and self.all_ready.is_set() and not self._open:
             self._deserted.set()
 
-    def take_up(self, avoid: Collection[str]) -> bool:
+    def take_up(self, avoid: Collection[str], nodes: int) -> bool:
         """Makes a step that stands by that of the ranks; returns False if it has too few agents for that.
 
         Args:
             avoid: nodes that are left out.
+            nodes: of the ranks.
         """
+        self._nodes = nodes
         if not self.does_without(avoid):
             return False
-        self._wanted = self._nodes
+        self._wanted = nodes
         self._count()
         return True
+
+    def expect(self, places: Places) -> None:
+        """Says where its agents will be, before it is started."""
+        self.places = places
+        self._nodes = self._wanted = len(places.chosen) or self._nodes
 
     def does_without(self, avoid: Collection[str]) -> bool:
         """Leaves nodes out; returns whether enough agents are left for the ranks."""

@@ -30,7 +30,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config import load
-from verl_slurm.config.changes import keep_step
+from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.save.ranks.boxes import local_part
 from verl_slurm.save.ranks.loader import read_whole

@@ -17,6 +17,7 @@ from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.services import service_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
+from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.reward_spec import FORMS, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
@@ -281,6 +282,7 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
                 f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
             )
     yield from option_complaints("slurm.extra", slurm.extra)
+    yield from _elastic(config)
     if slurm.spare_nodes and config.distributed.nodes == 1:
         yield Complaint(
             "slurm.spare_nodes",
@@ -290,12 +292,34 @@ def _slurm(config: RunConfig) -> Iterator[Complaint]:
         )
     # Their places among the job's nodes are counted, and would move when Slurm takes a lost node from the job.
     apart = [name for name, service in config.services.items() if service.nodes]
-    if slurm.spare_nodes and apart:
+    if config.may_lose_nodes and apart:
+        key = "slurm.spare_nodes" if slurm.spare_nodes else "distributed.min_nodes"
         yield Complaint(
-            "slurm.spare_nodes",
-            f"{slurm.spare_nodes}, and nodes of the services {', '.join(apart)}",
-            "0, or services beside the ranks",
-            f"set slurm.spare_nodes=0, or services.{apart[0]}.nodes=0",
+            key,
+            f"set, and nodes of the services {', '.join(apart)}",
+            "services beside the ranks",
+            f"remove {key}, or set services.{apart[0]}.nodes=0",
+        )
+
+
+def _elastic(config: RunConfig) -> Iterator[Complaint]:
+    shape, key = config.distributed, "distributed.min_nodes"
+    if shape.min_nodes is None:
+        return
+    if config.trainer.is_guest:
+        yield Complaint(
+            key,
+            str(shape.min_nodes),
+            "null: only the trainer here changes its shape by itself",
+            f"remove {key}",
+        )
+    elif not allowed_nodes(config) or allowed_nodes(config)[-1] != shape.min_nodes:
+        fitting = ", ".join(map(str, allowed_nodes(config))) or "none"
+        yield Complaint(
+            key,
+            str(shape.min_nodes),
+            f"a number of nodes among which a step can be divided: {fitting}",
+            "choose one of them, or batch sizes that more numbers of ranks divide",
         )
 
 

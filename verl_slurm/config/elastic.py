@@ -1,0 +1,128 @@
+"""Keeps a step the same on another number of ranks, and finds the numbers of nodes that a run may train on. Pure."""
+
+import math
+
+import msgspec
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
+from verl_slurm.config.schema import RunConfig
+
+__all__ = ["allowed_nodes", "keep_step", "on_nodes", "on_ranks", "require_same_step"]
+
+_SCALED = ("batch_size_per_device", "mini_batch_size_per_device")
+_KEPT = (
+    ("rollout", "micro_batch_size_per_device"),
+    ("rollout", "samples_per_prompt"),
+    ("train", "ppo_epochs"),
+)
+
+
+def keep_step(old: RunConfig, new: RunConfig) -> RunConfig:
+    """Returns `new` with its sizes per device scaled to its number of ranks, unless the user changed them.
+
+    A size that does not divide stays as it is; `require_same_step` reports it.
+    """
+    former, now = old.distributed.dp_size, new.distributed.dp_size
+    if former == now:
+        return new
+    train = new.train
+    for key in _SCALED:
+        # Over all ranks: this is what must stay.
+        total = getattr(old.train, key) * former
+        # A size that the user changed is not scaled: it may be meant for the new number of ranks already.
+        if getattr(train, key) == getattr(old.train, key) and total % now == 0:
+            train = msgspec.structs.replace(train, **{key: total // now})
+    if train.micro_batch_size_per_device == old.train.micro_batch_size_per_device:
+        # The largest that divides a mini-batch, and never larger than the one that fitted into memory.
+        micro = math.gcd(train.micro_batch_size_per_device, train.mini_batch_size_per_device)
+        train = msgspec.structs.replace(train, micro_batch_size_per_device=micro)
+    return msgspec.structs.replace(new, train=train)
+
+
+def require_same_step(old: RunConfig, new: RunConfig, *, where: object) -> None:
+    """Refuses a change of the number of ranks that also changes what a step is.
+
+    Args:
+        old: of the run so far, or of a checkpoint.
+        new: of this start.
+
+    Raises:
+        ConfigError: the step would change; the error gives values that fit.
+    """
+    former, now = old.distributed.dp_size, new.distributed.dp_size
+    wrong = []
+    for key in _SCALED:
+        total = getattr(old.train, key) * former
+        if getattr(new.train, key) * now != total:
+            wrong.append((f"train.{key}", getattr(new.train, key), f"{total / now:g}"))
+    for section, key in _KEPT:
+        before, given = (getattr(getattr(config, section), key) for config in (old, new))
+        if before != given:
+            wrong.append((f"{section}.{key}", given, str(before)))
+    # Records of the ledger are counted in generation micro-batches, so a rank has whole ones.
+    if not wrong and new.train.batch_size_per_device % new.rollout.micro_batch_size_per_device:
+        wrong.append(
+            (
+                "train.batch_size_per_device",
+                new.train.batch_size_per_device,
+                f"a multiple of {new.rollout.micro_batch_size_per_device}",
+            )
+        )
+    if wrong:
+        raise ConfigError(
+            f"the run has {counted(former, 'rank')} so far, and with {now} a step would be another one",
+            where=where,
+            found=", ".join(f"{key}={given}" for key, given, _ in wrong),
+            expected=", ".join(f"{key}={value}" for key, _, value in wrong),
+            remedy="choose a number of ranks that divides the batch into whole micro-batches",
+        )
+
+
+def on_nodes(config: RunConfig, nodes: int) -> RunConfig:
+    """Returns the configuration of a start on so many nodes: as many ranks on each, and a step of the same prompts in
+    the same mini-batches.
+
+    Raises:
+        ConfigError: a step cannot be divided among so many ranks.
+    """
+    shape = config.distributed
+    if nodes == shape.nodes:
+        return config
+    dp_size, rest = divmod(shape.dp_size * nodes, shape.nodes)
+    if rest or not dp_size:
+        raise ConfigError(
+            "the data-parallel ranks cannot be spread like this",
+            where="distributed.nodes",
+            found=f"{shape.dp_size} on {shape.nodes} nodes",
+            expected=f"a number that {nodes} nodes have their part of",
+        )
+    smaller = msgspec.structs.replace(shape, nodes=nodes, dp_size=dp_size, min_nodes=None)
+    now = keep_step(config, msgspec.structs.replace(config, distributed=smaller))
+    require_same_step(config, now, where="distributed.min_nodes")
+    return now
+
+
+def on_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """Returns the same for so many ranks, where the run may lose nodes. Others get `config` back.
+
+    Raises:
+        ConfigError: as `on_nodes`.
+    """
+    shape = config.distributed
+    elastic = shape.min_nodes is not None and ranks % shape.ranks_per_node == 0
+    return on_nodes(config, ranks // shape.ranks_per_node) if elastic else config
+
+
+def allowed_nodes(config: RunConfig) -> tuple[int, ...]:
+    """Returns the numbers of nodes that the ranks may have, largest first."""
+    most, least = config.distributed.nodes, config.distributed.min_nodes
+    return tuple(number for number in range(most, (least or most) - 1, -1) if _fits(config, number))
+
+
+def _fits(config: RunConfig, nodes: int) -> bool:
+    try:
+        on_nodes(config, nodes)
+    except ConfigError:
+        return False
+    return True
