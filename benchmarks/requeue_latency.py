@@ -40,6 +40,7 @@ from verl_slurm.journal.files import read_events
 _HELD = 3
 """Nodes of a job whose ranks have two, and that has a spare one."""
 _STEPS_OF_IMPORTS = 4
+_BETWEEN_S = 600.0
 _TURNS = 3
 _SCRIPT = """#!/bin/bash
 date +%s.%N >> "$1"
@@ -68,8 +69,10 @@ def plain(cluster: DevCluster, directory: Path) -> float:
     return again - asked
 
 
-def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> float:
-    """Seconds from the loss of a node to the first safe point with a spare one in its place; not the first node."""
+def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> tuple[float, float]:
+    """Seconds from the loss of a node to the first safe point with a spare one in its place, and to the first new rollout;
+    not the first node.
+    """
     after_s = "0" if standby else "null"
     run = LiveRun(cluster, root, "train.steps=8", "slurm.spare_nodes=1", f"daemon.standby_after_s={after_s}")
     run.submit().wait_phase("update")
@@ -81,11 +84,15 @@ def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> float:
     killed = datetime.now(UTC)
     fail_node(cluster, node)
     back = run.wait(lambda: run.events("training")[1:])[0]
+    new = run.wait(lambda: run.events("first_rollout")[1:])[0]
     assert run.facts().restarts == 0, "it was requeued"
     run.cancel()
     run.wait_event("ended")
     restore_node(cluster, node, timeout_s=120)
-    return (datetime.fromisoformat(back["time"]) - killed).total_seconds()
+    safe_point, rollout = (
+        (datetime.fromisoformat(event["time"]) - killed).total_seconds() for event in (back, new)
+    )
+    return safe_point, rollout
 
 
 def main() -> int:
@@ -118,7 +125,15 @@ def main() -> int:
     figures = {"plain_requeue_to_start_s": round(waits[0], 1), **msgspec.to_builtins(ours)}
     for standby, seconds in lost.items():
         how = "standing_by" if standby else "started_anew"
-        figures[f"lost_node_to_training_{how}_s"] = round(statistics.median(seconds), 2)
+        safe_points, rollouts = zip(*seconds, strict=True)
+        figures[f"lost_node_to_training_{how}_s"] = round(statistics.median(safe_points), 2)
+        figures[f"lost_node_to_first_rollout_{how}_s"] = round(statistics.median(rollouts), 2)
+    # Everything from the interruption to the first new rollout counts as lost. The waiting between is not waited for.
+    for how, lost_s in (
+        ("requeued", ours.cause_to_first_rollout),
+        ("a_spare_node", figures["lost_node_to_first_rollout_standing_by_s"]),
+    ):
+        figures[f"goodput_at_one_in_10_minutes_{how}"] = round(1 - lost_s / _BETWEEN_S, 4)
     print(json.dumps(figures) if options.json else "\n".join(f"{v:8.2f}  {k}" for k, v in figures.items()))
     return 0
 

@@ -1,6 +1,7 @@
 """What a lead does last."""
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from verl_slurm.base.fence import Epoch, take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Event, StartOverruled
 
 
 class OfACancelledJob(LocalAllocation):
@@ -50,6 +52,17 @@ def test_a_run_that_ends_for_good_takes_its_requeue_back_first(paths: RunPaths) 
     events = read_events(paths)
     assert [event["event"] for event in events] == ["started", "notice", "ended"]
     assert events[1]["text"] == "Requeue=0: the job ends here"
+
+
+class OfAJournalWithAnything(OfACancelledJob):
+    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+        raise ValueError("Invalid isoformat string: 'soon'")
+
+
+def test_a_start_time_in_the_journal_that_is_none_keeps_no_attempt_from_its_start(paths: RunPaths) -> None:
+    config = RunConfig()
+    lead = Lead(paths, config, OfAJournalWithAnything(config, paths))
+    assert asyncio.run(lead.run()) is ExitCode.CANCELLED
 
 
 class OnStorageThatIsAway(LocalAllocation):

@@ -15,6 +15,7 @@ from verl_slurm_daemon.lead.step import Step
 from tests.builders import run_config, write_config
 from tests.fakes.allocation import ScriptedAllocation
 from tests.journals import read_events
+from verl_slurm.base.errors import DataError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import GuestConfig
 from verl_slurm.wire.messages import AgentReady
@@ -102,6 +103,43 @@ def test_an_edited_configuration_is_started_with_anew(tmp_path: Path) -> None:
         assert await stage.standby.take(2, 1) is None
 
     assert played(tmp_path, story) == ["the run's configuration or code was changed"]
+
+
+def test_a_record_of_the_code_that_cannot_be_read_keeps_agents_from_standing_by_and_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaged(paths: RunPaths) -> None:
+        raise DataError("the record of the code is damaged")
+
+    async def story(stage: Stage) -> None:
+        monkeypatch.setattr("verl_slurm_daemon.lead.standby.read_record", damaged)
+        stage.training.processes = await stage.allocation.start_step([])
+        stage.training.training.set()
+        await stage.standby.start_after(stage.training)
+        assert stage.allocation.steps == 1, "that of the ranks"
+
+    assert played(tmp_path, story) == []
+
+
+def test_agents_of_the_other_nodes_go_on_standing_by_without_one_that_is_gone(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        stage.allocation.nodes = ("n1", "n2")
+        starting = asyncio.create_task(stage.standby.start_after(stage.training))
+        stage.training.processes = await stage.allocation.start_step([])
+        stage.allocation.step_started.clear()
+        stage.training.training.set()
+        await stage.allocation.step_started.wait()
+        step = stage.standby.joined_by(2)
+        for number, node in enumerate(stage.allocation.nodes):
+            ready = AgentReady(node=node, node_id=number, address="127.0.0.1", free_port=1)
+            step.join(Link(), ready)  # type: ignore[arg-type]
+        await starting
+        await stage.standby.lose("n1", "node n1: its agent is gone")
+        assert await stage.standby.take(2, 1, ["n1"]) is step
+        assert [one.node for one in step.settle()] == ["n2"]
+        await step.end()
+
+    assert played(tmp_path, story) == ["node n1: its agent is gone; those of the other nodes stand by"]
 
 
 def test_an_agent_that_nobody_waits_for_any_more_is_told_to_go(tmp_path: Path) -> None:
