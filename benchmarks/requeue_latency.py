@@ -70,8 +70,8 @@ def plain(cluster: DevCluster, directory: Path) -> float:
 
 
 def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> tuple[float, float]:
-    """Seconds from the loss of a node to the first safe point with a spare one in its place, and to the first new rollout;
-    not the first node.
+    """Seconds from the loss of a node, not the first, to the first safe point with a spare one in its place, and to the
+    first new rollout.
     """
     after_s = "0" if standby else "null"
     run = LiveRun(cluster, root, "train.steps=8", "slurm.spare_nodes=1", f"daemon.standby_after_s={after_s}")

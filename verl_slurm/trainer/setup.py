@@ -63,7 +63,7 @@ from verl_slurm.trainer.rollout.engines import build_engine
 from verl_slurm.trainer.rollout.records import SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
-from verl_slurm.trainer.state.pinned_model import pinned_model
+from verl_slurm.trainer.state.pinned_model import fingerprint_once, pinned_model
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.trainer.state.train_state import fresh_state
 from verl_slurm.trainer.step import Learner
@@ -170,7 +170,8 @@ def _build_loop(
     grid = make_grid(topology_of(config), device, ranks)
     roles = trained_roles(config.train)
     # Whatever reads the model's files stands in this block: models, tokenizer and engine get the fingerprinted bytes.
-    with pinned_model(model_path, digests.model) as pinned:
+    memory = paths.models_read(epoch) / f"{this_node()}.json"
+    with pinned_model(model_path, digests.model, memory) as pinned:
         # A file may be unreadable on one node alone; the other ranks hear of it here and not in a collective.
         ranks.together("opening the model", pinned.fill)
         models = build_models(
@@ -219,6 +220,8 @@ def _build_loop(
         )
         # Last in the block: the files are hashed in threads beside the loading.
         ranks.together("holding the model to its fingerprint", pinned.verify)
+        if local_rank == 0:
+            pinned.remember()
     # Digests and template as rank 0 read them, never the files as they are now: swapped ones must not train.
     prompts = partial(
         PromptData,
@@ -377,8 +380,8 @@ def _first_look(
     recorded = read_fingerprint(paths) if session.has_daemon else None
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
-    # Read in full at each start: `pinned_model` holds the files that are loaded against these digests.
-    seen = {role: fingerprint(path) for role, path in models.items()}
+    # `pinned_model` holds the files that are loaded against these digests.
+    seen = {role: fingerprint_once(paths, session.epoch, role, path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
         _store(paths, {path: seen[role] for role, path in models.items()}, session)
     # What does not train decides the numbers as much as the weights do: the manifest has its digests, a resume asks.
