@@ -188,7 +188,7 @@ faults: $(READY) ## every state a crash may leave, every error at every write; a
 	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
 
 families: $(READY) ## every model family of docs/models.md: a step of PPO and of GRPO, and interrupted (some minutes)
-	VERL_SLURM_FAMILIES=all $(BIN)/python -m pytest -p no:cacheprovider -q -s tests/trainer/test_families.py tests/trainer/test_family_runs.py
+	VERL_SLURM_FAMILIES=all $(BIN)/python -m pytest -p no:cacheprovider -q -s tests/trainer/test_families.py tests/trainer/test_family_runs.py tests/trainer/parallel/test_cut_families.py
 
 gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'

@@ -112,6 +112,7 @@ def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it
     assert status["last_interruption"]["resumed"] == saved["name"]
 
 
+@pytest.mark.soak  # test_observability.py has an alert do it
 @pytest.mark.long
 def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRun) -> None:
     run.submit()
@@ -125,6 +126,7 @@ def test_an_operators_usr1_saves_and_training_goes_on(run: LiveRun, twin: LiveRu
     assert run.facts().restarts == 0
 
 
+@pytest.mark.soak  # the campaign; without Slurm: tests/daemon/test_standby.py
 @pytest.mark.long
 @pytest.mark.scenario("P01")
 def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveRun, twin: LiveRun) -> None:
@@ -137,6 +139,7 @@ def test_a_killed_rank_is_restarted_in_place_and_replays_its_rollouts(run: LiveR
     assert run.facts().restarts == 0, "restarted in place, not through the queue"
 
 
+@pytest.mark.soak  # test_spare_nodes.py; without Slurm: tests/daemon/test_standby.py
 @pytest.mark.long
 def test_a_killed_rank_is_replaced_by_one_that_stood_by(run: LiveRun, twin: LiveRun) -> None:
     run.argv.append("daemon.standby_after_s=0")
@@ -149,6 +152,7 @@ def test_a_killed_rank_is_replaced_by_one_that_stood_by(run: LiveRun, twin: Live
     assert run.facts().restarts == 0
 
 
+@pytest.mark.soak  # the campaign
 @pytest.mark.long
 def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
     run: LiveRun, twin: LiveRun
@@ -278,6 +282,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_is_used(
     ends_like(run, twin)
 
 
+@pytest.mark.soak  # test_templates.py
 @pytest.mark.long
 def test_the_sbatch_template_runs_the_same_job_without_submitit(run: LiveRun, twin: LiveRun) -> None:
     run.cli("submit", *run.argv, "--prepare-only")

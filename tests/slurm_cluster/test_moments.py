@@ -139,6 +139,7 @@ def test_a_preemption_shows_in_its_grace_time_and_as_a_requeue_at_its_end(job: J
     assert late.kind == "requeued", late.evidence
 
 
+@pytest.mark.soak  # make test-slurm-versions
 def test_a_preemption_of_a_job_that_may_not_be_requeued_is_no_cancel(job: Job) -> None:
     job.submit("--no-requeue")
     preempt(job.cluster, job.number, hold_s=1)
@@ -170,6 +171,7 @@ def test_a_cancel_in_the_grace_time_is_no_preemption(job: Job) -> None:
     assert cause.kind == "cancel", cause.evidence
 
 
+@pytest.mark.soak  # test_interruptions.py
 def test_an_operators_requeue_is_one(job: Job) -> None:
     job.submit()
     job.slurm("scontrol", "requeue", str(job.number))
@@ -177,6 +179,7 @@ def test_an_operators_requeue_is_one(job: Job) -> None:
     assert cause.kind == "requeued", cause.evidence
 
 
+@pytest.mark.soak  # make test-slurm-versions
 def test_a_job_that_stands_still_is_not_ended(job: Job) -> None:
     job.submit()
     job.slurm("scontrol", "suspend", str(job.number))
@@ -189,6 +192,7 @@ def test_a_job_that_stands_still_is_not_ended(job: Job) -> None:
     assert stopped.kind == "suspended", stopped.evidence
 
 
+@pytest.mark.soak  # make test-slurm-versions
 def test_a_batch_process_that_is_killed_is_a_failure(job: Job) -> None:
     job.submit()
     _kill_batch(job)
@@ -210,6 +214,7 @@ def test_a_node_that_is_lost_is_named(job: Job) -> None:
         restore_node(job.cluster, lost)
 
 
+@pytest.mark.soak  # make test-slurm-versions
 def test_a_node_down_of_a_job_that_may_not_be_requeued_is_a_failure(job: Job) -> None:
     job.submit("--no-requeue")
     node = job.other_node()
@@ -223,6 +228,7 @@ def test_a_node_down_of_a_job_that_may_not_be_requeued_is_a_failure(job: Job) ->
         job.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
 
 
+@pytest.mark.soak  # test_interruptions.py
 def test_the_time_limit_is_named(job: Job) -> None:
     job.submit()
     job.slurm("scontrol", "update", f"JobId={job.number}", "EndTime=now+20seconds")

@@ -9,6 +9,7 @@ from tests.harness import LiveRun, ends_like
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
+@pytest.mark.soak  # the causes: test_moments.py; suspended: the campaign
 @pytest.mark.long
 @pytest.mark.scenario("L07")
 def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_they_go_on(

@@ -67,6 +67,7 @@ def no_grace(cluster: DevCluster) -> Iterator[None]:
     run.slurm("scontrol", "update", "partitionname=preemptible", "gracetime=30")
 
 
+@pytest.mark.soak  # much like the test before it
 @pytest.mark.scenario("L02")
 def test_where_a_preemption_leaves_no_time_for_a_save_the_ledger_brings_the_rollouts_back(
     no_grace: None, cluster: DevCluster, twin: LiveRun, tmp_path: Path

@@ -71,6 +71,7 @@ def test_half_of_the_nodes_are_lost_one_by_one_and_replaced_inside_the_job(
     assert run.facts().restarts == 0, "no requeue"
 
 
+@pytest.mark.soak  # without the other ranks standing by: the test before it
 def test_a_lost_node_is_replaced_by_ranks_that_are_started_anew(
     run: LiveRun, twin: LiveRun, nodes: Nodes
 ) -> None:
@@ -85,6 +86,7 @@ def test_a_lost_node_is_replaced_by_ranks_that_are_started_anew(
     assert len(run.events("restart")) == 2
 
 
+@pytest.mark.soak  # what is decided: tests/daemon/test_spare_nodes.py
 def test_without_a_spare_node_left_the_job_is_requeued(
     run: LiveRun, twin: LiveRun, cluster: DevCluster, nodes: Nodes
 ) -> None:
@@ -101,6 +103,7 @@ def test_without_a_spare_node_left_the_job_is_requeued(
     ends_like(run, twin)
 
 
+@pytest.mark.soak  # minutes, until Slurm notices
 def test_a_lost_first_node_is_requeued_by_the_agents_of_the_others(
     run: LiveRun, twin: LiveRun, nodes: Nodes
 ) -> None:

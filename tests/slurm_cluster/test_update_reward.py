@@ -127,6 +127,7 @@ def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_li
     assert ledger_stats(run.paths).duplicates == ()
 
 
+@pytest.mark.soak  # without Slurm: tests/trainer/test_reward_swap.py
 def test_what_is_asked_while_nobody_listens_yet_or_any_more_is_taken_all_the_same(
     run: LiveRun, cluster: DevCluster, tmp_path: Path
 ) -> None:

@@ -64,6 +64,7 @@ def test_each_damage_is_found_and_the_tracker_points_to_the_newest_whole_step(pl
     shutil.rmtree(directory)
 
 
+@pytest.mark.soak  # what verl does alone
 def test_plain_verl_goes_on_from_a_repaired_directory_to_the_undisturbed_weights(place: Path) -> None:
     directory = interrupted(place, "repaired")
     {case.name: case for case in CASES}["bit"].strike(directory / "global_step_6", directory / TRACKER)

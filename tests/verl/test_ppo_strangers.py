@@ -132,6 +132,7 @@ def ppo_config(root: Path, steps: int) -> Path:
     return config
 
 
+@pytest.mark.soak  # those of Ray: test_ray.py
 @pytest.mark.scenario("SEC01")
 def test_another_user_gets_no_answer_at_the_ports_of_verls_ppo(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory

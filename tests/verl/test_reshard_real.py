@@ -92,6 +92,7 @@ def test_two_ranks_then_three_one_and_two_load_the_same_bits_and_train_on(
         former = later
 
 
+@pytest.mark.soak  # the test before it, and back
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: str(form[0]))
 def test_there_and_back_gives_every_rank_its_own_numbers_again(
     tmp_path: Path, form: tuple[str, bool]
@@ -107,6 +108,7 @@ def test_there_and_back_gives_every_rank_its_own_numbers_again(
     assert all("extra_state_world_size_2_rank_1.pt.rng." in name for name in found)
 
 
+@pytest.mark.soak  # the test before it, the other way
 def test_one_rank_of_fsdp1_and_three_understand_each_other(tmp_path: Path) -> None:
     """One rank of FSDP1 divides nothing, and its files have no DTensor."""
     form = ("fsdp", True)

@@ -93,6 +93,7 @@ def test_asked_in_mid_step_and_killed_behind_an_epochs_end_it_ends_bit_for_bit_a
     assert not (paths.root / "work").exists() or not list((paths.root / "work").glob("*/global_step_*"))
 
 
+@pytest.mark.soak  # what verl does alone
 def test_verl_alone_ends_at_an_epochs_end_and_our_entry_in_front_goes_on(
     straight: RunPaths, sums: dict[str, object], tmp_path: Path
 ) -> None:

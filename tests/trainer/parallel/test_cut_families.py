@@ -1,4 +1,7 @@
-"""Every family that has a tensor-parallel plan, cut over two ranks, trains as its whole self does."""
+"""Every family that has a tensor-parallel plan, cut over two ranks, trains as its whole self does.
+
+`make test-long` takes every third of them; `make families` (VERL_SLURM_FAMILIES=all) all.
+"""
 
 import json
 import os
@@ -16,7 +19,8 @@ from verl_slurm.config.families import FAMILIES
 pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 WORKER = Path(__file__).with_name("cut_worker.py")
-CUT = [name for name in TINY if not FAMILIES[name.partition("-")[0]].tp]
+ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
+CUT = [name for name in TINY if not FAMILIES[name.partition("-")[0]].tp][:: 1 if ALL else 3]
 
 
 @pytest.fixture(scope="module")
