@@ -30,7 +30,7 @@ class ScriptedAllocation:
         self.steps = 0
         self.nodes: tuple[str, ...] = ()
         """Of the job, if it has spare ones."""
-        self.ranks_nodes = 1
+        self.ranks_nodes, self.idle = 1, 0
         self.avoided: list[tuple[str, ...]] = []
         self.step_started = asyncio.Event()
 
@@ -72,6 +72,9 @@ class ScriptedAllocation:
         if not self.nodes:
             return Places()
         return choose_places(self.nodes, avoid, (self.ranks_nodes,), with_spares=with_spares)
+
+    async def idle_nodes(self) -> int:
+        return self.idle
 
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()

@@ -140,3 +140,23 @@ def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
     assert len(_chosen(run)["train"]) == 2
     stats = ledger_stats(run.paths)
     assert (stats.duplicates, stats.problems) == ((), ())
+
+
+@pytest.mark.soak  # the lead looks for idle nodes every two minutes
+def test_a_run_that_found_one_node_is_requeued_onto_two_when_they_are_idle(run: LiveRun) -> None:
+    others = run.slurm(
+        "sbatch", "--parsable", "--partition=preemptible", "--nodes=3", "--wrap=sleep 600"
+    ).strip()
+    try:
+        run.argv += ["distributed.min_nodes=1", "train.steps=1000", "daemon.standby_after_s=null"]
+        run.submit()
+        run.wait_event("training")
+        assert len(_chosen(run)["train"]) == 1
+    finally:
+        run.slurm("scancel", others)
+    cause = run.wait_event("cause", cause="growth")
+    assert "from 1 to 2" in cause["evidence"]
+    run.wait_event("started", requeues=1)
+    run.wait_event("training", after=len(run.events()) - 1)
+    assert len(_chosen(run)["train"]) == 2
+    assert not run.events("degraded")

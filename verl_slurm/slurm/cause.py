@@ -52,6 +52,7 @@ CauseKind = Literal[
     "failed",
     "operator",
     "operator_requeue",
+    "growth",
     "cancel",
     "requeued",
     "node_lost",
@@ -75,7 +76,8 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     requeued. `none`: all is well. `unknown`: Slurm cannot be asked, or reports something that fits nothing. `failed`:
     Slurm ends the job because something broke (a node of one that it may not requeue), and it will not run again by
     itself. An agent reports these, never Slurm: `reclaimed`, the cloud takes a node back; `bad_node`, a node failed a
-    check before its ranks started; `service`, one that the run needs cannot be started again."""
+    check before its ranks started; `service`, one that the run needs cannot be started again. The lead itself finds
+    `growth`: idle nodes for a run that has fewer than it may have."""
     evidence: str
     deadline: datetime | None = None
     """Time at which Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or the

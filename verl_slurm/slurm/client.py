@@ -19,6 +19,7 @@ from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 from verl_slurm.slurm.parse import (
+    IDLE,
     ended_as,
     parse_config,
     parse_config_time,
@@ -185,6 +186,11 @@ class SlurmClient:
         # sinfo: far less text than all nodes by scontrol, and `run_command` cuts at 1 MiB.
         argv = commands.list_nodes(partition)
         return parse_usable_nodes(await self._ask(argv, "Slurm has no such partition", partition))
+
+    async def usable_and_idle(self, partition: str) -> tuple[dict[str, str], list[str]]:
+        """Returns the same, and which of them are idle. Raises as `job`."""
+        text = await self._ask(commands.list_nodes(partition), "Slurm has no such partition", partition)
+        return parse_usable_nodes(text), list(parse_usable_nodes(text, IDLE))
 
     async def own_job_with(self, script: str) -> str:
         """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""

@@ -9,6 +9,7 @@ usual local `2026-11-21T00:42:58` is understood too. All datetimes here are in U
 """
 
 import re
+from collections.abc import Collection
 from datetime import UTC, datetime
 
 import msgspec
@@ -17,6 +18,7 @@ from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
 __all__ = [
+    "IDLE",
     "ended_as",
     "parse_config",
     "parse_config_time",
@@ -229,11 +231,15 @@ def parse_lost_nodes(text: str) -> tuple[str, ...]:
 
 
 # In sinfo's short and long words.
+IDLE = frozenset({"idle"})
 _USABLE = frozenset({"alloc", "allocated", "comp", "completing", "idle", "mix", "mixed", "planned", "plnd"})
 
 
-def parse_usable_nodes(text: str) -> dict[str, str]:
+def parse_usable_nodes(text: str, states: Collection[str] = _USABLE) -> dict[str, str]:
     """Parses the output of `commands.list_nodes`: the nodes that jobs run on now or may at once, and the kind of each.
+
+    Args:
+        states: that count.
 
     Returns:
         By name `features|generic resources`; nodes with the same words count as alike.
@@ -243,7 +249,7 @@ def parse_usable_nodes(text: str) -> dict[str, str]:
         name, _, rest = line.strip().partition("|")
         state, _, kind = rest.partition("|")
         # `idle*` does not respond, `idle~` is powered down: neither counts
-        if state in _USABLE:
+        if state in states:
             usable[name] = kind
     return usable
 

@@ -110,6 +110,9 @@ class Allocation(Protocol):
             OSError: Slurm does not say which nodes the job has.
         """
 
+    async def idle_nodes(self) -> int:
+        """Returns how many more nodes like those of this job are idle; 0 also if the scheduler does not say."""
+
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
     ) -> list[asyncio.subprocess.Process]:

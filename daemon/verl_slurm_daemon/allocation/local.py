@@ -89,6 +89,9 @@ class LocalAllocation:
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
         return Places()
 
+    async def idle_nodes(self) -> int:
+        return 0
+
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
     ) -> list[asyncio.subprocess.Process]:

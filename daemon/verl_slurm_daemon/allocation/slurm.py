@@ -416,6 +416,17 @@ class SlurmAllocation:
             raise OSError(f"the names of the job's nodes: {error}") from error
         return choose_places(names, avoid, allowed_nodes(self._config), with_spares=with_spares)
 
+    async def idle_nodes(self) -> int:
+        try:
+            facts = await self._client.job(self._job.job_id)
+            own = await self._client.expand(facts.node_list or self._job.node_list)
+            usable, idle = await self._client.usable_and_idle(facts.partition.split(",")[0])
+        except VerlSlurmError:
+            return 0
+        # Others may lack what a constraint or a GPU request asks for.
+        kinds = {usable.get(name) for name in own}
+        return sum(usable[name] in kinds for name in idle)
+
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
     ) -> list[asyncio.subprocess.Process]:

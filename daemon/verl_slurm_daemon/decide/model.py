@@ -146,7 +146,7 @@ class Model(msgspec.Struct, frozen=True):
     @property
     def saves_unbounded(self) -> bool:
         """Returns whether this is a save before the end without a deadline: Slurm does not want the nodes."""
-        return self.state is State.SAVING and self.cause in ("operator_requeue", "service")
+        return self.state is State.SAVING and self.cause in ("operator_requeue", "growth", "service")
 
 
 class Decision(msgspec.Struct, frozen=True):

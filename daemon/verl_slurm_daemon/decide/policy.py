@@ -212,7 +212,8 @@ def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
 
 
 def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
-    if event.kind == "none" or (model.state is State.LEAVING and event.kind != "cancel"):
+    leaving = model.state is State.LEAVING and event.kind != "cancel"
+    if event.kind == "none" or leaving or (event.kind == "growth" and model.state is not State.RUNNING):
         # Leaving already: the requeue's own TERM, or a preemption of a job that ends anyway.
         return Decision(model)
     left = None if event.seconds_left is None else round(event.seconds_left, 1)
@@ -223,10 +224,10 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         # The ranks stand still with the job, so they could not save.
         case "suspended":
             return Decision(model, (note,))
-        case (
-            "preemption" | "time_limit" | "failed" | "operator_requeue" | "reclaimed" | "bad_node" | "service"
-        ):
+        case "preemption" | "time_limit" | "failed" | "reclaimed" | "bad_node" | "service":
             intent = model.intent or Intent.REQUEUE  # a cancel that came before stays a cancel
+        case "operator_requeue" | "growth":
+            intent = model.intent or Intent.REQUEUE
         # This replaces an intent to requeue (rule 1). It is saved all the same: the user may submit the run again.
         case "cancel":
             intent = Intent.CANCELLED

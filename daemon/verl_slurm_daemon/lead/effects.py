@@ -58,6 +58,7 @@ from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.decide.completion import nothing_left
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.bad_nodes import places_seen, write_down
+from verl_slurm_daemon.lead.growing import watch_growth
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 from verl_slurm_daemon.lead.requeueing import requeue
 from verl_slurm_daemon.lead.resharding import fit_ranks
@@ -220,6 +221,7 @@ class Effects:
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(step, point))
         self._spawn(self._standby.start_after(step, avoid))
+        self._spawn(watch_growth(self._paths, self._config, self._allocation, step, self._post))
         watch = asyncio.create_task(self._watch_pace(generation))
         code = await step.wait()
         watch.cancel()
@@ -238,11 +240,10 @@ class Effects:
             OSError, VerlSlurmError: nothing was started.
         """
         point = await self._resume_point()
-        # run.yaml may have been edited while the job waited or since the last restart, and the ranks read the file
-        # themselves.
+        # run.yaml may have been edited while the job waited, or since; and the ranks read the file themselves.
         await asyncio.to_thread(self._require_unchanged, point)
-        array, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), self._allocation.job_id
-        done = nothing_left(self._config, point.manifest, read_events(self._paths), job_id, array)
+        job = self._allocation.job_id, os.environ.get("SLURM_ARRAY_JOB_ID")
+        done = nothing_left(self._config, point.manifest, read_events(self._paths), *job)
         if not done and not await fit_ranks(self._config, point, self._step.leaving, self._journal):
             return inputs.GenerationEnded(0)
         if not done:
@@ -252,8 +253,7 @@ class Effects:
         self._paths.resume_once.unlink(missing_ok=True)
         if done:
             return inputs.AllDone(point.name, done)
-        leaving = self._step.leaving
-        await self._services.start(leaving)
+        await self._services.start(leaving := self._step.leaving)
         places = await self._allocation.places(self._lost)
         now = on_nodes(self._config, len(places.chosen) or self._config.distributed.nodes)
         self._post(inputs.Shaped(now.speakers))

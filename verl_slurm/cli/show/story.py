@@ -39,6 +39,7 @@ _PLAIN = {
     "service": "a service that the run needs cannot be started again",
     "operator": "an operator asked for a save",
     "operator_requeue": "an operator asked for a requeue",
+    "growth": "more nodes are idle",
 }
 # A hostile event may have 8 MiB of such mentions. So a match takes the rest of the text, and a false one fails soon.
 _RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S{1,64} .*", re.DOTALL)

@@ -94,7 +94,7 @@ class RunNumbers:
                 self._why = "submitted"
             case Cause(cause="failed"):  # of all that can fail, a lead lives to see a lost node
                 self._why = "node_lost"
-            case Cause(cause="operator_requeue"):
+            case Cause(cause="operator_requeue" | "growth"):
                 self._why = "requeued"
             case Cause(cause=cause) if cause in RESTART_CAUSES:
                 self._why = cause

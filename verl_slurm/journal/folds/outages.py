@@ -39,6 +39,7 @@ _ENDING = frozenset(
         "node_lost",
         "failed",
         "operator_requeue",
+        "growth",
         "reclaimed",
         "bad_node",
         "service",
