@@ -5,7 +5,6 @@ a checkpoint's tensors can be exported as they are.
 """
 
 import contextlib
-import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -266,11 +265,10 @@ def build_models(
     """
     shape = shape or DistributedConfig()
     # Whole on each rank first: the cuts work on Hugging Face's own modules.
-    reference = load_causal_lm(path, dtype=dtype, attention=attention).to(device)
-    # Copied in memory: reading it once more takes several times as long.
-    actor = copy.deepcopy(reference)
-    critic = ValueModel(copy.deepcopy(reference)).to(device).eval() if "critic" in roles else None
-    reference.requires_grad_(False)
+    # Each from the file: what is loaded are views of it, which a copy in memory would only make several times slower.
+    actor = load_causal_lm(path, dtype=dtype, attention=attention).to(device)
+    critic = load_critic(path, dtype=dtype, attention=attention).to(device) if "critic" in roles else None
+    reference = load_causal_lm(path, dtype=dtype, attention=attention).to(device).requires_grad_(False)
     return Models(
         _shard(actor, mesh, shape),
         None if critic is None else _shard(critic, mesh, shape),
