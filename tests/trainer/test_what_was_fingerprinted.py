@@ -147,7 +147,7 @@ def test_a_later_start_of_an_attempt_hashes_again_what_was_touched_and_nothing_e
     def start(epoch: int) -> int:
         """How many weights' files it hashed, on the way in and when they are loaded."""
         hashed.clear()
-        seen = module.fingerprint_once(paths, epoch, "reference", model)
+        seen = module.fingerprint_once(model, paths.models_read(epoch), "reference")
         with module.pinned_model(model, seen.digests(), paths.models_read(epoch) / "n1.json") as pinned:
             pinned.fill()
             pinned.verify()
@@ -158,10 +158,10 @@ def test_a_later_start_of_an_attempt_hashes_again_what_was_touched_and_nothing_e
     assert start(2) == 1, "another attempt reads all"
     assert not paths.models_read(1).exists()
     weights = model / "model.safetensors"
-    recorded, stamp = module.fingerprint_once(paths, 2, "reference", model), weights.stat()
+    recorded, stamp = module.fingerprint_once(model, paths.models_read(2), "reference"), weights.stat()
     weights.write_bytes(_other_weights(model))
     os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert module.fingerprint_once(paths, 2, "reference", model).digest != recorded.digest
+    assert module.fingerprint_once(model, paths.models_read(2), "reference").digest != recorded.digest
     memory = paths.models_read(2) / "n1.json"
     with (
         pytest.raises(DatasetDrift, match=r"model\.safetensors"),

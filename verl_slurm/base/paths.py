@@ -121,8 +121,8 @@ class RunPaths:
         return self.control / "trained_with.yaml"
 
     def models_read(self, epoch: int) -> Path:
-        """What this attempt has read and hashed of the models: a later start of its ranks reads it again only if a file
-        was touched."""
+        """What this attempt has read and hashed of the models, and of their copies in `frozen`: a later start of its
+        ranks reads them again only if a file was touched."""
         return self.control / f"models_read-{epoch}"
 
     @property

@@ -32,7 +32,7 @@ from verl_slurm.base.mounts import mount_of
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.scratch import Scratch
 from verl_slurm.dataset.fingerprint.cache import is_settled
-from verl_slurm.dataset.fingerprint.record import Fingerprint, remember, survey
+from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint, remember, survey
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 __all__ = ["PinnedModel", "fingerprint_once", "pinned_model"]
@@ -175,11 +175,17 @@ class PinnedModel:
         )
 
 
-def fingerprint_once(paths: RunPaths, epoch: int, role: str, model: Path) -> Fingerprint:
-    """Returns a model's fingerprint: read in full at an attempt's first start, and then where a file was touched."""
-    memory = paths.models_read(epoch)
+def fingerprint_once(model: Path, memory: Path | None, role: str) -> Fingerprint:
+    """Returns a model's fingerprint: read in full at an attempt's first start, and then where a file was touched.
+
+    Args:
+        memory: `RunPaths.models_read` of the attempt; None: it is read in full.
+        role: of the model.
+    """
+    if memory is None:
+        return fingerprint(model)
     if not memory.is_dir():
-        for former in paths.control.glob(paths.models_read(0).name.replace("0", "*")):
+        for former in memory.parent.glob(RunPaths(".").models_read(0).name.replace("0", "*")):
             shutil.rmtree(former, ignore_errors=True)
     cache = memory / f"{role}.hashes"
     seen = survey(model, cache=cache)
