@@ -183,6 +183,8 @@ def test_an_existing_run_keeps_the_built_in_it_was_started_with() -> None:
         ([], {}, ""),
         ([], {"state": "DOWN"}, "its state is DOWN"),
         (["distributed.nodes=5", "distributed.dp_size=5"], {}, "4 nodes in it, 5 asked for"),
+        (["slurm.spare_nodes=3"], {}, "4 nodes in it, 5 asked for"),
+        (["slurm.spare_nodes=3", "distributed.min_nodes=1"], {}, ""),
         ([], {"max_nodes": 1}, "at most 1 node a job, 2 asked for"),
         ([], {"max_time_s": 1800}, "at most 30 min a job, 60 asked for"),
         (["slurm.cpus_per_node=5"], {}, "8 CPUs in it, 2 x 5 asked for"),

@@ -16,6 +16,7 @@ from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
+    from verl_slurm.config.schema import RunConfig
     from verl_slurm.dataset.fingerprint.record import Drift
     from verl_slurm.submit.plan import SubmissionPlan
 
@@ -182,7 +183,7 @@ def submit(
         kind = "a new run" if done.new_run else "goes on"
         render.fields(
             [
-                ("job", f"{done.job_id} {where}, {counted(plan.config.all_nodes, 'node')}, {kind}"),
+                ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
                 *plan.inputs,
                 *(("code", line) for line in plan.code.lines()),
                 ("run directory", done.run_dir),
@@ -264,6 +265,12 @@ def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
     # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
     return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
+
+
+def _nodes(config: "RunConfig") -> str:
+    most, least, spare = config.all_nodes, config.distributed.min_nodes, config.slurm.spare_nodes
+    asked = counted(most, "node") if least in (None, most) else f"{least} to {most} nodes"
+    return f"{asked}, {spare} of them spare" if spare else asked
 
 
 class _Confirm:
