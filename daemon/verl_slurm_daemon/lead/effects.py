@@ -107,7 +107,7 @@ class Effects:
         self._mover = TierMover(paths, config, journal)
         host_argv = partial(service_host_argv, sys.executable, paths, epoch)
         self._services = Services(config, allocation, journal, host_argv, post)
-        self.refusals = Refusals(REASONS, self._tell_of_stranger)
+        self.refusals = Refusals(REASONS, lambda *told: journal.write(ev.Stranger(*told)))
         self.exit: tuple[ExitCode, str] | None = None
         self.left_clean = True
         """Whether the newest step ended by itself. If not, a node that hangs may keep the job for a while."""
@@ -175,9 +175,6 @@ class Effects:
                 self.exit = (code, reason)
             case _:
                 assert_never(action)
-
-    def _tell_of_stranger(self, reason: str, peer: str, total: int) -> None:
-        self._journal.write(ev.Stranger(reason, peer, total))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -256,7 +253,8 @@ class Effects:
         await self._services.start(leaving := self._step.leaving)
         places = await self._allocation.places(self._lost)
         now = on_nodes(self._config, len(places.chosen) or self._config.distributed.nodes)
-        self._post(inputs.Shaped(now.speakers))
+        if self._config.may_lose_nodes:
+            self._post(inputs.Shaped(now.speakers))
         self._pace = PaceWatch.of(now)
         standby = await self._standby.take(generation, now.distributed.nodes, self._lost)
         if leaving.is_set():  # a cancel came meanwhile, or a service cannot be started
@@ -361,8 +359,9 @@ class Effects:
                     step = self._standby.joined_by(message.generation)
                     step.listeners.add(task)
                 case NodeExited() if step is not self._step:
-                    link.send(Shutdown())
-                    lose_standby(f"node {message.node}: {message.detail}")
+                    if not step.leaving.is_set():  # else it was told to leave, and hears nothing more
+                        link.send(Shutdown())
+                        lose_standby(f"node {message.node}: {message.detail}")
                 case AgentReady():
                     node = message.node
                     step.join(link, message)
