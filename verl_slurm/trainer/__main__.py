@@ -77,8 +77,9 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     from verl_slurm.trainer.place import Place, process_group
     from verl_slurm.trainer.setup import build_loop
 
+    config = load_own(paths.run_yaml)
     place = Place.from_environ(os.environ)
-    config = on_ranks(load_own(paths.run_yaml), place.world_size)
+    config = on_ranks(config, place.world_size)
     with process_group(config, place) as (device, ranks):
         if control := os.environ.get(CONTROL_VARIABLE):
             write_on_request(Path(control), place.rank)
