@@ -28,7 +28,7 @@ CASES: dict[str, tuple[str, ...]] = {
     for shape in _SHAPES
 }
 """Name → what is set beside the campaign's own settings."""
-BY_NAME = {"ppo-spares": ("slurm.spare_nodes=2", "daemon.standby_after_s=1")}
+BY_NAME = {"ppo-spares": ("slurm.spare_nodes=1", "daemon.standby_after_s=1")}
 """More of them, which `all` leaves out."""
 
 

@@ -460,6 +460,11 @@ class RunConfig(Section, frozen=True):
         return self.distributed.nodes + self.slurm.spare_nodes
 
     @property
+    def least_nodes(self) -> int:
+        """Returns the number of the ranks' nodes below which the job does not start."""
+        return self.distributed.min_nodes or self.distributed.nodes
+
+    @property
     def may_lose_nodes(self) -> bool:
         """Returns whether the job goes on without a node that is lost."""
         return self.slurm.spare_nodes > 0 or self.distributed.min_nodes is not None

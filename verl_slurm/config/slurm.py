@@ -26,8 +26,9 @@ class SlurmConfig(Section, frozen=True):
     extra: dict[str, str | int | bool] = {}
     """Further sbatch options by their long names, e.g. {constraint: a100}."""
     spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
-    """Nodes that the job holds beyond those that train. One takes the place of a node that is lost, without a requeue
-    (`--no-kill`). Idle until then, and paid for; not of use for the first node, which runs the batch script."""
+    """Nodes that the job holds beyond those that train; it starts with fewer where Slurm has no more. One takes the
+    place of a node that is lost, without a requeue (`--no-kill`). Idle until then, and paid for; not of use for the
+    first node, which runs the batch script."""
     successor: bool = True
     """If Slurm may not requeue the job (--no-requeue, or the site's rule): queue another job that follows it."""
     expedite: Literal["auto", "never"] = "auto"

@@ -71,7 +71,7 @@ def sbatch_parameters(
     if avoids:
         own = additional.get("exclude")
         additional["exclude"] = ",".join([str(own)] * bool(own) + list(avoids))
-    most, least = nodes_of_components(config.held_nodes, config.services)[0], config.distributed.min_nodes
+    most = nodes_of_components(config.held_nodes, config.services)[0]
     parameters: dict[str, object] = {
         "job_name": config.name,
         "time": slurm.time_limit_min,
@@ -85,9 +85,10 @@ def sbatch_parameters(
         "setup": ["trap '' USR1 USR2 TERM CONT"],
         "additional_parameters": additional,
     }
-    if least is not None:
-        # Beside the number above, with which submitit calculates. With a number of tasks per node, Slurm would give the
-        # fewest (22.05).
+    if config.may_lose_nodes:
+        least = nodes_of_components(config.least_nodes, config.services)[0]
+        # No start waits for spare nodes: they come as far as there are any. Beside the number above, with which
+        # submitit calculates. With a number of tasks per node, Slurm would give the fewest (22.05).
         additional["nodes"] = f"{least}-{most}"
         del parameters["ntasks_per_node"]
     if slurm.partition is not None:

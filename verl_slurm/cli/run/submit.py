@@ -268,9 +268,9 @@ def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
 
 
 def _nodes(config: "RunConfig") -> str:
-    most, least, spare = config.all_nodes, config.distributed.min_nodes, config.slurm.spare_nodes
-    asked = counted(most, "node") if least in (None, most) else f"{least} to {most} nodes"
-    return f"{asked}, {spare} of them spare" if spare else asked
+    if not config.may_lose_nodes:
+        return counted(config.all_nodes, "node")
+    return f"{config.least_nodes} to {counted(config.all_nodes, 'node')}"
 
 
 class _Confirm:

@@ -402,7 +402,7 @@ async def _ask(config: RunConfig) -> SlurmSays:
 def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:
     """Returns why this partition can never run this job; empty: nothing speaks against it. Pure."""
     # Components of a heterogeneous job may go to another partition; sbatch --test-only judges those.
-    nodes = nodes_of_components(config.distributed.min_nodes or config.held_nodes, config.services)[0]
+    nodes = nodes_of_components(config.least_nodes, config.services)[0]
     limit_s = config.slurm.time_limit_min * 60
     if facts.state != "UP":
         return f"its state is {facts.state}"
