@@ -45,7 +45,7 @@ def test_growths_that_brought_no_node_are_counted_until_one_does() -> None:
     assert growths([chosen("n1")]).fruitless == 0
     assert growths([chosen("n1"), asked, chosen("n2"), asked, chosen("n1")]).fruitless == 2
     assert growths([chosen("n1"), asked, chosen("n1"), asked, chosen("n1", "n2")]).fruitless == 0
-    assert growths([chosen("n1", "n2"), chosen("n1")]).fruitless == 0, "a node was lost, and nobody asked"
+    assert growths([chosen("n1", "n2"), chosen("n1")]).fruitless == 0, "a node was lost: no growth"
 
 
 class Link:

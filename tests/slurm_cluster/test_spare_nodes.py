@@ -18,20 +18,20 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 class Nodes:
     """The cluster's nodes, of which a test takes some."""
 
-    def __init__(self, cluster: DevCluster, mend: ExitStack) -> None:
-        self._cluster, self._mend = cluster, mend
+    def __init__(self, cluster: DevCluster, after: ExitStack) -> None:
+        self._cluster, self._after = cluster, after
 
     def lose(self, node: str | None) -> None:
         """As a power cut would."""
         assert node is not None
         fail_node(self._cluster, node)
-        self._mend.callback(restore_node, self._cluster, node, timeout_s=120)
+        self._after.callback(restore_node, self._cluster, node, timeout_s=120)
 
 
 @pytest.fixture
 def nodes(cluster: DevCluster) -> Iterator[Nodes]:
-    with ExitStack() as mend:
-        yield Nodes(cluster, mend)
+    with ExitStack() as after:
+        yield Nodes(cluster, after)
 
 
 def _chosen(run: LiveRun) -> dict[str, list[str]]:

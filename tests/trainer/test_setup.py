@@ -1,6 +1,5 @@
 """What rank 0 does with the models that do not train before anything else begins."""
 
-import shutil
 from pathlib import Path
 
 from tests.fakes.daemon import Daemon
@@ -8,7 +7,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint
 from verl_slurm.loops.session import Session
-from verl_slurm.trainer.state.frozen_copies import store_models
+from verl_slurm.trainer import setup
 from verl_slurm.trainer.state.orchestration import describe, moved
 from verl_slurm.wire.messages import Notice
 
@@ -18,35 +17,15 @@ def test_a_start_finds_a_frozen_copy_that_rotted_tells_the_daemon_and_makes_a_ne
     model.mkdir()
     (model / "config.json").write_bytes(b"{}")
     seen, session = fingerprint(model), Session(line, rank=0, world_size=1)
-    store_models(paths, {model: seen}, session)
+    setup._store(paths, {model: seen}, session)
     assert line.told == []
     (paths.frozen / seen.digest / "config.json").write_bytes(b"[]")
-    store_models(paths, {model: seen}, session)
+    setup._store(paths, {model: seen}, session)
     (notice,) = line.told
     assert isinstance(notice, Notice)
     assert (notice.topic, notice.loud) == ("frozen", True)
     assert "it is stored anew" in notice.text
     assert (paths.frozen / seen.digest / "config.json").read_bytes() == b"{}"
-
-
-def test_an_attempt_reads_a_copy_back_once_and_makes_a_missing_one_at_each_start(tmp_path: Path) -> None:
-    paths, model, line = RunPaths(tmp_path / "run"), tmp_path / "model", Daemon()
-    model.mkdir()
-    (model / "config.json").write_bytes(b"{}")
-    seen, session = fingerprint(model), Session(line, rank=0, world_size=1)
-    first, second = paths.models_read(1), paths.models_read(2)
-    for memory in (first, second):
-        memory.mkdir(parents=True)
-    store_models(paths, {model: seen}, session, first)
-    copy = paths.frozen / seen.digest
-    (copy / "config.json").write_bytes(b"[]")
-    store_models(paths, {model: seen}, session, first)
-    assert line.told == [], "it was read back in this attempt"
-    store_models(paths, {model: seen}, session, second)
-    assert len(line.told) == 1, "and is in the next"
-    shutil.rmtree(copy)
-    store_models(paths, {model: seen}, session, second)
-    assert (copy / "config.json").read_bytes() == b"{}"
 
 
 def test_a_run_that_goes_on_on_another_kind_of_device_says_so(tmp_path: Path) -> None:

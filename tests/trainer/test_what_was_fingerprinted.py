@@ -5,16 +5,13 @@ import json
 import os
 import shutil
 import time
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.journals import read_events
 from tests.local_runs import lead, prepared
-from verl_slurm.base import digest
 from verl_slurm.base.errors import DatasetDrift
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -125,50 +122,6 @@ def test_a_model_file_swapped_after_the_fingerprint_is_refused_by_name(model: Pa
         pinned.fill()
         load_causal_lm(pinned.path)
     assert str(caught.value.where) == str(model / name)
-
-
-def test_a_later_start_of_an_attempt_hashes_again_what_was_touched_and_nothing_else(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from verl_slurm.dataset.fingerprint.record import survey
-    from verl_slurm.trainer.state import pinned_model as module
-
-    paths, hashed = RunPaths(tmp_path / "run"), list[int]()
-    later = time.time_ns() + 120_000_000_000  # a stamp that is younger than a minute is not relied upon
-
-    def hash_fd(fd: int) -> tuple[int, str]:
-        hashed.append(fd)
-        return digest.hash_fd(fd)
-
-    monkeypatch.setattr(module, "hash_fd", hash_fd)
-    monkeypatch.setattr(module, "survey", partial(survey, clock_ns=lambda: later))
-    monkeypatch.setattr(module, "time", SimpleNamespace(time_ns=lambda: later))
-
-    def start(epoch: int) -> int:
-        """How many weights' files it hashed, on the way in and when they are loaded."""
-        hashed.clear()
-        seen = module.fingerprint_once(model, paths.models_read(epoch), "reference")
-        with module.pinned_model(model, seen.digests(), paths.models_read(epoch) / "n1.json") as pinned:
-            pinned.fill()
-            pinned.verify()
-            pinned.remember()
-        return len(hashed)
-
-    assert [start(1), start(1)] == [1, 0]
-    assert start(2) == 1, "another attempt reads all"
-    assert not paths.models_read(1).exists()
-    weights = model / "model.safetensors"
-    recorded, stamp = module.fingerprint_once(model, paths.models_read(2), "reference"), weights.stat()
-    weights.write_bytes(_other_weights(model))
-    os.utime(weights, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert module.fingerprint_once(model, paths.models_read(2), "reference").digest != recorded.digest
-    memory = paths.models_read(2) / "n1.json"
-    with (
-        pytest.raises(DatasetDrift, match=r"model\.safetensors"),
-        module.pinned_model(model, recorded.digests(), memory) as pinned,
-    ):
-        pinned.fill()
-        pinned.verify()
 
 
 def test_held_out_prompts_and_a_reward_model_are_held_to_their_digests(tmp_path: Path, tiny: Path) -> None:

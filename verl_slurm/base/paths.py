@@ -18,7 +18,6 @@ RUN/                        0700
                             resume_once, parts_since, trained_with.yaml (the configuration of the newest ranks),
                             tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
-                            models_read-ATTEMPT/ (hashes of model files by their stamps),
                             metrics/ (where Prometheus finds the lead and the agents)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   ledger/turns/, tokens/    of verl: single turns and results of tools; tokens of responses that are being sampled
@@ -119,11 +118,6 @@ class RunPaths:
     def trained_with(self) -> Path:
         """The configuration that the newest ranks were started with."""
         return self.control / "trained_with.yaml"
-
-    def models_read(self, epoch: int) -> Path:
-        """What this attempt has read and hashed of the models, and of their copies in `frozen`: a later start of its
-        ranks reads them again only if a file was touched."""
-        return self.control / f"models_read-{epoch}"
 
     @property
     def reward_plan(self) -> Path:

@@ -5,6 +5,8 @@ together or none.
 """
 
 import hashlib
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,12 +14,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema
 from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.store.frozen import read_back_others, store_frozen
 from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
@@ -58,16 +62,20 @@ from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rollout.engines import build_engine
 from verl_slurm.trainer.rollout.records import SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
-from verl_slurm.trainer.state.frozen_copies import read_back_models, store_models
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
-from verl_slurm.trainer.state.pinned_model import fingerprint_once, pinned_model
+from verl_slurm.trainer.state.pinned_model import pinned_model
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.trainer.state.train_state import fresh_state
 from verl_slurm.trainer.step import Learner
 from verl_slurm.wire.client import RankLine
+from verl_slurm.wire.messages import Topic
 from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["build_loop"]
+
+_STORED_AT_ONCE, _READ_AT_ONCE = 1 << 30, 16 << 20
+"""Bytes of copies that a start waits for: until they are made, and until they are read back."""
+_FROZEN = threading.Lock()
 
 
 class _Digests(msgspec.Struct, frozen=True):
@@ -162,8 +170,7 @@ def _build_loop(
     grid = make_grid(topology_of(config), device, ranks)
     roles = trained_roles(config.train)
     # Whatever reads the model's files stands in this block: models, tokenizer and engine get the fingerprinted bytes.
-    memory = _memory(paths, session)
-    with pinned_model(model_path, digests.model, memory and memory / f"{this_node()}.json") as pinned:
+    with pinned_model(model_path, digests.model) as pinned:
         # A file may be unreadable on one node alone; the other ranks hear of it here and not in a collective.
         ranks.together("opening the model", pinned.fill)
         models = build_models(
@@ -212,8 +219,6 @@ def _build_loop(
         )
         # Last in the block: the files are hashed in threads beside the loading.
         ranks.together("holding the model to its fingerprint", pinned.verify)
-        if local_rank == 0:
-            pinned.remember()
     # Digests and template as rank 0 read them, never the files as they are now: swapped ones must not train.
     prompts = partial(
         PromptData,
@@ -237,7 +242,7 @@ def _build_loop(
     if config.checkpoint.store_frozen:
 
         def keep(model: Path, seen: Fingerprint) -> None:
-            store_models(paths, {model: seen}, session, _memory(paths, session))
+            _store(paths, {model: seen}, session)
 
     # After the state: the number of replacements in the checkpoint says which reward is in force.
     plan, state.reward = start_reward(
@@ -253,7 +258,7 @@ def _build_loop(
     # Only now is it known which rewards this start uses. The other copies may be all that is left of a model.
     if config.checkpoint.store_frozen and ranks.rank == 0:
         used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
-        read_back_models(paths, used | set(digests.frozen.values()), session)
+        _read_back(paths, used | set(digests.frozen.values()), session)
     # One handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
     live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     evaluator = None
@@ -372,11 +377,10 @@ def _first_look(
     recorded = read_fingerprint(paths) if session.has_daemon else None
     data = recorded or check_dataset(paths, data_root)
     models = {"reference": model_path}
-    # `pinned_model` holds the files that are loaded against these digests.
-    seen = {role: fingerprint_once(path, _memory(paths, session), role) for role, path in models.items()}
+    # Read in full at each start: `pinned_model` holds the files that are loaded against these digests.
+    seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
-        read = {path: seen[role] for role, path in models.items()}
-        store_models(paths, read, session, _memory(paths, session))
+        _store(paths, {path: seen[role] for role, path in models.items()}, session)
     # What does not train decides the numbers as much as the weights do: the manifest has its digests, a resume asks.
     frozen = {role: found.digest for role, found in seen.items()}
     files = {"data.root": _may_hold_prompts(data)}
@@ -389,8 +393,7 @@ def _first_look(
         frozen["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
-        session.notice(said, topic="device", loud=True)
-        console.complain(said)
+        _notice(session, said, topic="device")
     return msgspec.msgpack.encode(
         _Digests(
             dataset=data.digest,
@@ -402,11 +405,6 @@ def _first_look(
     )
 
 
-def _memory(paths: RunPaths, session: Session) -> Path | None:
-    # Who starts ranks by hand gives the same attempt each time.
-    return paths.models_read(session.epoch) if session.has_daemon else None
-
-
 def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
     """Selects the files that may hold prompts: there may also be a million images, which the other ranks need not
     know.
@@ -416,6 +414,56 @@ def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
         for name, entry in tree.files.items()
         if entry.kind != "directory" and name.endswith(SUFFIXES)
     }
+
+
+def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -> None:
+    """Copies small models at once, and large ones while the training runs. A failure is reported, and the next start
+    tries again.
+    """
+
+    def work() -> None:
+        for model, seen in models.items():
+            try:
+                store_frozen(paths, model, seen, notice=partial(_notice, session))
+            # A copy is a precaution. Storage that refuses it must not keep the run from training.
+            except (OSError, VerlSlurmError) as error:
+                _notice(session, f"no copy of {model} in {paths.frozen}: {error}")
+
+    there = all((paths.frozen / seen.digest).is_dir() for seen in models.values())
+    at_once = _READ_AT_ONCE if there else _STORED_AT_ONCE
+    _beside(work, at_once=sum(seen.num_bytes for seen in models.values()) <= at_once)
+
+
+def _read_back(paths: RunPaths, used: set[str], session: Session) -> None:
+    """Reads back the copies that this start does not use; `used` holds the digests of the others."""
+    size = sum(path.stat().st_size for path in paths.frozen.rglob("*") if path.is_file())
+
+    def work() -> None:
+        try:
+            read_back_others(paths, used, notice=partial(_notice, session))
+        except OSError as error:
+            _notice(session, f"{paths.frozen} could not be read back: {error}")
+
+    _beside(work, at_once=size <= _READ_AT_ONCE)
+
+
+def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
+    session.notice(text, topic=topic, loud=True)
+    console.complain(text)
+
+
+def _beside(work: Callable[[], None], *, at_once: bool) -> None:
+    """Runs `work` now or in a thread. Never two at a time: each cleans up RUN/frozen."""
+
+    def alone() -> None:
+        with _FROZEN:
+            work()
+
+    if at_once:
+        alone()
+    else:
+        # A daemon thread: the end of a run does not wait for a copy, and the next start makes it.
+        threading.Thread(target=alone, name="frozen", daemon=True).start()
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:

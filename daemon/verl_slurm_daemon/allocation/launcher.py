@@ -155,7 +155,7 @@ def step_argv(
         "--cpu-bind=none",
         "--input=none",
         "--quiet",
-        # The step goes on when Slurm takes a lost node from the job: another has its place, or nobody needs it.
+        # The step goes on when Slurm takes a lost node from the job: another has its place, or none is needed.
         *(["--no-kill"] if config.may_lose_nodes else []),
     ]
     return [*argv, *(contained_agents_argv(config, agent) if agents_inside(config) else agent)]

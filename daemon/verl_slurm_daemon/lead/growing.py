@@ -22,7 +22,7 @@ _LEAST_S = 1800.0
 """A run grows at most so often; twice as seldom for each time in a row that brought no node, because others were faster
 or what was idle was not for this job."""
 _COST_S = 120.0
-"""Of a requeue that nobody has measured yet in this run."""
+"""Of a requeue, where this run has measured none yet."""
 _TIMES_WORTH = 2.0
 """The gain has to be so many times the cost: neither is known well."""
 
@@ -61,7 +61,7 @@ async def watch_growth(
         return
     first, began = read_status(paths).get("step", 0), clock()
     while True:
-        await asyncio.sleep(_LOOK_S)  # Slurm tells nobody when a node becomes idle
+        await asyncio.sleep(_LOOK_S)  # Slurm has no event for a node that becomes idle
         if not step.stands:
             return
         done = read_status(paths).get("step", 0)

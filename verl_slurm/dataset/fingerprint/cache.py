@@ -36,7 +36,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -45,7 +44,7 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.mounts import Mount, mount_of, mounts
 from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.dataset.fingerprint.hashing import Digests
-from verl_slurm.dataset.fingerprint.walk import parse_line
+from verl_slurm.dataset.fingerprint.walk import Line, parse_line
 
 __all__ = [
     "MAX_BYTES",
@@ -260,17 +259,7 @@ def text_of(lines: Iterable[str]) -> bytes:
     return "".join([line + "\0" for line in lines]).encode()
 
 
-class _Stamped(Protocol):
-    """What has times: a line, or a stamp of another kind."""
-
-    @property
-    def mtime_ns(self) -> int: ...
-
-    @property
-    def ctime_ns(self) -> int: ...
-
-
-def is_settled(entry: _Stamped, mount: Mount | None, began_ns: int) -> bool:
+def is_settled(entry: Line, mount: Mount | None, began_ns: int) -> bool:
     """Returns whether a write after the hashing began would have got another stamp. Pure; see the module."""
     # mtime too: both are stamps, and one from the future cannot be relied upon.
     return (

@@ -6,51 +6,28 @@ the true ones afterwards. It gets a private directory instead:
 * small files (configuration, tokenizer, templates) as copies, hashed as they were read;
 * each `*.safetensors` as a link to `/proc/self/fd/N`: the file that was opened first, whatever has its name by now. It
   is hashed through the same descriptor, in threads beside the loading. Device, inode, size, mtime and ctime must be the
-  same before and after: the kernel sets the ctime at each write, and no program can set it back. A later start of the
-  same attempt does not hash a file again whose stamp is the same (`dataset.fingerprint.cache` says when that counts).
+  same before and after: the kernel sets the ctime at each write, and no program can set it back.
 
 Everything else (pickles, weights of other formats) is absent: nothing here reads it.
 """
 
 import hashlib
 import os
-import shutil
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
-import msgspec
-
-from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.digest import hash_fd, num_threads
 from verl_slurm.base.errors import DataError, DatasetDrift, VerlSlurmError
-from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.base.mounts import mount_of
-from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.scratch import Scratch
-from verl_slurm.dataset.fingerprint.cache import is_settled
-from verl_slurm.dataset.fingerprint.record import Fingerprint, fingerprint, remember, survey
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["PinnedModel", "fingerprint_once", "pinned_model"]
+__all__ = ["PinnedModel", "pinned_model"]
 
 _SMALL_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
-
-
-class _Stamp(NamedTuple):
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-
-_Good = tuple[str, _Stamp]
-"""SHA-256 of a file, and its stamp."""
+_Stamp = tuple[int, int, int, int, int]
 
 
 class PinnedModel:
@@ -60,14 +37,10 @@ class PinnedModel:
         path: the private directory to load from.
     """
 
-    def __init__(
-        self, original: Path, recorded: Mapping[str, str], path: Path, memory: Path | None = None
-    ) -> None:
+    def __init__(self, original: Path, recorded: Mapping[str, str], path: Path) -> None:
         self.path, self._original, self._recorded = path, original, recorded
-        self._memory, self._began_ns = memory, time.time_ns()
-        self._known = {} if memory is None else _recall(memory)
         self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="pinned")
-        self._held: dict[str, tuple[int, _Stamp, Future[tuple[int, str]] | None]] = {}
+        self._held: dict[str, tuple[int, _Stamp, Future[tuple[int, str]]]] = {}
 
     def fill(self) -> None:
         """Copies and opens the files of the directory.
@@ -98,8 +71,7 @@ class PinnedModel:
         if name.endswith(".safetensors"):
             # Before the loading: a write while it is read leaves another ctime, which no program can set back.
             stamp = _stamp(fd)
-            known = self._known.get(name) == (self._recorded[name], stamp)
-            self._held[name] = fd, stamp, None if known else self._pool.submit(hash_fd, fd)
+            self._held[name] = fd, stamp, self._pool.submit(hash_fd, fd)
             # The open file, whatever has its name by now: safetensors maps it by this path.
             place.symlink_to(f"/proc/self/fd/{fd}")
             return
@@ -123,25 +95,11 @@ class PinnedModel:
         """
         for name, (fd, before, hashing) in self._held.items():
             # The digest alone is not enough: the loader may have read between two writes.
-            if hashing is not None and (found := hashing.result()[1]) != self._recorded[name]:
+            _, found = hashing.result()
+            if found != self._recorded[name]:
                 raise self._drift(name, f"SHA-256 {found[:16]}")
             if _stamp(fd) != before:
                 raise self._drift(name, "a file that was written to, renamed or linked while it was loaded")
-
-    def remember(self) -> None:
-        """Keeps what `verify` has found good, for a later start of this attempt on this node."""
-        if self._memory is None or all(hashing is None for _, _, hashing in self._held.values()):
-            return
-        mount = mount_of(self._original)
-        good = {
-            name: (self._recorded[name], stamp)
-            for name, (_, stamp, _) in self._held.items()
-            if is_settled(stamp, mount, self._began_ns)
-        }
-        # It spares time, and nothing depends on it.
-        with suppress(OSError):
-            private_dir(self._memory.parent)
-            write_file(self._memory, msgspec.json.encode(good), durable=False)
 
     def close(self) -> None:
         """Closes the descriptors."""
@@ -175,42 +133,18 @@ class PinnedModel:
         )
 
 
-def fingerprint_once(model: Path, memory: Path | None, role: str) -> Fingerprint:
-    """Returns a model's fingerprint: read in full at an attempt's first start, and then where a file was touched.
-
-    Args:
-        memory: `RunPaths.models_read` of the attempt; None: it is read in full.
-        role: of the model.
-    """
-    if memory is None:
-        return fingerprint(model)
-    if not memory.is_dir():
-        for former in memory.parent.glob(RunPaths(".").models_read(0).name.replace("0", "*")):
-            shutil.rmtree(former, ignore_errors=True)
-    cache = memory / f"{role}.hashes"
-    seen = survey(model, cache=cache)
-    # It spares time, and nothing depends on it.
-    with suppress(OSError):
-        private_dir(memory)
-        remember(cache, seen)
-    return seen.found
-
-
 @contextmanager
-def pinned_model(
-    directory: Path, recorded: Mapping[str, str], memory: Path | None = None
-) -> Iterator[PinnedModel]:
+def pinned_model(directory: Path, recorded: Mapping[str, str]) -> Iterator[PinnedModel]:
     """Yields a `PinnedModel` of `directory`, empty before `fill`.
 
     Args:
         recorded: path below `directory` → SHA-256, of each file of its fingerprint.
-        memory: file for what was found good; None: every file is hashed.
     """
     control = os.environ.get(CONTROL_VARIABLE)
     # The agent's own directory is removed with the agent, even after a SIGKILL.
     base = Path(control).parent if control else None
     scratch = Scratch("verl-slurm-", base)
-    pinned = PinnedModel(directory, recorded, scratch.path, memory)
+    pinned = PinnedModel(directory, recorded, scratch.path)
     try:
         yield pinned
     except VerlSlurmError as error:
@@ -220,13 +154,6 @@ def pinned_model(
         scratch.close()
 
 
-def _recall(memory: Path) -> dict[str, _Good]:
-    try:
-        return msgspec.json.decode(read_regular(memory, SMALL), type=dict[str, _Good])
-    except (OSError, ValueError, TooMuch, msgspec.MsgspecError):
-        return {}  # then everything is hashed
-
-
 def _stamp(fd: int) -> _Stamp:
     info = os.fstat(fd)
-    return _Stamp(info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns
