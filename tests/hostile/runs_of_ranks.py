@@ -74,8 +74,11 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def listeners(pid: int) -> dict[tuple[int, str, int], list[str]]:
-    """(process, address, port) of each TCP socket that `pid` and all below it listen on, and its command line."""
-    found = {}
+    """(process, address, port) of each TCP socket that `pid` and all below it listen on, and its command line.
+
+    A child between its fork and its exec still has its parent's command line and sockets, and is not counted.
+    """
+    found: dict[tuple[int, str, int], list[str]] = {}
     processes: list[psutil.Process] = []
     with suppress(psutil.Error):  # it may end while it is looked at
         processes = [psutil.Process(pid), *tree(pid)]
@@ -85,7 +88,8 @@ def listeners(pid: int) -> dict[tuple[int, str, int], list[str]]:
             for connection in process.net_connections("tcp"):
                 if connection.status == psutil.CONN_LISTEN:
                     address: Any = connection.laddr
-                    found[process.pid, address.ip, address.port] = words
+                    if found.get((process.ppid(), address.ip, address.port)) != words:
+                        found[process.pid, address.ip, address.port] = words
     return found
 
 
@@ -104,8 +108,8 @@ def require_nothing_listens_but_lead_and_gloo(paths: RunPaths, environ: Mapping[
     ranks = {place: words for place, words in seen.items() if place[0] != lead}
     assert sum(pid == lead for pid, _, _ in seen) == 1, "the control port"
     assert ranks, "gloo's"
-    assert {ip for _, ip, _ in seen} == {"127.0.0.1"}
-    assert {tuple(words[1:4]) for words in ranks.values()} == {("-P", "-m", "verl_slurm.rendezvous")}
+    assert {ip for _, ip, _ in seen} == {"127.0.0.1"}, seen
+    assert {tuple(words[1:4]) for words in ranks.values()} == {("-P", "-m", "verl_slurm.rendezvous")}, seen
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
