@@ -22,10 +22,12 @@ from torch import nn
 import verl_slurm
 
 
-def batch(step: int, rank: int, size: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
-    """The data of one step and rank, [size, 1] each: by its number alone, so there is no position to be saved."""
-    numbers = torch.Generator().manual_seed(1_000_003 * step + rank)
-    x = torch.rand(size, 1, generator=numbers) * 2 * math.pi
+def batch(step: int, rank: int, ranks: int, size: int = 128) -> tuple[torch.Tensor, torch.Tensor]:
+    """A rank's share of the data of a step, [size / ranks, 1] each: by numbers alone, so there is no position to be
+    saved, and any number of ranks works on the same data.
+    """
+    numbers = torch.Generator().manual_seed(step)
+    x = (torch.rand(size, 1, generator=numbers) * 2 * math.pi)[rank::ranks]
     return x, torch.sin(x)
 
 
@@ -37,7 +39,7 @@ def main() -> None:
     options = parser.parse_args()
     if "WORLD_SIZE" in os.environ:  # torchrun's, by hand or under verl-slurm
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(1, 64), nn.Tanh(), nn.Dropout(0.05), nn.Linear(64, 1))
     if torch.cuda.is_available():
@@ -51,10 +53,10 @@ def main() -> None:
         seed(rank)  # dropout is another one on each rank
 
     with verl_slurm.run(  # 1: what is state
-        model=model, optimizer=optimizer, scheduler=scheduler, run_dir=options.run_dir
+        model=model, optimizer=optimizer, scheduler=scheduler, run_dir=options.run_dir, any_ranks=True
     ) as run:
         for step in run.steps(options.steps):  # 2: where a step ends
-            x, y = (part.to(device) for part in batch(step, rank))
+            x, y = (part.to(device) for part in batch(step, rank, ranks))
             loss = nn.functional.mse_loss(model(x), y)
             optimizer.zero_grad()
             loss.backward()

@@ -30,28 +30,28 @@ pytestmark = pytest.mark.torch
 WORKER = Path(__file__).with_name("loop_worker.py")
 
 
-def train(run_dir: Path, steps: int = 9, **environ: str) -> list[int]:
-    """Two ranks to their end; the exit codes."""
+def train(
+    run_dir: Path, steps: int = 9, *, num_ranks: int = 2, worker: Path = WORKER, **environ: str
+) -> list[int]:
+    """All ranks to their end; the exit codes."""
     common = dict(os.environ) | {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(num_ranks),
     }
     common |= {"OMP_NUM_THREADS": "1"} | environ
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(WORKER), str(run_dir), str(steps)],
+            [sys.executable, str(worker), str(run_dir), str(steps)],
             env=common | {"RANK": str(rank)},
             stderr=subprocess.PIPE,
         )
-        for rank in range(2)
+        for rank in range(num_ranks)
     ]
-    codes = []
-    for rank in reversed(ranks):  # the one that may be killed first
-        _, said = rank.communicate(timeout=240)
-        codes.append(rank.returncode)
-        assert "DIE" in environ or rank.returncode == 0, said.decode()
-    return codes[::-1]
+    said = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
+    codes = [rank.returncode for rank in ranks]
+    assert "DIE" in environ or not any(codes), "".join(said)
+    return codes
 
 
 def test_a_loop_that_was_killed_ends_bit_for_bit_like_one_that_nobody_disturbed(tmp_path: Path) -> None:

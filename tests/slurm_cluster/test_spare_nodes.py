@@ -3,11 +3,15 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 from tests.harness import LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
+from tests.loops.served import overrides
+from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, restore_node
 from verl_slurm.slurm.facts import JobFacts
@@ -141,6 +145,22 @@ def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
     assert len(_chosen(run)["train"]) == 2
     stats = ledger_stats(run.paths)
     assert (stats.duplicates, stats.problems) == ((), ())
+
+
+@pytest.mark.soak  # what the loop then loads: tests/loops/test_any_ranks.py
+def test_a_loop_of_ones_own_goes_on_smaller_in_the_same_job(
+    cluster: DevCluster, nodes: Nodes, tmp_path: Path
+) -> None:
+    settings = ("distributed.min_nodes=1", "daemon.standby_after_s=null", *overrides(0.5))
+    run = LiveRun(cluster, tmp_path / "run", *settings, config="configs/pytorch_loop.yaml").submit()
+    run.wait(lambda: run.status()["step"] > 5)
+    first, second = _chosen(run)["train"]
+    nodes.lose(second)
+    run.wait(lambda: len(run.events("training")) > 1)
+    assert _chosen(run) == {"train": [first], "spare": []}
+    run.wait_end()
+    assert run.facts().restarts == 0, "no requeue"
+    assert read_manifest(newest_checkpoint(run.paths.root)).world_size == 1
 
 
 @pytest.mark.soak  # the lead looks for idle nodes every two minutes

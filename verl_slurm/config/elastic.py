@@ -97,9 +97,13 @@ def on_nodes(config: RunConfig, nodes: int) -> RunConfig:
             found=f"{shape.dp_size} on {shape.nodes} nodes",
             expected=f"a number that {nodes} nodes have their part of",
         )
-    smaller = msgspec.structs.replace(shape, nodes=nodes, dp_size=dp_size, min_nodes=None)
-    now = keep_step(config, msgspec.structs.replace(config, distributed=smaller))
-    require_same_step(config, now, where="distributed.min_nodes")
+    now = msgspec.structs.replace(
+        config, distributed=msgspec.structs.replace(shape, nodes=nodes, dp_size=dp_size, min_nodes=None)
+    )
+    # A guest divides its step itself.
+    if not config.trainer.is_guest:
+        now = keep_step(config, now)
+        require_same_step(config, now, where="distributed.min_nodes")
     return now
 
 

@@ -49,7 +49,13 @@ _DIRECTORY = "guest"
 """Below the work directory: `state_files` writes here."""
 
 
-def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **objects: object) -> "Run":
+def run(
+    *,
+    run_dir: Path | str | None = None,
+    save_every: int | None = None,
+    any_ranks: bool = False,
+    **objects: object,
+) -> "Run":
     """Returns the training loop of this process. Enter it by `with` on every rank, after its objects are made and
     wrapped.
 
@@ -57,10 +63,12 @@ def run(*, run_dir: Path | str | None = None, save_every: int | None = None, **o
         run_dir: without a daemon (`python train.py`, torchrun): the directory to save into and to resume from. Ignored
             under a daemon, where the run has one. None, and no daemon: nothing is saved.
         save_every: steps from one save to the next; default: `checkpoint.every_steps` of the run's configuration.
+        any_ranks: the loop divides each step among however many ranks there are, and goes on with another number of
+            them. Then all of its state is the same on every rank, or consists of DTensors.
         objects: all state, by names that stay the same: objects with `state_dict` and `load_state_dict`, and
             `torch.Generator`. None is left out.
     """
-    return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every)
+    return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every, any_ranks=any_ranks)
 
 
 class Run:
@@ -81,9 +89,10 @@ class Run:
         *,
         run_dir: Path | str | None = None,
         save_every: int | None = None,
+        any_ranks: bool = False,
     ) -> None:
         self._session, self._named = session, dict(objects)
-        self._run_dir, self._save_every = run_dir, save_every
+        self._run_dir, self._save_every, self._any_ranks = run_dir, save_every, any_ranks
         self._total = 0
         self._metrics: dict[str, object] = {}
         self._row: dict[str, object] = {}
@@ -130,7 +139,12 @@ class Run:
             self._go_on_from(self._session.resume)
         metadata = {"objects": list(self._objects.names)}
         self._saver = StepEndSaver(
-            self._session, self._ranks, guest="loop", step=self.step, metadata=metadata
+            self._session,
+            self._ranks,
+            guest="loop",
+            step=self.step,
+            metadata=metadata,
+            any_ranks=self._any_ranks,
         )
 
     def _by_hand(self, run_dir: Path) -> Session:
@@ -149,10 +163,11 @@ class Run:
         )
 
     def _go_on_from(self, directory: Path) -> None:
-        manifest = require_guest(directory, "loop", world_size=self._ranks.world_size)
+        now = None if self._any_ranks else self._ranks.world_size
+        manifest = require_guest(directory, "loop", world_size=now)
         # Kept: loading itself and the code before the first step draw from the generators, which are put back once
         # more.
-        self._generators = load_state(self._objects, directory, self._ranks)
+        self._generators = load_state(self._objects, directory, self._ranks, written_by=manifest.world_size)
         self.step = manifest.step
         restore_rng(self._generators)
 

@@ -14,6 +14,7 @@ accidents alone. So the `.pt` files are read with `weights_only=True`. DCP's `.m
 other tools; it unpickles.
 """
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.loops.sharded_files import ShardedFiles, TensorsOnly
 from verl_slurm.loops.states import Leaves, Objects, digests, join, misfit, settle, sharded_paths, split
@@ -104,21 +106,30 @@ def _write_sharded(directory: Path, leaves: Leaves, ranks: Collective) -> list[s
 
 
 def load_state(
-    objects: Objects, checkpoint: Path, ranks: Collective, *, name: str = _DIRECTORY
+    objects: Objects,
+    checkpoint: Path,
+    ranks: Collective,
+    *,
+    name: str = _DIRECTORY,
+    written_by: int | None = None,
 ) -> Generators:
     """Restores the state of a verified checkpoint into `objects`; returns the generators', for `restore_rng`.
     Collective.
 
     Args:
         checkpoint: the `work` of `write_state`, in its place in the checkpoint.
+        written_by: number of ranks; default: as many as now.
 
     Raises:
-        RanksFailed: it does not fit the objects of some rank.
+        RanksFailed: it does not fit the objects of some rank, or another number of ranks wrote it and each had state
+            of its own.
     """
-    directory = checkpoint / name
-    mine, common, sharded = ranks.together(
-        "reading the state", lambda: _read_all(objects, directory, ranks.rank)
-    )
+    directory, before = checkpoint / name, written_by or ranks.world_size
+    if before != ranks.world_size:
+        ranks.on_first("reading the state", lambda: _require_same(directory, before))
+    # A rank that was not there has no file. By now all files say the same.
+    file = directory / _rank_file(ranks.rank if ranks.rank < before else 0)
+    mine, common, sharded = ranks.together("reading the state", lambda: _read_all(objects, directory, file))
     # As in `write_state`: all ranks enter DCP's collective load, or none.
     if any(ranks.max([len(sharded)])):
         reader = ranks.together("reading the state", lambda: ShardedFiles(directory / _SHARDED))
@@ -132,12 +143,39 @@ def load_state(
         "loading the state",
         lambda: objects.put_back(join(mine["tree"], common, mine["own"], sharded)),
     )
-    return _as_generators(mine["rng"])
+    generators = _as_generators(mine["rng"])
+    return generators if ranks.rank < before else _another_stream(generators, ranks.rank)
 
 
-def _read_all(objects: Objects, directory: Path, rank: int) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+def _require_same(directory: Path, written_by: int) -> bytes:
+    """Refuses state that each rank has for itself: there is no telling which rank of another number gets it."""
+    first: Any = None
+    for rank in range(written_by):
+        saved = _read(directory / _rank_file(rank))
+        first = first or saved
+        if saved["own"] or saved["tree"] != first["tree"]:
+            objects = saved["tree"].keys() | first["tree"].keys()
+            names = [name for name in objects if saved["tree"].get(name) != first["tree"].get(name)]
+            raise ConfigError(
+                "the checkpoint has state that differs from rank to rank",
+                where=directory / _rank_file(rank),
+                found=", ".join(sorted({*saved["own"], *names})[:5]),
+                expected="the same on every rank, for another number of ranks",
+                remedy=f"go on with {written_by} ranks, or make it a function of the step and the rank",
+            )
+    return b""
+
+
+def _another_stream(generators: Generators, rank: int) -> Generators:
+    """Returns generators of a rank that was not there when `generators` were saved: numbers that no rank has drawn."""
+    seed = hashlib.sha256(b"".join(bytes(generators[name]) for name in ("python", "torch")))
+    rng.seed_all(int.from_bytes(seed.digest(), "big"), rank)
+    return rng.capture()
+
+
+def _read_all(objects: Objects, directory: Path, file: Path) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """Reads this rank's file, the common tensors, and the live sharded tensors, into which DCP reads."""
-    mine = _read(directory / _rank_file(rank))
+    mine = _read(file)
     # Names are compared before anything is loaded: half a state in the live objects could not be taken back.
     saved = set(mine["tree"])
     if saved != set(objects.names):

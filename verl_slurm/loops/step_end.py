@@ -137,6 +137,10 @@ class StepEndSaver:
         texts: further small files of the checkpoint of a step (`checkpoint.store.loop_checkpoint.commit_tree`).
         beside: periodic saves are committed beside the next steps. A save without room is not begun, because the
             framework would die of the full disk.
+        any_ranks: the loop can go on with another number of ranks.
+
+    Raises:
+        ConfigError: the run may lose nodes, and the loop cannot go on with fewer ranks.
 
     Attributes:
         work: where this start writes; below the run, empty at the start.
@@ -161,6 +165,7 @@ class StepEndSaver:
         metadata: Mapping[str, object] | None = None,
         texts: Callable[[int], Mapping[str, bytes]] = lambda step: {},
         beside: bool = False,
+        any_ranks: bool = False,
     ) -> None:
         self.session, self.ranks = session, ranks
         self._guest, self._metadata, self._texts = guest, dict(metadata or {}), texts
@@ -177,10 +182,19 @@ class StepEndSaver:
         self._keeper: Keeper | None = None
         if session.has_run:
             self.work = session.paths.work(session.epoch)
-            config = load_own(session.paths.run_yaml).checkpoint
-            self.every_steps = config.every_steps
+            config = load_own(session.paths.run_yaml)
+            # At the first start, not at the first lost node.
+            if config.distributed.min_nodes is not None and not any_ranks:
+                raise ConfigError(
+                    "this loop goes on with as many ranks as it was saved by",
+                    where="distributed.min_nodes",
+                    found=config.distributed.min_nodes,
+                    expected="null, or a loop in verl_slurm.run(any_ranks=True, ...)",
+                    remedy="docs/guests.md, `Another number of ranks`",
+                )
+            self.every_steps = config.checkpoint.every_steps
             # Rank 0 alone removes checkpoints and looks for room: the plan is one for the run, not one per rank.
-            self._keeper = Keeper(session, config) if session.rank == 0 else None
+            self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
             ranks.on_first("preparing to save", self._prepare)

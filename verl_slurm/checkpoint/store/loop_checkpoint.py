@@ -155,7 +155,7 @@ def require_guest(directory: Path, guest: Guest, *, world_size: int | None = Non
             where=directory,
             found=manifest.world_size,
             expected=world_size,
-            remedy=f"go on with distributed.dp_size={manifest.world_size}",
+            remedy=f"go on with distributed.dp_size={manifest.world_size}, or see verl_slurm.run(any_ranks=True)",
         )
     return manifest
 
