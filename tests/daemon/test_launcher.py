@@ -302,7 +302,8 @@ def test_a_guest_is_started_with_its_own_words(text: str, program: list[str]) ->
 def test_ray_is_told_where_its_head_is_and_which_node_this_is() -> None:
     argv = launcher_argv("python", _guest("backend: verl"), PATHS, LAUNCH, Path("/run/x"))
     assert argv[:4] == ["python", "-P", "-m", "verl_slurm.loops.ray_node"]
-    assert argv[-6:] == ["--node-rank", "1", "--head", "10.0.0.1:29500", "--scratch", "/run/x"]
+    place = ["--node-rank", "1", "--head", "10.0.0.1:29500", "--nodes", "2", "--scratch", "/run/x"]
+    assert argv[-8:] == place
 
 
 def test_a_guest_learns_from_its_environment_whose_life_it_leads() -> None:

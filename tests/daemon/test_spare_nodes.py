@@ -115,10 +115,6 @@ def test_spare_nodes_that_could_not_help_are_refused(settings: str, found: str) 
     [
         ("distributed: {nodes: 2, dp_size: 2, min_nodes: 3}\n", "none"),
         ("distributed: {nodes: 4, dp_size: 4, min_nodes: 3}\n", ": 4"),
-        (
-            "distributed: {nodes: 2, dp_size: 2, min_nodes: 1}\ntrainer: {backend: command, command: [x.py]}\n",
-            "null",
-        ),
     ],
 )
 def test_fewer_nodes_that_no_step_can_be_divided_among_are_refused(settings: str, expected: str) -> None:

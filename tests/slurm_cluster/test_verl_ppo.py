@@ -16,7 +16,7 @@ from tests.verl.grpo import make_prompts
 from tests.verl.tiny import make_model
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import preempt
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.loops.rollout_records import session_seed
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.verl, pytest.mark.timeout(1500)]
@@ -58,6 +58,24 @@ def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finis
     grpo.wait_end(timeout_s=PATIENCE_S)
     assert grpo.status()["step"] == 4
     assert steps(grpo) == [1, 2, 3, 4], "each step once: none was trained twice, and none left out"
+
+
+@pytest.mark.soak  # how a checkpoint is divided: tests/verl/test_reshard_runs.py
+def test_a_run_that_loses_a_node_goes_on_smaller_in_the_same_job(grpo: LiveRun, cluster: DevCluster) -> None:
+    grpo.argv += ["distributed.min_nodes=1", "checkpoint.every_steps=1"]
+    grpo.submit()
+    grpo.wait_event("verified", timeout_s=PATIENCE_S)
+    first, second = grpo.events("nodes_chosen")[-1]["train"]
+    fail_node(cluster, second)
+    try:
+        grpo.wait_event("resharded", timeout_s=PATIENCE_S)
+        grpo.wait_end(timeout_s=PATIENCE_S)
+    finally:
+        restore_node(cluster, second, timeout_s=120)
+    assert grpo.events("nodes_chosen")[-1]["train"] == [first]
+    assert grpo.facts().restarts == 0, "no requeue"
+    assert [step for step in steps(grpo) if step > 1] == [2, 3, 4]
+    assert read_manifest(grpo.paths.checkpoints / "step_000004").world_size == 1
 
 
 @pytest.mark.soak  # that its classes are ours: tests/verl/test_recipes.py

@@ -272,3 +272,38 @@ def test_the_size_of_a_first_save_is_estimated_from_the_models_files(place: Path
     assert size is not None
     assert size[0] == 10_000 * 12
     assert checkpoint_size(config(place, "verl.model.path=Qwen/x"), []) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "complaint"),
+    [
+        ("verl.data.train_batch_size=8", ""),
+        ("verl.data.train_batch_size=5", r"4 ranks on 2 nodes.*data.train_batch_size=5"),
+        ("verl.actor_rollout_ref.actor.ppo_mini_batch_size=2", ""),
+        ("verl.actor_rollout_ref.actor.ppo_mini_batch_size=1", "actor.ppo_mini_batch_size=1"),
+        ("verl.actor_rollout_ref.rollout.tensor_model_parallel_size=4", r"2 ranks on 1 node:.*tensor_model"),
+        ("verl.actor_rollout_ref.actor.strategy=megatron", "strategy=megatron"),
+    ],
+)
+def test_fewer_nodes_are_refused_where_verl_could_not_go_on_with_them(
+    place: Path, changed: str, complaint: str
+) -> None:
+    given = config(
+        place,
+        "distributed.dp_size=4",
+        "distributed.nodes=2",
+        "distributed.min_nodes=1",
+        "verl.algorithm.adv_estimator=grpo",
+        "verl.data.train_batch_size=8",
+        "verl.actor_rollout_ref.rollout.n=2",
+        "verl.actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "verl.actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "verl.actor_rollout_ref.actor.strategy=fsdp2",
+        changed,
+        entry="ppo",
+    )
+    if complaint:
+        with pytest.raises(ConfigError, match=complaint):
+            check(given)
+    else:
+        check(given)

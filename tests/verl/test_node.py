@@ -20,7 +20,18 @@ from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 
 def arguments(paths: RunPaths, resume: str = "", epoch: int = 1) -> argparse.Namespace:
     scratch = private_dir(paths.root / "scratch")
-    words = ["--run", str(paths.root), "--epoch", str(epoch), "--resume", resume, "--node-rank", "0"]
+    words = [
+        "--run",
+        str(paths.root),
+        "--epoch",
+        str(epoch),
+        "--resume",
+        resume,
+        "--node-rank",
+        "0",
+        "--nodes",
+        "2",
+    ]
     return node._parser().parse_args([*words, "--head", "127.0.0.1:4001", "--scratch", str(scratch)])
 
 

@@ -246,8 +246,8 @@ class DistributedConfig(Section, frozen=True):
     min_nodes: Positive | None = None
     """The fewest nodes to train on. Slurm may start the job with any number from this one to `nodes`, and a lost node
     that no spare one replaces leaves a smaller run. A step stays the same prompts in the same mini-batches; sums are
-    made in another order. For the trainer here, and loops with `verl_slurm.run(any_ranks=True)`. null: `nodes`,
-    always."""
+    made in another order. For the trainer here, verl with FSDP, and loops with `verl_slurm.run(any_ranks=True)`.
+    null: `nodes`, always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: NonNegative = 1
     """CPU threads of one rank (0: torch's choice). Bitwise resume needs the same number at each start."""

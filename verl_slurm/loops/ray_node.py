@@ -29,6 +29,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import die_with_parent
 from verl_slurm.base.scratch import Scratch
 from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
+from verl_slurm.config.elastic import on_nodes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = RunPaths(args.run)
     config = Moves.of(paths).config(load_own(paths.run_yaml))
     try:
-        return asyncio.run(_run(paths, config, args))
+        return asyncio.run(_run(paths, on_nodes(config, args.nodes), args))
     except VerlSlurmError as error:
         sys.stderr.write(f"{type(error).__name__}: {error.one_line()}\n")
         # Said over the ranks' protocol: the exit code alone would count as a crash, and be started again.
@@ -88,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--resume", default="", help="the verified checkpoint, by name; empty: from the start"
     )
+    parser.add_argument("--nodes", type=int, required=True, help="of this start")
     parser.add_argument("--node-rank", type=int, required=True)
     parser.add_argument("--head", required=True, help="HOST:PORT of Ray on the first node")
     parser.add_argument(

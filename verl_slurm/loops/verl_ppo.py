@@ -92,6 +92,7 @@ class _Interruptible:
             texts=lambda step: {**tracker_file(step), **self.rollouts.texts(step)},
             # verl dies of a full disk, and its steps take minutes, beside which a commit can run.
             beside=True,
+            any_ranks=True,
         )
         self.saves = Saves(saver)
         self.rollouts = Rollouts(saver.session, batch_size=config.data.train_batch_size)

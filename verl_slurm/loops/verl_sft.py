@@ -66,11 +66,12 @@ def _train(session: Session, words: Sequence[str]) -> None:
 
 
 def _under_a_daemon(session: Session) -> None:
+    from verl_slurm.config.elastic import on_ranks
     from verl_slurm.config.load import load_own
     from verl_slurm.program.programs import Moves
 
     paths, resume, resume_step = session.paths, None, 0
-    config = Moves.of(paths).config(load_own(paths.run_yaml))
+    config = on_ranks(Moves.of(paths).config(load_own(paths.run_yaml)), session.world_size)
     if session.resume is not None:
         directory = for_ranks(paths, session.resume.name, session.world_size)
         manifest = require_guest(directory, "verl", world_size=session.world_size)
@@ -100,6 +101,7 @@ def _under_a_daemon(session: Session) -> None:
             metadata={"verl": installed_verl(), "torch": metadata.version("torch")},
             texts=tracker_file,
             beside=True,
+            any_ranks=True,
         )
         # The saver before the trainer: verl's constructor loads the checkpoint and makes the handler that saves.
         trainer = ServedSFT(settings, saver, resume_step)

@@ -240,19 +240,18 @@ class Effects:
         # run.yaml may have been edited while the job waited, or since; and the ranks read the file themselves.
         await asyncio.to_thread(self._require_unchanged, point)
         job = self._allocation.job_id, os.environ.get("SLURM_ARRAY_JOB_ID")
-        done = nothing_left(self._config, point.manifest, read_events(self._paths), *job)
-        if not done and not await fit_ranks(self._config, point, self._step.leaving, self._journal):
-            return inputs.GenerationEnded(0)
-        if not done:
-            ahead = self._standby.stands
-            self._journal.write(ev.Restart(generation, point.name or None, point.progress, ahead))
-        # After the journal has the restart: a lead that is killed before this takes the named checkpoint again.
-        self._paths.resume_once.unlink(missing_ok=True)
-        if done:
+        if done := nothing_left(self._config, point.manifest, read_events(self._paths), *job):
+            self._paths.resume_once.unlink(missing_ok=True)
             return inputs.AllDone(point.name, done)
-        await self._services.start(leaving := self._step.leaving)
         places = await self._allocation.places(self._lost)
         now = on_nodes(self._config, len(places.chosen) or self._config.distributed.nodes)
+        if not await fit_ranks(now, point, self._step.leaving, self._journal):
+            return inputs.GenerationEnded(0)
+        ahead = self._standby.stands
+        self._journal.write(ev.Restart(generation, point.name or None, point.progress, ahead))
+        # After the journal has the restart: a lead that is killed before this takes the named checkpoint again.
+        self._paths.resume_once.unlink(missing_ok=True)
+        await self._services.start(leaving := self._step.leaving)
         if self._config.may_lose_nodes:
             self._post(inputs.Shaped(now.speakers))
         self._pace = PaceWatch.of(now)

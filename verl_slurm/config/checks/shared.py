@@ -306,14 +306,7 @@ def _elastic(config: RunConfig) -> Iterator[Complaint]:
     shape, key = config.distributed, "distributed.min_nodes"
     if shape.min_nodes is None:
         return
-    if config.trainer.backend not in ("native", "command"):
-        yield Complaint(
-            key,
-            str(shape.min_nodes),
-            "null: only the trainer here, and a loop of your own that says so, change their shape by themselves",
-            f"remove {key}",
-        )
-    elif not allowed_nodes(config) or allowed_nodes(config)[-1] != shape.min_nodes:
+    if not allowed_nodes(config) or allowed_nodes(config)[-1] != shape.min_nodes:
         fitting = ", ".join(map(str, allowed_nodes(config))) or "none"
         yield Complaint(
             key,

@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from verl_slurm.base.errors import (
     CheckpointCorrupt,
@@ -21,10 +22,11 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks.model_files import weights_problem
 from verl_slurm.verl.composing import checked_settings
-from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings
+from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings, with_critic
 from verl_slurm.verl.layout import is_distributed, step_of, way_out
 from verl_slurm.verl.overrides import (
     OwnSettings,
@@ -32,6 +34,7 @@ from verl_slurm.verl.overrides import (
     refuse_switches_as_text,
     require_possible,
     user_settings,
+    value_at,
 )
 from verl_slurm.verl.releases import Entry, installed_verl, require_installed
 from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source_of
@@ -94,6 +97,7 @@ def check_verl(
         )
         # verl's own defaults count as well, so an input that the user leaves to them is looked at, too.
         settings = checked_settings(entry, config.verl, own).settings
+        _require_fewer(config, settings)
     else:
         notes.append("verl is looked for in the container when the job starts, not before")
         settings = said_settings(said)
@@ -154,6 +158,52 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
         f"{path.name} was saved by {counted(plan.before, 'rank')}: the start divides it among {now} "
         f"({plan.num_bytes / 1e6:.1f} MB of tensors), and each of them stays the same (docs/verl.md)"
     )
+
+
+def _require_fewer(config: RunConfig, settings: Mapping[str, Any]) -> None:
+    """Refuses `distributed.min_nodes` where verl could not go on with each number of nodes that it allows. verl finds
+    out at a start, and the run would end at its first lost node.
+
+    Raises:
+        ConfigError: the setting, and the number of ranks.
+    """
+    entry, policy = config.trainer.entry, "actor_rollout_ref"
+    if config.distributed.min_nodes is None:
+        return
+
+    def at(key: str) -> int:
+        value = value_at(settings, key)
+        return value if type(value) is int else 1
+
+    samples = at(f"{policy}.rollout.n") if entry == "ppo" else 1
+    products = {"data.train_batch_size": samples}
+    parts: list[str] = []
+    strategies = ["engine.strategy"]
+    if entry == "ppo":
+        roles = [f"{policy}.actor", *(["critic"] if with_critic(entry, settings) else [])]
+        strategies = [f"{role}.strategy" for role in roles]
+        products |= {f"{role}.ppo_mini_batch_size": samples for role in roles}
+        parts = [
+            f"{policy}.rollout.tensor_model_parallel_size",
+            f"{policy}.actor.ulysses_sequence_parallel_size",
+        ]
+    for nodes in allowed_nodes(config):
+        ranks = nodes * config.distributed.ranks_per_node
+        wrong = [f"{key}={at(key)}" for key, times in products.items() if at(key) * times % ranks]
+        wrong += [f"{key}={at(key)}" for key in parts if ranks % at(key)]
+        wrong += [
+            f"{key}={value}"
+            for key in strategies
+            if not str(value := value_at(settings, key)).startswith("fsdp")
+        ]
+        if wrong:
+            raise ConfigError(
+                f"verl could not go on with {counted(ranks, 'rank')} on {counted(nodes, 'node')}",
+                where="distributed.min_nodes",
+                found=", ".join(wrong),
+                expected="FSDP, and sizes that can be divided among each number of ranks",
+                remedy="set distributed.min_nodes=null, or sizes that fit",
+            )
 
 
 def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
