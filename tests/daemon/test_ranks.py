@@ -114,7 +114,10 @@ def test_a_traceback_begins_with_the_programs_own_first_line(tmp_path: Path, kin
 
 
 def stand_by(tmp_path: Path, here: int, *modules: str, **environ: str) -> "subprocess.Popen[bytes]":
-    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.agent.ranks", "--stand-by", str(here), *modules]
+    imports = tmp_path / "imports"
+    imports.write_text("".join(f"{name}\n" for name in modules))
+    place = ["1", "0", str(here), str(imports)]
+    argv = [sys.executable, "-P", "-m", "verl_slurm_daemon.agent.ranks", "--stand-by", *place]
     whole = {**os.environ, **python_path(tmp_path), **environ}
     pipe = subprocess.PIPE
     return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, env=whole)
@@ -159,6 +162,19 @@ def test_ranks_that_stand_by_become_those_of_their_orders(tmp_path: Path, said: 
         assert "ONLY_BEFORE" not in environ, "their environment is that of their orders, and no other"
         assert imported
         assert stdin == ""
+
+
+@pytest.mark.parametrize("as_expected", [True, False])
+def test_an_import_that_read_another_rank_is_made_anew(tmp_path: Path, said: str, as_expected: bool) -> None:
+    """As Lightning's: it decides by RANK, while it is imported, which process writes."""
+    (tmp_path / "asks.py").write_text("import os\nos.getenv('RANK'), os.environ.get('ABSENT')\n")
+    launcher = stand_by(tmp_path, 1, "asks", said)
+    (pid,) = ready(launcher, 1)
+    out, err = launcher.communicate(orders(tmp_path, "2", "01"[not as_expected], "1"), timeout=120)
+    assert launcher.returncode == 0, err
+    (told,) = [json.loads(line) for line in out.splitlines()]
+    assert (told[0], told[2]["RANK"], told[3]) == (pid, "01"[not as_expected], as_expected)
+    assert (b"an import has read RANK" in err) is not as_expected
 
 
 def test_one_that_stood_by_and_is_dead_is_started_anew(tmp_path: Path, said: str) -> None:

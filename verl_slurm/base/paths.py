@@ -18,6 +18,7 @@ RUN/                        0700
                             resume_once, parts_since, trained_with.yaml (the configuration of the newest ranks),
                             tiers.json (what the mover read back in each tier), tiers.lock,
                             reward_request.json (another reward, as an operator asked for it),
+                            imports (what the ranks import, for those that stand by),
                             metrics/ (where Prometheus finds the lead and the agents)
   ledger/                   rollout journal: epoch_000003.rank_0000.ledger
   ledger/turns/, tokens/    of verl: single turns and results of tools; tokens of responses that are being sampled
@@ -118,6 +119,11 @@ class RunPaths:
     def trained_with(self) -> Path:
         """The configuration that the newest ranks were started with."""
         return self.control / "trained_with.yaml"
+
+    @property
+    def imports(self) -> Path:
+        """What the newest ranks have imported (`wire.imports`)."""
+        return self.control / "imports"
 
     @property
     def reward_plan(self) -> Path:

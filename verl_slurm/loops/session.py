@@ -31,6 +31,7 @@ from verl_slurm.wire.environment import (
     RESUME_VARIABLE,
     RUN_VARIABLE,
 )
+from verl_slurm.wire.imports import remember_imports
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.messages import (
     MAX_NOTICE,
@@ -92,7 +93,7 @@ class Session:
         self._step_began = clock()
         # Written by the loop, read by the thread "reach": `reach` gets a copy as a tuple.
         self._steps_s: deque[float] = deque(maxlen=STEPS_LOOKED_AT)
-        self._logs_steps = rank == 0 and paths is not None
+        self._logs_steps, self._has_row = rank == 0 and paths is not None, False
 
     @classmethod
     def open(
@@ -166,6 +167,8 @@ class Session:
         """
         self.step, self._step_began = step, self._clock()
         self._tell_progress({}, total)
+        if self._logs_steps:
+            remember_imports(self.paths)
 
     def step_done(self, step: int, metrics: Mapping[str, object] | None = None, total: int = 0) -> None:
         """Reports that step `step` (from 1) is done: a sign of life, and a row of `RUN/steps.jsonl` by rank 0. Never
@@ -197,6 +200,10 @@ class Session:
         """
         if not self._logs_steps:
             return ""
+        if not self._has_row:
+            # Once more: a first step imports what a start did not need.
+            self._has_row = True
+            remember_imports(self.paths)
         try:
             append_step(self.paths, self.epoch, dict(row))
         except OSError as error:

@@ -76,6 +76,7 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
     from verl_slurm.trainer.known_results import check_product, check_sum
     from verl_slurm.trainer.place import Place, process_group
     from verl_slurm.trainer.setup import build_loop
+    from verl_slurm.wire.imports import remember_imports
 
     config = load_own(paths.run_yaml)
     place = Place.from_environ(os.environ)
@@ -96,6 +97,8 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
             line=line,
             local_rank=place.local_rank,
         )
+        if place.rank == 0:
+            remember_imports(paths)
         loop.run()
 
 

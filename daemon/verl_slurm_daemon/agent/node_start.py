@@ -88,14 +88,14 @@ class NodeStart:
         unknown = Launch(
             generation=generation,
             epoch=self._address.epoch,
-            node_rank=0,
+            node_rank=self._node_id % self._config.distributed.nodes,
             master_addr="",
             master_port=0,
             resume="",
         )
         start = (prepared.config, self._paths, unknown, self._control)
         argv, environ = ranks_argv(*start), ranks_environ(*start, prepared.environ)
-        argv = standby_argv(argv, prepared.config)
+        argv = standby_argv(argv, self._paths.imports)
         launcher = await self._begin(prepared, argv, environ, 0, asyncio.subprocess.PIPE)
         self._said.say("stands_by", restart=generation, launcher=launcher.pid)
         self._standing = prepared, launcher

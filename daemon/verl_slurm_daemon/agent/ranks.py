@@ -6,10 +6,10 @@ dies with its agent, and its ranks die with it (`wire.lifeline`). Its exit code 
 1. Its last line on stderr says what ended the first rank that failed.
 
     python -P -m verl_slurm_daemon.agent.ranks NODES NODE_RANK RANKS_PER_NODE [-m] PROGRAM ARGS...
-    python -P -m verl_slurm_daemon.agent.ranks --stand-by RANKS_PER_NODE MODULES...
+    python -P -m verl_slurm_daemon.agent.ranks --stand-by NODES NODE_RANK RANKS_PER_NODE IMPORTS
 
-The second form starts ranks that import MODULES and stand by (`verl_slurm.rendezvous.standby`). The arguments and the
-environment of the first form then come through standard input.
+The second form starts ranks that import what those before them did, and stand by (`verl_slurm.rendezvous.standby`).
+The arguments and the environment of the first form then come through standard input.
 """
 
 import os
@@ -38,20 +38,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs this node's ranks; returns 0 if all ended with 0."""
     words = sys.argv[1:] if argv is None else list(argv)
     if words[0] == "--stand-by":
-        return _stand_by(int(words[1]), words[2:])
+        nodes, node_rank, here = map(int, words[1:4])
+        return _stand_by(nodes, node_rank, here, words[4])
     return _run(words, os.environ, {})
 
 
-def _stand_by(here: int, modules: list[str]) -> int:
-    """Starts ranks that stand by, and waits for orders; without any, all end."""
+def _stand_by(nodes: int, node_rank: int, here: int, imports: str) -> int:
+    """Starts ranks that stand by, and waits for orders; without any, all end.
+
+    Args:
+        nodes, node_rank: that the orders will most likely have.
+        imports: `standby` explains.
+    """
     waiting: dict[int, subprocess.Popen[bytes]] = {}
-    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous.standby", *modules]
+    command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous.standby", imports]
     with suppress(
         OSError
     ):  # no memory, no processes: those that are missing are started when they are wanted
         for local_rank in range(here):
             # The variables by which libraries choose their threads and devices as they are imported.
-            environ = rank_environment(os.environ, 1, 0, here, local_rank)
+            environ = rank_environment(os.environ, nodes, node_rank, here, local_rank)
             waiting[local_rank] = subprocess.Popen(
                 command, env=environ, stdin=subprocess.PIPE, start_new_session=True
             )

@@ -197,15 +197,15 @@ def may_stand_by(config: RunConfig) -> bool:
     return ours and config.daemon.standby_after_s is not None
 
 
-def standby_argv(launcher: list[str], config: RunConfig) -> list[str]:
+def standby_argv(launcher: list[str], imports: Path) -> list[str]:
     """Returns the command that starts ranks which stand by.
 
     Args:
-        launcher: `launcher_argv`.
+        launcher: `launcher_argv` of the place that they will most likely have.
+        imports: `RunPaths.imports`.
     """
-    # What a guest imports beside torch is its own.
-    modules = ("torch",) if config.trainer.is_guest else ("verl_slurm.trainer.imports",)
-    return [*launcher[:_PROGRAM], "--stand-by", str(config.distributed.ranks_per_node), *modules]
+    place = launcher[_PROGRAM : _PROGRAM + 3]
+    return [*launcher[:_PROGRAM], "--stand-by", *place, str(imports)]
 
 
 def orders_argv(launcher: list[str]) -> list[str]:

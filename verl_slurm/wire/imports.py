@@ -1,0 +1,93 @@
+"""What a run's program imports, for ranks that stand by: they import it ahead, in the same order.
+
+`RUN/control/imports` has a module's name in each line. Only installed modules are among them: the program's own are a
+few lines, and importing them might do anything.
+"""
+
+import importlib
+import os
+import re
+import sys
+import sysconfig
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+from verl_slurm.base.bounded import Limit, TooMuch, read_regular
+from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
+
+__all__ = ["WatchedEnvironment", "import_all", "remember_imports"]
+
+_NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
+_LIMIT = Limit(num_bytes=1 << 20)
+_OURS = ("verl_slurm.", "verl_slurm_daemon.")
+"""Installed or not: they are those of the daemon."""
+_NEVER = ("mpi4py",)
+"""Its import starts MPI."""
+
+
+def remember_imports(paths: RunPaths) -> None:
+    """Writes down what this process has imported. Never raises: without it ranks stand by with torch alone."""
+    lines = "".join(f"{name}\n" for name in _installed(tuple(sys.modules.items())))
+    with suppress(OSError):
+        write_file(paths.imports, lines.encode()[: _LIMIT.num_bytes], durable=False)
+
+
+def _installed(modules: tuple[tuple[str, ModuleType], ...]) -> Iterator[str]:
+    places = tuple(
+        sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")
+    )
+    for name, module in modules:
+        with suppress(Exception):  # a library may put anything there
+            spec = module.__spec__
+            installed = name.startswith(_OURS) or str(spec and spec.origin).startswith(places)
+            if installed and spec is not None and spec.name == name and not name.startswith(_NEVER):
+                yield name
+
+
+def import_all(file: Path) -> None:
+    """Imports what `remember_imports` wrote, as far as it can be imported; without a list, torch."""
+    try:
+        names = read_regular(file, _LIMIT).decode().splitlines()
+    except (OSError, TooMuch, UnicodeDecodeError):
+        names = ["torch"]
+    for name in names:
+        # What cannot be imported ahead is imported by the program, or fails there.
+        if _NAME.fullmatch(name):
+            with suppress(Exception):
+                importlib.import_module(name)
+
+
+class WatchedEnvironment:
+    """Notes which variables are read in a `with` block, and what they were.
+
+    A library may read its rank as it is imported (Lightning does). What was imported ahead holds for a process alone
+    whose variables have these values.
+    """
+
+    def __init__(self) -> None:
+        self._read: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        read, kind = self._read, type(os.environ)
+
+        class Watched(kind):  # type: ignore[valid-type, misc]
+            def __getitem__(self, name: str) -> str:
+                # As it was before: an import may set it, and read it afterwards.
+                read.setdefault(name, before.get(name))
+                value: str = super().__getitem__(name)
+                return value
+
+        before = dict(os.environ)
+        self._kind = kind
+        # The object stays the one that every module holds.
+        os.environ.__class__ = Watched
+
+    def __exit__(self, *_: object) -> None:
+        os.environ.__class__ = self._kind
+
+    def differing(self, environ: dict[str, str]) -> list[str]:
+        """Lists the variables that were read and have another value in `environ`."""
+        return sorted(name for name, value in self._read.items() if environ.get(name) != value)
