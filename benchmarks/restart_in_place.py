@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
@@ -135,8 +135,14 @@ def torchrun(model: Path, root: Path, rounds: int) -> list[float]:
     return took
 
 
-def ours(model: Path, root: Path, rounds: int, *, standby: bool) -> tuple[list[float], list[int]]:
-    """Seconds from each kill to the first safe point; and bytes (PSS) of each rank that stood by."""
+def ours(
+    model: Path, root: Path, rounds: int, *, standby: bool, more: Sequence[str] = ()
+) -> tuple[list[float], list[int]]:
+    """Seconds from each kill to the first safe point; and bytes (PSS) of each rank that stood by.
+
+    Args:
+        more: settings.
+    """
     settings = [
         f"run_dir={root}",
         f"model.path={model}",
@@ -156,6 +162,7 @@ def ours(model: Path, root: Path, rounds: int, *, standby: bool) -> tuple[list[f
         "distributed.dp_size=2",
         "distributed.threads_per_rank=1",
         f"daemon.standby_after_s={'0' if standby else 'null'}",
+        *more,
     ]
     carry_out(
         plan_submission(_ROOT / "configs/quickstart.yaml", settings, cluster="local"), prepare_only=True
