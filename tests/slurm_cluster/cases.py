@@ -1,11 +1,11 @@
-"""The cases of the campaign: both algorithms, both rollout engines, four shapes. Sixteen in all; one more by its name.
+"""The cases of the campaign: both algorithms, both rollout engines, four shapes. Sixteen, and two more by their names.
 
 Called by: tests/slurm_cluster/test_campaign.py, tests/benchmarks/test_campaign.py.
 """
 
 from tests.harness import SMALL
 
-__all__ = ["BY_NAME", "CASES", "settings"]
+__all__ = ["BY_NAME", "CASES", "ELASTIC", "settings"]
 
 _SHAPES: dict[str, tuple[str, ...]] = {
     "": (),  # (dp, tp, pp) = (2, 1, 1), as in configs/quickstart.yaml
@@ -28,7 +28,12 @@ CASES: dict[str, tuple[str, ...]] = {
     for shape in _SHAPES
 }
 """Name → what is set beside the campaign's own settings."""
-BY_NAME = {"ppo-spares": ("slurm.spare_nodes=1", "daemon.standby_after_s=1")}
+ELASTIC = "ppo-elastic"
+"""Ends with other bits than its twin: sums over fewer ranks are made in another order."""
+BY_NAME = {
+    "ppo-spares": ("slurm.spare_nodes=1", "daemon.standby_after_s=1"),
+    ELASTIC: ("distributed.min_nodes=1", "daemon.standby_after_s=1"),
+}
 """More of them, which `all` leaves out."""
 
 
