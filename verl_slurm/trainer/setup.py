@@ -5,8 +5,6 @@ together or none.
 """
 
 import hashlib
-import threading
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -14,14 +12,12 @@ from pathlib import Path
 import msgspec
 import torch
 
-from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema
 from verl_slurm.checkpoint.format.specification import Manifest
-from verl_slurm.checkpoint.store.frozen import read_back_others, store_frozen
 from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
@@ -62,20 +58,16 @@ from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rollout.engines import build_engine
 from verl_slurm.trainer.rollout.records import SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
+from verl_slurm.trainer.state.frozen_copies import FrozenCopies
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.state.pinned_model import pinned_model
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.trainer.state.train_state import fresh_state
 from verl_slurm.trainer.step import Learner
 from verl_slurm.wire.client import RankLine
-from verl_slurm.wire.messages import Topic
 from verl_slurm.wire.stopping import Stopper
 
 __all__ = ["build_loop"]
-
-_STORED_AT_ONCE, _READ_AT_ONCE = 1 << 30, 16 << 20
-"""Bytes of copies that a start waits for: until they are made, and until they are read back."""
-_FROZEN = threading.Lock()
 
 
 class _Digests(msgspec.Struct, frozen=True):
@@ -145,6 +137,7 @@ def _build_loop(
     """Does the work of `build_loop`; `owned` closes finished parts when a later one does not fit."""
     shape = StepShape.of(config)
     session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
+    copies = FrozenCopies(paths, session)
     # Before anything is loaded: a missing key is told at once.
     keys = load_keys(config.checkpoint.encryption)
     # For a run that begins, and for a rank that its checkpoint does not have. Others get their generators back.
@@ -155,7 +148,7 @@ def _build_loop(
     digests = msgspec.msgpack.decode(
         ranks.on_first(
             "checking data and models",
-            lambda: _first_look(config, paths, data_root, model_path, session, device),
+            lambda: _first_look(config, paths, data_root, model_path, session, device, copies),
         ),
         type=_Digests,
     )
@@ -242,7 +235,7 @@ def _build_loop(
     if config.checkpoint.store_frozen:
 
         def keep(model: Path, seen: Fingerprint) -> None:
-            _store(paths, {model: seen}, session)
+            copies.store({model: seen})
 
     # After the state: the number of replacements in the checkpoint says which reward is in force.
     plan, state.reward = start_reward(
@@ -258,7 +251,7 @@ def _build_loop(
     # Only now is it known which rewards this start uses. The other copies may be all that is left of a model.
     if config.checkpoint.store_frozen and ranks.rank == 0:
         used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
-        _read_back(paths, used | set(digests.frozen.values()), session)
+        copies.read_back(used | set(digests.frozen.values()))
     # One handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
     live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
     evaluator = None
@@ -313,6 +306,7 @@ def _build_loop(
         evaluator=evaluator,
         samples=SampleLog(paths, epoch, config.rollout.keep_samples, keys) if ranks.rank == 0 else None,
     )
+    copies.begin()
     return Loop(
         config=config,
         shape=shape,
@@ -365,6 +359,7 @@ def _first_look(
     model_path: Path,
     session: Session,
     device: torch.device,
+    copies: FrozenCopies,
 ) -> bytes:
     """Checks on rank 0 that the run belongs to us, and that data and layout are those of the first start.
 
@@ -380,7 +375,7 @@ def _first_look(
     # Read in full at each start: `pinned_model` holds the files that are loaded against these digests.
     seen = {role: fingerprint(path) for role, path in models.items()}
     if config.checkpoint.store_frozen:
-        _store(paths, {path: seen[role] for role, path in models.items()}, session)
+        copies.store({path: seen[role] for role, path in models.items()})
     # What does not train decides the numbers as much as the weights do: the manifest has its digests, a resume asks.
     frozen = {role: found.digest for role, found in seen.items()}
     files = {"data.root": _may_hold_prompts(data)}
@@ -393,7 +388,8 @@ def _first_look(
         frozen["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
     if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
-        _notice(session, said, topic="device")
+        session.notice(said, topic="device", loud=True)
+        console.complain(said)
     return msgspec.msgpack.encode(
         _Digests(
             dataset=data.digest,
@@ -414,56 +410,6 @@ def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
         for name, entry in tree.files.items()
         if entry.kind != "directory" and name.endswith(SUFFIXES)
     }
-
-
-def _store(paths: RunPaths, models: dict[Path, Fingerprint], session: Session) -> None:
-    """Copies small models at once, and large ones while the training runs. A failure is reported, and the next start
-    tries again.
-    """
-
-    def work() -> None:
-        for model, seen in models.items():
-            try:
-                store_frozen(paths, model, seen, notice=partial(_notice, session))
-            # A copy is a precaution. Storage that refuses it must not keep the run from training.
-            except (OSError, VerlSlurmError) as error:
-                _notice(session, f"no copy of {model} in {paths.frozen}: {error}")
-
-    there = all((paths.frozen / seen.digest).is_dir() for seen in models.values())
-    at_once = _READ_AT_ONCE if there else _STORED_AT_ONCE
-    _beside(work, at_once=sum(seen.num_bytes for seen in models.values()) <= at_once)
-
-
-def _read_back(paths: RunPaths, used: set[str], session: Session) -> None:
-    """Reads back the copies that this start does not use; `used` holds the digests of the others."""
-    size = sum(path.stat().st_size for path in paths.frozen.rglob("*") if path.is_file())
-
-    def work() -> None:
-        try:
-            read_back_others(paths, used, notice=partial(_notice, session))
-        except OSError as error:
-            _notice(session, f"{paths.frozen} could not be read back: {error}")
-
-    _beside(work, at_once=size <= _READ_AT_ONCE)
-
-
-def _notice(session: Session, text: str, topic: Topic = "frozen") -> None:
-    session.notice(text, topic=topic, loud=True)
-    console.complain(text)
-
-
-def _beside(work: Callable[[], None], *, at_once: bool) -> None:
-    """Runs `work` now or in a thread. Never two at a time: each cleans up RUN/frozen."""
-
-    def alone() -> None:
-        with _FROZEN:
-            work()
-
-    if at_once:
-        alone()
-    else:
-        # A daemon thread: the end of a run does not wait for a copy, and the next start makes it.
-        threading.Thread(target=alone, name="frozen", daemon=True).start()
 
 
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
