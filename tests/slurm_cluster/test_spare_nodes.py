@@ -93,9 +93,9 @@ def test_a_lost_node_is_replaced_by_ranks_that_are_started_anew(
 
 @pytest.mark.soak  # what is decided: tests/daemon/test_spare_nodes.py
 def test_without_a_spare_node_left_the_job_is_requeued(
-    run: LiveRun, twin: LiveRun, cluster: DevCluster, nodes: Nodes
+    run: LiveRun, cluster: DevCluster, nodes: Nodes
 ) -> None:
-    run.argv += ["slurm.spare_nodes=1"]
+    run.argv += ["slurm.spare_nodes=1", "train.steps=1000"]
     run.submit()
     run.wait_phase("generate")
     first = _chosen(run)
@@ -103,9 +103,10 @@ def test_without_a_spare_node_left_the_job_is_requeued(
     fail_node(cluster, spare)
     run.wait_slurm(lambda facts: facts.num_nodes == 2)
     restore_node(cluster, spare, timeout_s=120)  # for the next attempt: Slurm has taken it from this job
+    before = len(run.events("training"))
     nodes.lose(first["train"][1])
     run.wait_event("started", requeues=1)
-    ends_like(run, twin)
+    run.wait(lambda: len(run.events("training")) > before)
 
 
 @pytest.mark.soak  # minutes, until Slurm notices
@@ -153,7 +154,7 @@ def test_a_loop_of_ones_own_goes_on_smaller_in_the_same_job(
 ) -> None:
     settings = ("distributed.min_nodes=1", "daemon.standby_after_s=null", *overrides(0.5))
     run = LiveRun(cluster, tmp_path / "run", *settings, config="configs/pytorch_loop.yaml").submit()
-    run.wait(lambda: run.status()["step"] > 5)
+    run.wait(lambda: run.status().get("step", 0) > 5)
     first, second = _chosen(run)["train"]
     nodes.lose(second)
     run.wait(lambda: len(run.events("training")) > 1)
@@ -168,7 +169,10 @@ def test_a_run_that_found_one_node_is_requeued_onto_two_when_they_are_idle(run: 
     others = run.slurm(
         "sbatch", "--parsable", "--partition=preemptible", "--nodes=3", "--wrap=sleep 600"
     ).strip()
+    held = LiveRun(run.cluster, run.paths.root)
+    held.job_id = others
     try:
+        held.wait_slurm(lambda facts: facts.is_running)
         run.argv += ["distributed.min_nodes=1", "train.steps=1000", "daemon.standby_after_s=null"]
         run.submit()
         run.wait_event("training")
