@@ -165,6 +165,11 @@ def test_a_lost_node_is_replaced_at_once_and_without_a_requeue() -> None:
     assert story.then(inputs.BackoffOver(0)) == [act.StartGeneration(2, ("n2",))]
 
 
+def test_a_job_can_do_without_its_spare_nodes_and_those_beyond_the_fewest() -> None:
+    assert Limits.of(run_config(nodes=4, min_nodes=2, spare_nodes=1)).spare_nodes == 3
+    assert Limits.of(run_config(nodes=2)).spare_nodes == 0
+
+
 def test_the_loss_of_a_node_explains_what_its_peers_said_before() -> None:
     story = Story()
     raised = Refused(rank=0, exit_code=22, reason="connection reset", place="train.py:3", worked=True)

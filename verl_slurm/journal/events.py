@@ -193,7 +193,7 @@ class Crash(Event):
     """Of this kind, in this attempt, since the last verified save; `budget` of them lead to a restart in place."""
     budget: Int = 0
     replaced: bool = False
-    """A spare node takes the place of `node`."""
+    """The job goes on without `node`: a spare one takes its place, or the run is smaller."""
 
     @property
     def cause(self) -> str:

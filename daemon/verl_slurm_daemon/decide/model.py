@@ -1,10 +1,11 @@
 """The lead's knowledge while it decides: data for `policy.decide`, without effects."""
 
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, Self
 
 import msgspec
 
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.messages import PartSaved, Refused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
@@ -36,7 +37,18 @@ class Limits(msgspec.Struct, frozen=True):
     node_budget: int = 2
     stranger_budget: int = 4
     spare_nodes: int = 0
-    """Nodes of the job beyond those that train: each may take the place of another."""
+    """Nodes that the job can do without: spare ones, and those beyond `distributed.min_nodes`."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        return cls(
+            crash_budget=config.daemon.crash_budget,
+            backoff_s=config.daemon.backoff_s,
+            no_progress_limit=config.daemon.no_progress_limit,
+            hang_budget=config.daemon.hang_budget,
+            node_budget=config.daemon.node_budget,
+            spare_nodes=config.held_nodes - config.least_nodes,
+        )
 
     def budget(self, kind: FailureKind) -> int:
         """Returns how many restarts in place such failures allow."""

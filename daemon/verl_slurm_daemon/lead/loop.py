@@ -82,15 +82,7 @@ class Lead:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._failed = failed
         self._events: asyncio.Queue[inputs.Input] = asyncio.Queue()
-        limits = Limits(
-            crash_budget=config.daemon.crash_budget,
-            backoff_s=config.daemon.backoff_s,
-            no_progress_limit=config.daemon.no_progress_limit,
-            hang_budget=config.daemon.hang_budget,
-            node_budget=config.daemon.node_budget,
-            spare_nodes=config.slurm.spare_nodes,
-        )
-        self._model = Model(limits)
+        self._model = Model(Limits.of(config))
         steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
         self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
         self._status_due = 0.0

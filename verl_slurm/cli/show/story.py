@@ -174,7 +174,7 @@ def _words(event: ev.Event) -> str:
         case ev.Done(reason=reason):
             return f"nothing is left to do{_colon(reason)}"
         case ev.Crash(node=node, detail=detail, replaced=True):
-            return f"NODE {node} is left out, and a spare one takes its place{_colon(detail)}"
+            return f"NODE {node} is left out: the job goes on without it{_colon(detail)}"
         case ev.Crash(kind=kind, crashes=crashes, budget=budget, detail=detail):
             return f"{kind.upper()} {crashes} of {budget}{_colon(detail)}"
         case ev.Hang(detail=detail):
