@@ -167,7 +167,7 @@ def test_a_loop_of_ones_own_goes_on_smaller_in_the_same_job(
 @pytest.mark.soak  # the lead looks for idle nodes every two minutes
 def test_a_run_that_found_one_node_is_requeued_onto_two_when_they_are_idle(run: LiveRun) -> None:
     others = run.slurm(
-        "sbatch", "--parsable", "--partition=preemptible", "--nodes=3", "--wrap=sleep 600"
+        "sbatch", "--parsable", "--partition=preemptible", "--nodes=3", "--exclusive", "--wrap=sleep 600"
     ).strip()
     held = LiveRun(run.cluster, run.paths.root)
     held.job_id = others
