@@ -3,8 +3,8 @@
     python benchmarks/time_to_steps.py [--nvrx PYTHON] [--to DIR] [--plot-only]
 
 One after the other on an embedded cluster with Slurm's default credential lifetime, each as a job of one node with two
-ranks that train the same model (0.3 GB with its optimizer) for 120 steps of half a second and save every ten. When a
-job has first done step 20 and 70, SIGKILL ends a rank; at 45 and 95 Slurm preempts the job for real.
+ranks that train the same model (0.3 GB with its optimizer) for 80 steps of half a second and save every ten. When a job
+has first done step 15, SIGKILL ends a rank; at step 45 Slurm preempts the job for real.
 
 * verl-slurm: the loop has the three lines of docs/guests.md, and saves when the daemon asks, too;
 * torchrun, ft_launcher: `--max-restarts`; a job that does not end well is requeued by the last line of its script;
@@ -39,8 +39,8 @@ from verl_slurm.devcluster.conf import PREEMPTIBLE, ClusterOptions
 from verl_slurm.devcluster.faults import preempt
 
 _ROOT = Path(__file__).parents[1]
-STEPS = 120
-FAULTS = {20: "a rank killed", 45: "preempted", 70: "a rank killed", 95: "preempted"}
+STEPS = 80
+FAULTS = {15: "a rank killed", 45: "preempted"}
 """Step that was first done → what then happens."""
 _PATIENCE_S = 900.0
 _LOOP = f"""
@@ -230,7 +230,7 @@ def draw(found: Mapping[str, Result]) -> str:
             ]
             for name, one in found.items()
         },
-        title=f"{STEPS} steps with two ranks killed and two preemptions",
+        title=f"{STEPS} steps with a rank killed and a preemption",
         x="seconds from the submission",
         y="steps done",
     )

@@ -87,7 +87,7 @@ class Mischief:
             node = self._dice.choice(others) if others else None
         else:
             node = self._dice.choice([*others, facts.batch_host])
-        if node is None:
+        if node is None or (node == facts.batch_host and not others):
             return False
         if way == "down_node":
             self._set_node(node, "down", "reason=campaign")
