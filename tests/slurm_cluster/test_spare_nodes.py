@@ -148,6 +148,22 @@ def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
     assert (stats.duplicates, stats.problems) == ((), ())
 
 
+@pytest.mark.soak  # minutes, until Slurm notices
+def test_the_loss_of_the_last_node_of_a_smaller_run_is_a_requeue(run: LiveRun, nodes: Nodes) -> None:
+    """With --no-kill Slurm would end a job of two nodes there, and nobody is left on the other one."""
+    run.argv += ["distributed.min_nodes=1", "train.steps=1000", "daemon.standby_after_s=null"]
+    run.submit()
+    run.wait_phase("generate", step=1)
+    first, second = _chosen(run)["train"]
+    before = len(run.events("training"))
+    nodes.lose(second)
+    run.wait(lambda: len(run.events("training")) > before)
+    assert run.facts().node_list == first, "the lost node is given back at once"
+    nodes.lose(first)
+    run.wait_event("started", requeues=1)
+    run.wait(lambda: len(run.events("training")) > before + 1)
+
+
 @pytest.mark.soak  # what the loop then loads: tests/loops/test_any_ranks.py
 def test_a_loop_of_ones_own_goes_on_smaller_in_the_same_job(
     cluster: DevCluster, nodes: Nodes, tmp_path: Path

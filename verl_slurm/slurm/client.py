@@ -375,6 +375,18 @@ class SlurmClient:
         outcome = await self._settle(facts, delay_s, kind, own_restarts, now)
         return msgspec.structs.replace(outcome, seconds=round(time.monotonic() - began, 3))
 
+    async def shrink(self, job: JobFacts, node: str) -> None:
+        """Takes all nodes but one from a running job.
+
+        Raises:
+            SlurmMissing, SlurmRefused: it was not done.
+        """
+        done = await self.run(commands.keep_node(job.target, node), _ASIDE_S)
+        if done.exit_code != 0:
+            raise SlurmRefused(
+                "the job's other nodes were not taken", where=job.target, found=done.stderr.strip()
+            )
+
     async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
         """Makes a requeued job start `delay_s` from now; returns the requested time, or None if none was requested,
         because this node's clock is so far ahead that Slurm's own delay ends sooner.

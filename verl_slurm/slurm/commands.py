@@ -14,6 +14,7 @@ __all__ = [
     "NODE_LIST",
     "cancel",
     "forbid_requeue",
+    "keep_node",
     "list_jobs",
     "list_nodes",
     "list_states",
@@ -119,6 +120,11 @@ def requeue(job: str) -> list[str]:
 def forbid_requeue(job: str) -> list[str]:
     """Does later what `--no-requeue` does at submission."""
     return ["scontrol", "update", f"JobId={_checked(JOB, job)}", "Requeue=0"]
+
+
+def keep_node(job: str, node: str) -> list[str]:
+    """Takes all other nodes from a running job."""
+    return ["scontrol", "update", f"JobId={_checked(JOB, job)}", f"NodeList={_checked(NODE_LIST, node)}"]
 
 
 def update_start_time(job: str, start: datetime) -> list[str]:

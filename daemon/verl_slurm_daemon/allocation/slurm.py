@@ -427,10 +427,24 @@ class SlurmAllocation:
         kinds = {usable.get(name) for name in own}
         return sum(usable[name] in kinds for name in idle)
 
+    async def _keep_alone(self, node: str) -> None:
+        """Gives back the other nodes, which are lost for this job, if `node` is the batch process's.
+
+        A job of one node is started again when it loses that one, whatever `--no-kill` says. Of more nodes it would
+        end there, as nobody on the others could ask for the requeue.
+        """
+        # A precaution: without it the run goes on all the same.
+        with contextlib.suppress(VerlSlurmError):
+            facts = await self._client.job(self._job.job_id)
+            if facts.batch_host == node and facts.num_nodes > 1:
+                await self._client.shrink(facts, node)
+
     async def start_step(
         self, argv: list[str], service: str = "", names: Sequence[str] = ()
     ) -> list[asyncio.subprocess.Process]:
         nodes = nodes_of_step(self._config, self._job.sizes, service)
+        if len(names) == 1 and self._config.may_lose_nodes:
+            await self._keep_alone(names[0])
         if not nodes.are_whole and not names:
             try:
                 # It parses the names, and asks no slurmctld.
