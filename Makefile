@@ -24,8 +24,8 @@ TRL := .venv-trl
 VLLM := .venv-vllm
 # verl, likewise. For a machine with GPUs: docs/verl.md.
 VERL := .venv-verl
-# verl with vLLM: sees both.
 VLLM_NEWEST := .venv-vllm-newest
+# verl with vLLM: sees both.
 VERL_VLLM := .venv-verl-vllm
 # Of several, the first that has a package.
 SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_path("purelib", vars={"base": os.path.abspath(env)}) for env in sys.argv[1:]]; \

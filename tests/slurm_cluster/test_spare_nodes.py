@@ -150,7 +150,7 @@ def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
 
 @pytest.mark.soak  # minutes, until Slurm notices
 def test_the_loss_of_the_last_node_of_a_smaller_run_is_a_requeue(run: LiveRun, nodes: Nodes) -> None:
-    """With --no-kill Slurm would end a job of two nodes there, and nobody is left on the other one."""
+    """With --no-kill Slurm would end a job of two nodes there: no agent runs on the other one."""
     run.argv += ["distributed.min_nodes=1", "train.steps=1000", "daemon.standby_after_s=null"]
     run.submit()
     run.wait_phase("generate", step=1)

@@ -55,7 +55,7 @@ class Mischief:
                 others = self._run.other_nodes()
                 return bool(others) and self._kill(self._run.processes(self._dice.choice(others)))
             case "kill_lead_node" | "lose_lead_node" if not self._run.other_nodes():
-                return False  # nobody is left to ask for a requeue: docs/limits.md
+                return False  # no agent is left to ask for a requeue: docs/limits.md
             case "kill_lead_node":
                 return self._kill(self._run.processes(facts.batch_host))
             case _:

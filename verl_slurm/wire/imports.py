@@ -1,4 +1,4 @@
-"""What a run's program imports, for ranks that stand by: they import it ahead, in the same order.
+"""Remembers the imports of a run's program. Ranks that stand by import the same ahead, in the same order.
 
 `RUN/control/imports` has a module's name in each line. Only installed modules are among them: the program's own are a
 few lines, and importing them might do anything.

@@ -430,8 +430,8 @@ class SlurmAllocation:
     async def _keep_alone(self, node: str) -> None:
         """Gives back the other nodes, which are lost for this job, if `node` is the batch process's.
 
-        A job of one node is started again when it loses that one, whatever `--no-kill` says. Of more nodes it would
-        end there, as nobody on the others could ask for the requeue.
+        Slurm requeues a job of one node that loses it, whatever `--no-kill` says. A job of more nodes would end as
+        FAILED: no agent runs on the others that could ask for the requeue.
         """
         # A precaution: without it the run goes on all the same.
         with contextlib.suppress(VerlSlurmError):
