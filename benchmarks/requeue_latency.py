@@ -12,9 +12,14 @@ On an embedded cluster with Slurm's default credential lifetime (AuthInfo withou
 
 Then, one after the other: everything on a node that trains is killed, slurmd included, of a job that has a spare one;
 measured from the kill to the first safe point on the other nodes. Once with ranks that stand by, once without.
+
+Goodput: an interruption costs by how much longer the step took that it fell into than the median step did. That counts
+the queue, the start, all that is done again, and saves. With one interruption in ten minutes, the rest is useful. Saves
+are made as often as storage allows (`checkpoint.cadence: continuous`).
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -40,6 +45,7 @@ from verl_slurm.journal.files import read_events
 _HELD = 3
 """Nodes of a job whose ranks have two, and that has a spare one."""
 _STEPS_OF_IMPORTS = 4
+_SETTINGS = ("train.steps=10", "checkpoint.cadence=continuous")
 _BETWEEN_S = 600.0
 _TURNS = 3
 _SCRIPT = """#!/bin/bash
@@ -70,29 +76,42 @@ def plain(cluster: DevCluster, directory: Path) -> float:
 
 
 def lost_node(cluster: DevCluster, root: Path, *, standby: bool) -> tuple[float, float]:
-    """Seconds from the loss of a node, not the first, to the first safe point with a spare one in its place, and to the
-    first new rollout.
+    """Seconds from the loss of a node, not the first, to the first safe point with a spare one in its place; and the
+    seconds that it cost the run.
     """
     after_s = "0" if standby else "null"
-    run = LiveRun(cluster, root, "train.steps=8", "slurm.spare_nodes=1", f"daemon.standby_after_s={after_s}")
+    run = LiveRun(cluster, root, *_SETTINGS, "slurm.spare_nodes=1", f"daemon.standby_after_s={after_s}")
     run.submit().wait_phase("update")
     if standby:
         run.wait(lambda: run.stands_by(_HELD))
-        # Their imports: the machine is idle again but for the training.
-        run.wait(lambda: run.status()["step"] >= _STEPS_OF_IMPORTS)
+    # The imports of those that stand by are done: the machine is idle again but for the training.
+    run.wait(lambda: run.status()["step"] >= _STEPS_OF_IMPORTS)
     (node,) = run.other_nodes()
     killed = datetime.now(UTC)
     fail_node(cluster, node)
     back = run.wait(lambda: run.events("training")[1:])[0]
-    new = run.wait(lambda: run.events("first_rollout")[1:])[0]
+    run.wait_end()
     assert run.facts().restarts == 0, "it was requeued"
-    run.cancel()
-    run.wait_event("ended")
     restore_node(cluster, node, timeout_s=120)
-    safe_point, rollout = (
-        (datetime.fromisoformat(event["time"]) - killed).total_seconds() for event in (back, new)
+    return (datetime.fromisoformat(back["time"]) - killed).total_seconds(), lost_seconds(
+        run, killed.timestamp()
     )
-    return safe_point, rollout
+
+
+def lost_seconds(run: LiveRun, interrupted: float) -> float:
+    """By how much longer than the median step the step took that was interrupted at `interrupted`, in seconds since
+    1970. Steps that were done again meanwhile are part of it.
+    """
+    lines = [json.loads(line) for line in run.paths.steps.read_text().splitlines()]
+    done = [(int(line["step"]), datetime.fromisoformat(line["time"]).timestamp()) for line in lines]
+    took = [
+        after - before
+        for (step, before), (next_step, after) in itertools.pairwise(done)
+        if next_step == step + 1 and not before <= interrupted <= after
+    ]
+    step, before = max((step, at) for step, at in done if at <= interrupted)
+    after = min(at for other, at in done if other == step + 1 and at > interrupted)
+    return after - before - statistics.median(took[1:])  # the first one warms up
 
 
 def main() -> int:
@@ -107,11 +126,13 @@ def main() -> int:
             waits: list[float] = []
             other = threading.Thread(target=lambda: waits.append(plain(cluster, directory)))
             other.start()
-            run = LiveRun(cluster, directory / "run", "train.steps=8").submit()
-            run.wait_phase("generate")
+            run = LiveRun(cluster, directory / "run", *_SETTINGS).submit()
+            run.wait_phase("generate", step=_STEPS_OF_IMPORTS)
             preempt(cluster, int(run.job_id), hold_s=1)
             run.wait_end()
             ours = timings(read_events(run.paths))
+            (cause,) = run.events("cause")
+            requeued_s = lost_seconds(run, datetime.fromisoformat(cause["time"]).timestamp())
             other.join()
             lost = {
                 standby: [
@@ -123,16 +144,13 @@ def main() -> int:
         finally:
             cluster.stop()
     figures = {"plain_requeue_to_start_s": round(waits[0], 1), **msgspec.to_builtins(ours)}
+    costs = {"requeued": requeued_s}
     for standby, seconds in lost.items():
         how = "standing_by" if standby else "started_anew"
-        safe_points, rollouts = zip(*seconds, strict=True)
-        figures[f"lost_node_to_training_{how}_s"] = round(statistics.median(safe_points), 2)
-        figures[f"lost_node_to_first_rollout_{how}_s"] = round(statistics.median(rollouts), 2)
-    # Everything from the interruption to the first new rollout counts as lost. The waiting between is not waited for.
-    for how, lost_s in (
-        ("requeued", ours.cause_to_first_rollout),
-        ("a_spare_node", figures["lost_node_to_first_rollout_standing_by_s"]),
-    ):
+        safe_points, costs[how] = (statistics.median(each) for each in zip(*seconds, strict=True))
+        figures[f"lost_node_to_training_{how}_s"] = round(safe_points, 2)
+    for how, lost_s in costs.items():
+        figures[f"lost_{how}_s"] = round(lost_s, 2)
         figures[f"goodput_at_one_in_10_minutes_{how}"] = round(1 - lost_s / _BETWEEN_S, 4)
     print(json.dumps(figures) if options.json else "\n".join(f"{v:8.2f}  {k}" for k, v in figures.items()))
     return 0
