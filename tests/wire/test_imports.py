@@ -1,7 +1,9 @@
 """What a program has imported is remembered, and only what is installed."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tests.builders import new_run
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.wire.imports import import_all, remember_imports
+from verl_slurm.wire.imports import WatchedEnvironment, import_all, remember_imports
 
 
 @pytest.fixture
@@ -51,3 +53,50 @@ def test_what_cannot_be_imported_is_passed_over(paths: RunPaths, monkeypatch: py
 
 def test_a_directory_that_takes_no_file_is_no_error(tmp_path: Path) -> None:
     remember_imports(RunPaths(tmp_path / "no such run"))
+
+
+def _search() -> None:
+    """Reads variables in turn until it finds one."""
+    for value in os.environ.values():
+        if value == "found":
+            break
+
+
+@pytest.mark.parametrize(
+    ("read", "counts"),
+    [
+        (lambda: os.environ.get("PLACE"), True),
+        (lambda: "PLACE" in os.environ, True),
+        (_search, True),
+        (lambda: (list(os.environ), os.environ["PLACE"]), True),
+        # As tqdm and fsspec look for their own.
+        (lambda: [value for name, value in os.environ.items() if name.startswith("TQDM_")], False),
+        (lambda: dict(os.environ), False),
+        (lambda: list(os.environ), False),
+        (lambda: (dict(os.environ), os.environ.get("PLACE")), True),
+    ],
+)
+def test_a_variable_counts_as_read_by_its_name_and_not_in_turn_with_all_others(
+    read: Callable[[], object], counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLACE", "1")
+    monkeypatch.setenv("ANOTHER", "found")
+    monkeypatch.setenv("LAST", "")
+    watched = WatchedEnvironment()
+    with watched:
+        read()
+    assert watched.differing({**os.environ, "PLACE": "2"}) == (["PLACE"] if counts else [])
+    assert watched.differing(dict(os.environ)) == []
+
+
+def test_tqdm_and_fsspec_may_be_imported_ahead_for_a_rank_of_any_number() -> None:
+    """Found with a spare node: its rank has the number of the lost one, and was made anew each time."""
+    program = (
+        "import os\nfrom verl_slurm.wire.imports import WatchedEnvironment\nwith WatchedEnvironment() as watched:\n"
+        "    import tqdm, fsspec.config\nprint(watched.differing({**os.environ, 'RANK': '1'}))"
+    )
+    environ = {**os.environ, **python_path(), "RANK": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "[]\n", done.stderr

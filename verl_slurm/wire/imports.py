@@ -64,29 +64,59 @@ class WatchedEnvironment:
     """Notes which variables are read in a `with` block, and what they were.
 
     A library may read its rank as it is imported (Lightning does). What was imported ahead holds for a process alone
-    whose variables have these values.
+    whose variables have these values. Reading all variables in turn does not count: that is how libraries look for
+    those of their own prefix (tqdm, fsspec), and a rank's place is always among them.
     """
 
     def __init__(self) -> None:
         self._read: dict[str, str | None] = {}
+        self._before: dict[str, str] = {}
+        self._unread: list[str] = []
+        """Of the variables that were just listed, those that were not read yet, the next one last."""
+        self._in_turn: list[str] = []
 
-    def __enter__(self) -> None:
-        read, kind = self._read, type(os.environ)
+    def __enter__(self) -> "WatchedEnvironment":
+        listed, noted, kind = self._list, self._note, type(os.environ)
 
         class Watched(kind):  # type: ignore[valid-type, misc]
+            def __iter__(self) -> Iterator[str]:
+                names = list(super().__iter__())
+                listed(names)
+                return iter(names)
+
             def __getitem__(self, name: str) -> str:
-                # As it was before: an import may set it, and read it afterwards.
-                read.setdefault(name, before.get(name))
+                noted(name)
                 value: str = super().__getitem__(name)
                 return value
 
-        before = dict(os.environ)
+        self._before = dict(os.environ)
         self._kind = kind
         # The object stays the one that every module holds.
         os.environ.__class__ = Watched
+        return self
 
     def __exit__(self, *_: object) -> None:
         os.environ.__class__ = self._kind
+        self._list([])
+
+    def _list(self, names: list[str]) -> None:
+        # Those before were read in turn, but not all: that may have been a search for one of them.
+        for name in self._in_turn:
+            self._count(name)
+        self._unread, self._in_turn = names[::-1], []
+
+    def _note(self, name: str) -> None:
+        if self._unread and self._unread[-1] == name:
+            self._in_turn.append(self._unread.pop())
+            if not self._unread:
+                self._in_turn = []
+            return
+        self._list([])
+        self._count(name)
+
+    def _count(self, name: str) -> None:
+        # As it was before: an import may set it, and read it afterwards.
+        self._read.setdefault(name, self._before.get(name))
 
     def differing(self, environ: dict[str, str]) -> list[str]:
         """Lists the variables that were read and have another value in `environ`."""
