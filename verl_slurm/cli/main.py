@@ -26,7 +26,7 @@ class Entry(NamedTuple):
 
 
 COMMANDS: dict[str, Entry] = {
-    "init": Entry("setup.config", "init", "Write a commented configuration for your own model and data."),
+    "init": Entry("setup.init", "init", "Write a commented configuration for your own model and data."),
     "config": Entry("setup.config", "config", "Every key of a configuration: type, default, meaning."),
     "submit": Entry("run.submit", "submit", "Check a configuration, and start the run it describes."),
     "status": Entry(

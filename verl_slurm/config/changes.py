@@ -14,6 +14,7 @@ from verl_slurm.config.schema import RunConfig
 
 __all__ = [
     "LAYOUT_KEYS",
+    "change_rule",
     "may_change",
     "refuse_changes",
     "require_in_place",
@@ -34,6 +35,7 @@ _FREE_SECTIONS = (
     "code.",
     "env_from_files.",
 )
+_LENGTH = "train.steps"
 _FREE_KEYS = {"group", "rollout.keep_samples", "rollout.max_logprob_gap", "rollout.gpu_memory_utilization"}
 # The length of verl's training, its output, and how often it saves and validates.
 _FREE_OF_VERL = re.compile(
@@ -49,6 +51,16 @@ def may_change(key: str) -> bool:
     """Returns whether `key` may differ between two submissions of one run."""
     patterns = (_FREE_OF_VERL, _FREE_OF_SERVICES)
     return key.startswith(_FREE_SECTIONS) or key in _FREE_KEYS or any(p.match(key) for p in patterns)
+
+
+def change_rule(key: str) -> str:
+    """Says whether `key` may differ between two submissions of a run that has begun, in words after "may change:"."""
+    # A map, such as `env`, is compared entry by entry.
+    if may_change(key) or may_change(f"{key}.x"):
+        return "yes"
+    if key in LAYOUT_KEYS:
+        return "together with the number of ranks, if a step stays the same"
+    return "to the steps that are done, or more" if key == _LENGTH else "no"
 
 
 def refuse_changes(
@@ -83,7 +95,7 @@ def refuse_changes(
         if not may_change(key)
         and not (key in LAYOUT_KEYS and (resharded or key == "distributed.nodes"))
         # Never below what is done: the run would be over with weights of steps that its configuration does not have.
-        and not (key == "train.steps" and _may_stop_at(after, steps_done))
+        and not (key == _LENGTH and _may_stop_at(after, steps_done))
     ]
     if fixed:
         steps = f", train.steps to {steps_done} or more"

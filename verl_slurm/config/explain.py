@@ -6,16 +6,33 @@ source.
 
 import ast
 import inspect
+import re
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.bounded import CONFIG, read_regular
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.shipped import examples, shipped
+from verl_slurm.config import strict_yaml
+from verl_slurm.config.changes import change_rule
 from verl_slurm.config.hints import nearest_keys
+from verl_slurm.config.rules import Rule, rules
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["Key", "all_keys", "explain"]
+__all__ = ["Explained", "Key", "all_keys", "explain", "explain_fully"]
+
+_UNIT = re.compile(r"(?:^|_)(s|min|h|days|mb|steps|tokens|nodes|cpus|gpus)(?:_per_(s|node))?$")
+_UNITS = {
+    **{"s": "seconds", "min": "minutes", "h": "hours", "mb": "MB", "cpus": "CPUs", "gpus": "GPUs"},
+    **{"per_s": "per second", "per_node": "per node"},
+}
+_LONGEST = 80
+"""Characters of an example's value: a longer one explains nothing."""
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,6 +44,23 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     """As in YAML; `required` for a key of a list's entry that has no default."""
     meaning: str
     """Empty if the name says it all."""
+
+
+class Explained(Key, frozen=True, kw_only=True):
+    """One key with all that the code tells of it."""
+
+    unit: str
+    """Empty for what has none."""
+    may_change: str
+    """Whether it may differ between two submissions of a run that has begun."""
+    exit_codes: list[int]
+    """With which a command ends that finds a bad value."""
+    example: str
+    """A word for `submit`, or YAML for an entry of a list or map; empty: none is known."""
+    related: list[str]
+    """Keys that its meaning names, and keys whose meanings name it."""
+    rules: list[Rule]
+    """Of the checks that name it."""
 
 
 def all_keys() -> list[Key]:
@@ -51,6 +85,90 @@ def explain(wanted: str) -> list[Key]:
         expected=" or ".join(nearest_keys(wanted, [key.key for key in known], sections)) or None,
         remedy="`verl-slurm config` lists all keys",
     )
+
+
+def explain_fully(wanted: str) -> list[Explained]:
+    """Returns the same as `explain`, with all that checks, examples and other keys say of each.
+
+    Raises:
+        ConfigError: as `explain`.
+    """
+    found, known = explain(wanted), all_keys()
+    names = [key.key for key in known]
+    named = {key.key: _named(key, names) for key in known}
+    result = []
+    for key in found:
+        its = [rule for rule in rules(names) if key.key in rule.keys]
+        codes = {int(rule.exit_code) for rule in its if rule.exit_code is not None}
+        result.append(
+            Explained(
+                **msgspec.structs.asdict(key),
+                unit=_unit(key),
+                may_change=change_rule(key.key.replace(".NAME.", ".x.")),
+                # CONFIG: a wrong type, and most checks. What a configuration names may also be missing.
+                exit_codes=sorted({int(ExitCode.CONFIG), *codes}),
+                example=_example(key, its),
+                related=[one for one in names if one in named[key.key] or key.key in named[one]],
+                rules=its,
+            )
+        )
+    return result
+
+
+def _named(key: Key, names: Sequence[str]) -> set[str]:
+    """Returns the other keys that a meaning names in backticks: whole, or without the section that it shares."""
+    section = key.key.rpartition(".")[0]
+    words = re.findall(r"`([a-z_.]+)(?:=[^`]*)?`", key.meaning)
+    return ({*words, *(f"{section}.{word}" for word in words)} & set(names)) - {key.key}
+
+
+def _unit(key: Key) -> str:
+    match = _UNIT.search(key.key.rpartition(".")[2])
+    if match is None or "number" not in key.type:
+        return ""
+    what, per = match[1], f"per_{match[2]}" if match[2] else ""
+    return " ".join(_UNITS.get(word, word) for word in (what, per) if word)
+
+
+def _example(key: Key, found: Sequence[Rule]) -> str:
+    """Returns a value that a check or the meaning recommends, one of a shipped configuration, or another choice."""
+    last = key.key.rpartition(".")[2]
+    values = []
+    for rule in found:
+        values += re.findall(
+            rf"(?<![\w.])(?:{re.escape(key.key)}|{last})(?:=|: )(\[.*?\]|\{{.*?\}}|[^\s;,`]+)", rule.remedy
+        )
+    values += re.findall(r"e\.g\. (`[^`]+`|\[[^]]*\]|\{[^}]*\})", key.meaning)
+    values += [_yaml(value) for value in _shipped().get(key.key, ())]
+    if not {"number", "text", "list", "map", "section"} & set(re.findall(r"\w+", key.type)):
+        values += key.type.split(" | ")
+    values = [value.strip("`") for value in [*values, key.default] if len(value) <= _LONGEST]
+    # A brace that no other opens ends the map around the value.
+    values = [value if "{" in value else value.rstrip("}") for value in values]
+    values = [value for value in values if value not in ("null", "required", "[]", "{}")]
+    # One that changes something, if there is one.
+    value = next((value for value in values if value != key.default), next(iter(values), None))
+    if value is None:
+        return ""
+    return f"{last}: {value}" if "[]." in key.key or ".NAME." in key.key else f"{key.key}={value}"
+
+
+@cache
+def _shipped() -> dict[str, list[object]]:
+    """Maps each dotted key of the shipped configurations to its values."""
+    found: dict[str, list[object]] = {}
+
+    def take(prefix: str, value: object) -> None:
+        found.setdefault(prefix, []).append(value)
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                take(f"{prefix}.{name}", inner)
+
+    for name in examples():
+        raw = read_regular(Path(shipped(f"configs/{name}.yaml")), CONFIG, follow=True)
+        for key, value in strict_yaml.parse(raw, name)[0].items():
+            take(key, value)
+    return found
 
 
 def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:

@@ -29,6 +29,7 @@ from verl_slurm.slurm.parse import (
     parse_lost_nodes,
     parse_node,
     parse_partition,
+    parse_partitions,
     parse_states,
     parse_usable_nodes,
 )
@@ -215,6 +216,10 @@ class SlurmClient:
         return parse_default_partition(
             await self._ask(commands.show_partitions(), "Slurm has no partitions", None)
         )
+
+    async def partitions(self) -> list[PartitionFacts]:
+        """Returns all partitions. Raises SlurmMissing."""
+        return parse_partitions(await self._ask(commands.show_partitions(), "Slurm has no partitions", None))
 
     async def config(self) -> dict[str, str]:
         """Returns slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""

@@ -23,11 +23,13 @@ __all__ = [
     "parse_config",
     "parse_config_time",
     "parse_default_partition",
+    "parse_gpus",
     "parse_hostnames",
     "parse_job",
     "parse_lost_nodes",
     "parse_node",
     "parse_partition",
+    "parse_partitions",
     "parse_seconds",
     "parse_states",
     "parse_time",
@@ -279,6 +281,15 @@ def parse_partition(text: str, name: str) -> PartitionFacts:
     )
 
 
+def parse_partitions(text: str) -> list[PartitionFacts]:
+    """Parses the output of `scontrol show partition`.
+
+    Raises:
+        SlurmMissing: the text is not what Slurm prints.
+    """
+    return [_partition(fields) for fields in _records(text) if "PartitionName" in fields]
+
+
 def parse_default_partition(text: str) -> PartitionFacts:
     """Returns the default partition in the output of `scontrol show partition`.
 
@@ -286,13 +297,20 @@ def parse_default_partition(text: str) -> PartitionFacts:
         NotFound: there is no default.
         SlurmMissing: the text is not what Slurm prints.
     """
-    for fields in _records(text):
-        if fields.get("Default") == "YES":
-            return _partition(fields)
+    for facts in parse_partitions(text):
+        if facts.is_default:
+            return facts
     raise NotFound(
         "Slurm has no default partition",
         remedy="sinfo -s lists the partitions; set slurm.partition to one of them",
     )
+
+
+def parse_gpus(kind: str) -> int:
+    """Returns the GPUs of a node from the words of `parse_usable_nodes`: `a100|gpu:a100:8(S:0-1)` has 8."""
+    resources = kind.rpartition("|")[2]
+    # A type may stand before the number, and sockets behind it; nodes with two types have an entry for each.
+    return sum(map(int, re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:([0-9]{1,4})(?=[(,]|$)", resources)))
 
 
 def _partition(fields: dict[str, str]) -> PartitionFacts:

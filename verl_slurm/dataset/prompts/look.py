@@ -50,6 +50,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """One of the prompts is a list of messages."""
     measured: bool
     """The length of every prompt was measured, too."""
+    longest: int = 0
+    """Tokens of the longest prompt that was measured."""
 
 
 class _Tokenizer(Protocol):
@@ -107,7 +109,14 @@ def look_at(wanted: Wanted) -> Look:
     if not rows:
         raise no_rows(root, len(files), wanted.key)
     measured = whole and lengths.there and not conversations
-    return Look(files=len(files), rows=rows, whole=whole, conversations=conversations, measured=measured)
+    return Look(
+        files=len(files),
+        rows=rows,
+        whole=whole,
+        conversations=conversations,
+        measured=measured,
+        longest=lengths.longest,
+    )
 
 
 class _Lengths:
@@ -117,6 +126,7 @@ class _Lengths:
         self._tokenizer, self._most = tokenizer, most
         self._held: list[tuple[str, str]] = []
         self.there = tokenizer is not None
+        self.longest = 0
 
     def add(self, where: str, prompt: str) -> None:
         if self._tokenizer is not None:
@@ -131,6 +141,7 @@ class _Lengths:
             return
         found = self._tokenizer.encode_batch_fast([prompt for _, prompt in held], add_special_tokens=False)
         for (where, prompt), tokens in zip(held, found, strict=True):
+            self.longest = max(self.longest, len(tokens))
             if len(tokens) > self._most:
                 raise DataError(
                     "a prompt is too long",

@@ -16,9 +16,13 @@ from verl_slurm.dataset.prompts.chat_template import has_template, read_template
 from verl_slurm.dataset.prompts.directory import data_files
 from verl_slurm.dataset.prompts.look import Look, Wanted
 
-__all__ = ["check_data"]
+__all__ = ["check_data", "recognize"]
 
 _TIMEOUT_S = 120.0
+_PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
+_ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "label", "output")
+"""Names of columns in public data sets, the more telling first."""
+_ANY_LENGTH = 1 << 20
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -50,6 +54,57 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
                 found=os.strerror(errno.EACCES),
                 remedy=f"chmod u+r {path}",
             )
+    found = _look(_wanted(config, key))
+    kind = "conversations" if found.conversations else "prompts"
+    rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
+    text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
+    note = ""
+    # Two seconds of rows, and no more: a data set of hours would hold the submission up, and the ranks read it all.
+    if not found.whole:
+        note = f"{key}: only the first {found.rows} rows were looked at; the ranks read them all"
+    elif not found.measured and not config.model.path.startswith(BUILTIN):
+        text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
+    return text, note
+
+
+def recognize(config: RunConfig) -> RunConfig:
+    """Returns `config` with the columns of prompt and answer that the first row has, and room for the longest prompt.
+
+    Args:
+        config: paths absolute; `data.max_prompt_tokens` is the least room.
+
+    Raises:
+        DataError: as `check_data`; or no column has a name that prompts usually have.
+    """
+    data_files(Path(config.data.root), config.data)
+
+    def with_data(**changes: Any) -> RunConfig:
+        return msgspec.structs.replace(config, data=msgspec.structs.replace(config.data, **changes))
+
+    def refusal(**keys: str | None) -> DataError | None:
+        try:
+            _look(_wanted(with_data(limit=1, max_prompt_tokens=_ANY_LENGTH, **keys), "data.root"))
+        except DataError as error:
+            return error
+        return None
+
+    refused = []
+    for prompt in _PROMPTS:
+        if (error := refusal(prompt_key=prompt, answer_key=None)) is None:
+            break
+        refused.append(error)
+    else:
+        # It lists the columns that are there.
+        raise refused[0]
+    answer = next((key for key in _ANSWERS if refusal(prompt_key=prompt, answer_key=key) is None), None)
+    chosen = with_data(prompt_key=prompt, answer_key=answer, max_prompt_tokens=_ANY_LENGTH)
+    longest = _look(_wanted(chosen, "data.root")).longest
+    room = max(config.data.max_prompt_tokens, 1 << max(longest - 1, 0).bit_length())
+    return with_data(prompt_key=prompt, answer_key=answer, max_prompt_tokens=room)
+
+
+def _wanted(config: RunConfig, key: str) -> Wanted:
+    data = config.data
     # A built-in model may not be built yet.
     model = None if config.model.path.startswith(BUILTIN) else Path(config.model.path)
     if data.chat_template in ("auto", "none"):
@@ -58,25 +113,13 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
     else:
         template = bool(read_template(Path(data.chat_template)))
     tokenizer = model / "tokenizer.json" if model is not None else None
-    found = _look(
-        Wanted(
-            data=data,
-            root=root,
-            key=key,
-            tokenizer=str(tokenizer) if tokenizer is not None and tokenizer.is_file() else None,
-            has_template=template,
-        )
+    return Wanted(
+        data=data,
+        root=data.root if key == "data.root" else data.eval_root or "",
+        key=key,
+        tokenizer=str(tokenizer) if tokenizer is not None and tokenizer.is_file() else None,
+        has_template=template,
     )
-    kind = "conversations" if found.conversations else "prompts"
-    rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
-    text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
-    note = ""
-    # Two seconds of rows, and no more: a data set of hours would hold the submission up, and the ranks read it all.
-    if not found.whole:
-        note = f"{key}: only the first {found.rows} rows were looked at; the ranks read them all"
-    elif not found.measured and model is not None:
-        text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
-    return text, note
 
 
 def _look(wanted: Wanted) -> Look:
