@@ -158,7 +158,11 @@ class _Reader:
         if isinstance(node, ast.Name):
             return self._constants.get(node.id, _HOLE)
         if isinstance(node, ast.JoinedStr):
-            return "".join(self._text(part) for part in node.values).replace(f"={_HOLE} s", f"={_HOLE}").replace(f"={_HOLE}", "")
+            return (
+                "".join(self._text(part) for part in node.values)
+                .replace(f"={_HOLE} s", f"={_HOLE}")
+                .replace(f"={_HOLE}", "")
+            )
         if isinstance(node, ast.FormattedValue):
             return self._text(node.value)
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

@@ -30,6 +30,8 @@ class Status(msgspec.Struct, kw_only=True):
     metrics: dict[str, float] = {}
     stragglers: list[str] = []
     """Ranks that work longer than the others between two safe points: `rank 3 on node2`."""
+    train_nodes: list[str] = []
+    """Nodes of the ranks, in their order; empty until the agents of a restart have met."""
     spare_nodes: list[str] = []
     """Nodes that the job holds, and that wait for the loss of another."""
     last_checkpoint: str = ""

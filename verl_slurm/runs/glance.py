@@ -9,7 +9,7 @@ Slurm jobs by ONE question, a local one by its process.
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ __all__ = [
     "is_over",
     "newest_to_see",
     "state_of",
+    "steps_done",
 ]
 
 _DEPTH = 3
@@ -125,6 +126,15 @@ def newest_to_see(paths: RunPaths) -> Newest | None:
         return newest_checkpoint(paths)
     except PermissionError:
         return None
+
+
+def steps_done(status: Mapping[str, Any], checkpoint: Newest | None) -> int:
+    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from. Pure."""
+    step: int = status.get("step", 0)
+    # Without a phase no rank has reported yet, and a new lead's snapshot may begin with step 0.
+    if checkpoint is not None and not status.get("phase"):
+        return max(step, checkpoint.step)
+    return step
 
 
 def glance(root: Path) -> Glance:

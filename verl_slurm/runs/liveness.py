@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Iterable
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -44,6 +45,10 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
     waits: bool = False
     """It is in Slurm's queue: to be started, or held."""
     detail: str = ""
+    starts: datetime | None = None
+    """When Slurm expects a job that waits to start; None: it does not say."""
+    ends: datetime | None = None
+    """When a running job has reached its time limit; None: there is none."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -69,7 +74,15 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     except NotFound:
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
-    return JobState(state=facts.state, over=facts.is_over, waits=facts.is_waiting, detail=facts.reason or "")
+    waits = facts.is_waiting
+    return JobState(
+        state=facts.state,
+        over=facts.is_over,
+        waits=waits,
+        detail=facts.reason or "",
+        starts=facts.start_time if waits else None,
+        ends=facts.end_time if facts.is_running else None,
+    )
 
 
 def runs_here(root: Path, job: JobFacts) -> bool:

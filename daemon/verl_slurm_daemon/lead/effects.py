@@ -29,6 +29,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.progress import stuck_restarts
 from verl_slurm.journal.folds.saves import on_nodes_alone
+from verl_slurm.journal.status import Status
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.lead_file import LeadAddress, remove_lead_address, write_lead_address
 from verl_slurm.wire.messages import (
@@ -428,10 +429,9 @@ class Effects:
         if node and not said_goodbye and step.links.get(node) is link:
             self._post(await step.why_lost(node, self._lost))
 
-    @property
-    def stragglers(self) -> list[str]:
-        """Returns the ranks that are slow now, with their nodes."""
-        return self._pace.stragglers
+    def describe(self, status: Status) -> None:
+        """Puts the nodes of the ranks into the snapshot, and the ranks that are slow now."""
+        status.train_nodes, status.stragglers = self._step.train_nodes, self._pace.stragglers
 
     def _leave_bad_node(self, node: str, evidence: str) -> None:
         self._spawn(write_down(self._config, self._paths, self._journal, node, evidence))

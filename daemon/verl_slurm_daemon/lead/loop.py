@@ -282,7 +282,7 @@ class Lead:
                 event = await self._events.get()
                 decision = decide(self._model, event)
                 self._model = decision.model
-                self._status.stragglers = effects.stragglers
+                effects.describe(self._status)
                 self._note(event, journal)
                 for action in decision.actions:
                     effects.perform(action)

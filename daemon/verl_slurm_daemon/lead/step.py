@@ -33,6 +33,7 @@ class Step:
     Attributes:
         processes: srun's, or the agents themselves; all have ended: the step is over.
         links, ready: of the agents, by node.
+        train_nodes: those of the ranks, in their order, once it is settled.
         listeners: tasks that read the links.
         store: the keys by which the ranks find each other.
         all_ready: every agent is.
@@ -47,6 +48,7 @@ class Step:
         self._open, self._settled = set[AgentLink](), False
         self._deserted = asyncio.Event()
         self.settings: object = None
+        self.train_nodes: list[str] = []
         self.processes: list[asyncio.subprocess.Process] = []
         self.links: dict[str, AgentLink] = {}
         self.ready: dict[str, AgentReady] = {}
@@ -110,7 +112,9 @@ class Step:
             self.links[node].send(Shutdown())
             self._forget(node)
         self._settled, self.places = True, Places(self.places.chosen, self.places.idle + spare)
-        return ready[: self._nodes]
+        chosen = ready[: self._nodes]
+        self.train_nodes = [one.node for one in chosen]
+        return chosen
 
     def _forget(self, node: str) -> None:
         self.links.pop(node, None)

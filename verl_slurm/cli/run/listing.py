@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
@@ -91,11 +92,13 @@ def runs_table(
         told: each run with its state.
         width: characters of a line.
     """
+    from verl_slurm.runs.glance import steps_done
+
     columns: dict[str, list[str]] = {
         "run": [os.path.relpath(run.root, place) for run, _ in told],
         "job": ["-" if run.job is None else run.job.job_id for run, _ in told],
         "state": [state for _, state in told],
-        "step": [str(_step(run)) for run, _ in told],
+        "step": [str(steps_done(run.status, run.checkpoint)) for run, _ in told],
         "of": [str(run.status.get("steps") or "-") for run, _ in told],
         "reward": [_reward(run.status) for run, _ in told],
         "checkpoint": ["-" if run.checkpoint is None else run.checkpoint.name for run, _ in told],
@@ -105,15 +108,6 @@ def runs_table(
     }
 
     return render.fitting(columns, _FIRST_TO_GO, width, cut="run")
-
-
-def _step(run: "Glance") -> int:
-    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
-    step: int = run.status.get("step", 0)
-    # As `status` does: a new lead's snapshot begins with step 0.
-    if run.checkpoint is not None and not run.status.get("phase"):
-        return max(step, run.checkpoint.step)
-    return step
 
 
 def _reward(status: Mapping[str, Any]) -> str:
@@ -139,7 +133,7 @@ def _cost(run: "Glance") -> str:
 def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
     from verl_slurm.cli.show import story
     from verl_slurm.journal.events import Ended
-    from verl_slurm.runs.glance import is_over
+    from verl_slurm.runs.glance import is_over, steps_done
 
     ended = run.word if isinstance(run.word, Ended) else None
     return {
@@ -152,17 +146,9 @@ def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
         "job_alive": None if seen is None else seen.alive,
         "job_state": (seen.state or None) if seen is not None else None,
         "job_detail": (seen.detail or None) if seen is not None else None,
-        "step": _step(run),
+        "step": steps_done(run.status, run.checkpoint),
         "status": run.status,
-        "checkpoint": None
-        if run.checkpoint is None
-        else {
-            "name": run.checkpoint.name,
-            "step": run.checkpoint.step,
-            "safe_point": run.checkpoint.safe_point,
-            "created_utc": run.checkpoint.created_utc,
-            "num_bytes": run.checkpoint.num_bytes,
-        },
+        "checkpoint": msgspec.to_builtins(run.checkpoint),
         "interruptions": {
             "count": run.interruptions,
             "seconds": run.interrupted_s,

@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import click
+import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from verl_slurm.journal.events import Event
 
 __all__ = ["status"]
+
+_MOST_DRAWN = 30
+"""Characters of a bar or a curve."""
 
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
@@ -50,6 +54,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     evaluation (`eval/...`), and seconds, tokens per second and memory.
     """
     from verl_slurm.cli.run.listing import STATE_COLOURS
+    from verl_slurm.cli.show.pace import curve_of, node_words
     from verl_slurm.cli.show.run_tables import (
         interruption_facts,
         interruption_words,
@@ -58,63 +63,67 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     )
     from verl_slurm.journal.files import read_events
     from verl_slurm.journal.folds.outages import Outages
+    from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
     from verl_slurm.journal.steps import last_steps
 
     # The facts: files of the run, and one question to the scheduler. The rest of the function shows them.
     events, now = read_events(run), datetime.now(UTC)
     facts, outages = _facts(run, events), Outages(events)
-    facts["step"] = _step_of(facts)
     facts["reward"] = _reward_in_force(run, facts["step"])
     facts["code"] = _code_words(run, events)
     facts["interruptions"] = interruption_facts(outages, now)
-    facts["steps"] = last_steps(run, num_steps) if num_steps else []
+    rows = last_steps(run, max(num_steps, LOOKED_AT))
+    facts["steps"] = rows[-num_steps:] if num_steps else []
+    curve = curve_of(rows[-LOOKED_AT:])
+    pace = pace_of(rows, facts["step"], facts["status"].get("steps"))
+    facts |= {"pace": pace, "curve": curve, "nodes": _nodes(run, facts, events, now)}
     if as_json:
         render.json_value(facts)
         return ExitCode.OK
     snapshot = facts["status"]
-    rows: list[tuple[str, object]] = [("run", facts["run_dir"])]
+    lines: list[tuple[str, object]] = [("run", facts["run_dir"])]
     if facts["job_id"] is None:
-        rows.append(("job", f"none yet; verl-slurm submit {run.root}"))
+        lines.append(("job", f"none yet; verl-slurm submit {run.root}"))
     else:
         detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
         state = f"{facts['job_state']}{detail}"
         if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
-        rows.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
+        lines.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
     # As its lead last wrote it; a run that has not started has none.
     if snapshot:
-        rows.append(("state", _state_words(facts)))
-        rows.append(("training", story.progress(snapshot | {"step": facts["step"]})))
+        lines.append(("state", _state_words(facts)))
+        lines.append(("training", story.progress(snapshot | {"step": facts["step"]})))
+        lines += _progress_lines(facts, now)
         counts = (snapshot.get("attempt"), snapshot.get("requeues"), snapshot.get("restart"))
-        rows.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
+        lines.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
         if slow := snapshot.get("stragglers"):
-            rows.append(("stragglers", ", ".join(map(str, slow))))
-        if spare := snapshot.get("spare_nodes"):
-            rows.append(
-                ("spare nodes", f"{', '.join(map(str, spare))}: idle, and a part of what the job costs")
-            )
-    rows += [("code", line) for line in facts["code"]]
+            lines.append(("stragglers", ", ".join(map(str, slow))))
+        if facts["nodes"]:
+            spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in facts["nodes"])
+            lines.append(("nodes", node_words(facts["nodes"]) + spare))
+    lines += [("code", line) for line in facts["code"]]
     if facts["reward"] is not None:
-        rows.append(("reward", _reward_words(facts["reward"])))
-    rows += [(f"service {place}", said) for place, said in snapshot.get("services", {}).items()]
+        lines.append(("reward", _reward_words(facts["reward"])))
+    lines += [(f"service {place}", said) for place, said in snapshot.get("services", {}).items()]
     verified = snapshot.get("last_checkpoint")
     hidden = run.checkpoints.exists() and not os.access(run.checkpoints, os.R_OK)
-    rows.append(
+    lines.append(
         (
             "checkpoint",
             str(verified) if hidden and verified else _checkpoint_words(facts["checkpoint"], verified),
         )
     )
     if events:
-        rows.append(("interrupted", interruption_words(facts["interruptions"])))
+        lines.append(("interrupted", interruption_words(facts["interruptions"])))
     if facts["last_cause"]:
-        rows.append(("last cause", facts["last_cause"]))
+        lines.append(("last cause", facts["last_cause"]))
     if facts["ended"]:
-        rows.append(("ended", facts["ended"]))
+        lines.append(("ended", facts["ended"]))
     # A lead that is killed writes no end.
     elif facts["job_over"]:
-        rows.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
-    render.fields(rows, STATE_COLOURS)
+        lines.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
+    render.fields(lines, STATE_COLOURS)
     # The newest ones; --json has them all.
     if outages.each and num_interruptions:
         render.line()
@@ -124,6 +133,46 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         render.line()
         render.table(*steps_table(facts["steps"], render.width()), to_the_right=True)
     return ExitCode.OK
+
+
+def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, object]]:
+    """Returns the bar of steps, the time that is left and the curve. A bar or a curve is for a terminal."""
+    from verl_slurm.cli.show.pace import bar, curve_words, left_words, steps_words
+
+    pace, curve = facts["pace"], facts["curve"]
+    drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
+    before = f"{bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
+    lines: list[tuple[str, object]] = [("steps", before + steps_words(pace))]
+    left = left_words(
+        pace,
+        waits=facts["job_waits"],
+        over=facts["job_over"] or facts["job_id"] is None or facts["outcome"] is not None,
+        starts=facts["job_starts"],
+        ends=facts["job_ends"],
+        now=now,
+    )
+    lines.append(("time left", left))
+    if curve is not None:
+        lines.append(("trend", curve_words(curve, drawn)))
+    return lines
+
+
+def _nodes(
+    run: RunPaths, facts: dict[str, Any], events: "list[Event]", now: datetime
+) -> dict[str, list[str]]:
+    from verl_slurm.config.load import load_resolved
+    from verl_slurm.journal.folds.jobs import avoided_nodes
+    from verl_slurm.journal.folds.nodes import lost_nodes, node_states
+
+    try:
+        avoid_s = load_resolved(run.run_yaml).daemon.avoid_node_s
+    # A file that cannot be read costs this part of the answer, and not the others.
+    except (OSError, VerlSlurmError):
+        avoid_s = 0
+    gone = facts["job_id"] is None or facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
+    return node_states(
+        facts["status"], lost_nodes(events), avoided_nodes(events, (), now, avoid_s), has_nodes=not gone
+    )
 
 
 def _state_words(facts: dict[str, Any]) -> str:
@@ -139,18 +188,17 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
     from verl_slurm.journal.events import Cause, Ended, Started, Submitted
     from verl_slurm.journal.folds.jobs import newest_job
     from verl_slurm.journal.status import read_status
-    from verl_slurm.runs.glance import newest_to_see
-    from verl_slurm.runs.liveness import job_state
+    from verl_slurm.runs.glance import newest_to_see, steps_done
+    from verl_slurm.runs.liveness import JobState, job_state
 
     job = newest_job(events)
-    state, detail, over = None, "", False
+    answer: JobState | None = None
     if job is not None:
         try:
             answer = job_state(run, job)
-            state, detail, over = answer.state, answer.detail, answer.over
         except VerlSlurmError as error:
             # Slurm's silence hides nothing of what the run's own files say.
-            state, detail = "UNKNOWN", error.one_line()
+            answer = JobState(state="UNKNOWN", over=False, detail=error.one_line())
     snapshot = read_status(run)
     newest = newest_to_see(run)
     causes = [event for event in events if isinstance(event, Cause)]
@@ -162,19 +210,15 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
         "run_dir": str(run.root),
         "job_id": None if job is None else job.job_id,
         "cluster": None if job is None else job.cluster,
-        "job_state": state,
-        "job_detail": detail,
-        "job_over": over,
+        "job_state": None if answer is None else answer.state,
+        "job_detail": "" if answer is None else answer.detail,
+        "job_over": answer is not None and answer.over,
+        "job_waits": answer is not None and answer.waits,
+        "job_starts": None if answer is None else answer.starts,
+        "job_ends": None if answer is None else answer.ends,
         "status": snapshot,
-        "checkpoint": None
-        if newest is None
-        else {
-            "name": newest.name,
-            "step": newest.step,
-            "safe_point": newest.safe_point,
-            "created_utc": newest.created_utc,
-            "num_bytes": newest.num_bytes,
-        },
+        "step": steps_done(snapshot, newest),
+        "checkpoint": msgspec.to_builtins(newest),
         "last_cause": story.tell(causes[-1]) if causes else None,
         "submitted": isinstance(word, Submitted),
         "outcome": ended.outcome if ended is not None and ended.is_final else None,
@@ -200,15 +244,6 @@ def _code_words(run: RunPaths, events: "list[Event]") -> list[str]:
         if isinstance(event, Started | Submitted):
             break
     return lines
-
-
-def _step_of(facts: dict[str, Any]) -> int:
-    """Returns the completed steps. A start whose ranks have not reported yet has those that it resumes from."""
-    snapshot, checkpoint = facts["status"], facts["checkpoint"]
-    # Without a phase no rank has reported yet, and a new lead's snapshot may begin with step 0.
-    if checkpoint is not None and not snapshot.get("phase"):
-        return max(int(checkpoint["step"]), int(snapshot.get("step", 0)))
-    return int(snapshot.get("step", 0))
 
 
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:

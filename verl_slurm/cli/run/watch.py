@@ -13,7 +13,7 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
-from verl_slurm.journal.events import Event
+from verl_slurm.journal.events import Crash, Event, NodesChosen, Restart, Started
 from verl_slurm.journal.files import to_json
 
 if TYPE_CHECKING:
@@ -31,14 +31,16 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
         return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
     bottom = render.Progress()
     teller = story.Story(verbose=verbose)
+    gauge = _Gauge(paths)
 
     def on_event(event: Event) -> None:
+        gauge.feed(event)
         if (text := teller.tell(event)) is not None:
             bottom.line(text)
 
     def on_status(status: dict[str, Any]) -> None:
         if status.get("state") in ("running", "saving", "checking"):
-            bottom.show(int(status.get("step", 0)), story.progress(status))
+            bottom.show(int(status.get("step", 0)), gauge.line(status))
 
     try:
         return follow_run(paths, offset, on_event, on_status)
@@ -51,6 +53,41 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
         bottom.close()
 
 
+class _Gauge:
+    """Says in one line how far a followed run is. Reads its steps when another one is done, not at each look."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._step = -1
+        self._rows: list[dict[str, Any]] = []
+        self._events: list[Event] = []
+
+    def feed(self, event: Event) -> None:
+        """Takes an event; those of an attempt say which nodes it has lost."""
+        if isinstance(event, Started):
+            self._events.clear()
+        if isinstance(event, Started | Crash | Restart | NodesChosen):
+            self._events.append(event)
+
+    def line(self, status: dict[str, Any]) -> str:
+        """Returns the line for a snapshot, with a bar and a curve if the terminal draws them."""
+        from verl_slurm.cli.show.pace import curve_of, live_line
+        from verl_slurm.journal.folds.nodes import lost_nodes, node_states
+        from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
+        from verl_slurm.journal.steps import last_steps
+
+        step = int(status.get("step", 0))
+        if step != self._step:
+            self._step, self._rows = step, last_steps(self._paths, LOOKED_AT)
+        return live_line(
+            story.progress(status),
+            pace_of(self._rows, step, status.get("steps")),
+            curve_of(self._rows),
+            node_states(status, lost_nodes(self._events), (), has_nodes=True),
+            render.width() if render.draws() else 0,
+        )
+
+
 @click.command(epilog=exits(ExitCode.NOT_FOUND) + "\n\nOtherwise the exit code with which the run ended.")
 @click.argument("places", metavar="RUN...", type=PLACE, nargs=-1, required=True)
 @click.option("-v", "--verbose", is_flag=True, help="With Slurm's own words as evidence of each cause.")
@@ -59,8 +96,11 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     """Follow RUN from its first event until it ends, over all its requeues.
 
     Prints what the daemon wrote down (starts, causes, saves, verdicts, requeues), then each event as it happens
-    and the step it is at. Of a run that was submitted again after an end, the newest job decides when the run has
-    ended, and with which code. Ctrl-C ends the watching, not the run. With --json each event is one line.
+    and the step it is at. On a terminal the last line has a bar of the steps, the time that is left at the pace of
+    the last ones, the nodes that do something else than training, and the curve of the reward.
+
+    Of a run that was submitted again after an end, the newest job decides when the run has ended, and with which
+    code. Ctrl-C ends the watching, not the run. With --json each event is one line.
 
     With several runs, or a directory that holds some, each event from now on is told with its run's name, until none
     lives any more; runs that come into the directory meanwhile are followed, too. The exit code is then 0, or the

@@ -73,7 +73,9 @@ def _facts(key: "Explained") -> list[tuple[str, object]]:
     if key.example:
         # A key of an entry of a list or map has no word for the command line.
         is_word = key.example.startswith(f"{key.key}=")
-        rows.append(("example", f"verl-slurm submit FILE {shlex.quote(key.example)}" if is_word else key.example))
+        rows.append(
+            ("example", f"verl-slurm submit FILE {shlex.quote(key.example)}" if is_word else key.example)
+        )
     rows.append(("may change", f"{key.may_change} (from one submission of a run to the next)"))
     rows.append(("bad value", f"ends the command with {'; or with '.join(codes)}"))
     if key.related:
@@ -84,5 +86,6 @@ def _facts(key: "Explained") -> list[tuple[str, object]]:
 
 def _rule_words(rule: "Rule", key: str) -> str:
     kind = "warns: " if rule.exit_code is None else f"{rule.keys[0]}: " if rule.expects else ""
-    others = ", ".join(other for other in rule.keys if other != key)
+    # The first key is told apart where the rule is about its value.
+    others = ", ".join(other for other in rule.keys[rule.expects :] if other != key)
     return f"{kind}{rule.asks} ({rule.check}{f', with {others}' if others else ''})"

@@ -23,6 +23,7 @@ __all__ = [
     "Bar",
     "Progress",
     "ago",
+    "draws",
     "error",
     "fields",
     "fitting",
@@ -100,19 +101,34 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
     """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
-    coloured.
+    coloured, and a long one goes on below itself.
     """
+    import textwrap
+
     # Made harmless before widths are taken: an escaped character is longer than what it stands for.
     shown = [(name, safe(value)) for name, value in rows]
-    width = max((len(name) for name, _ in shown), default=0)
+    names = max((len(name) for name, _ in shown), default=0) + GAP
+    room = width() - names
     for name, value in shown:
-        painted = _coloured(value, colours) if colours and _paints() else value
-        print(f"{name:<{width}}  {painted}", flush=True)
+        # Without a terminal each value stays one line, for scripts.
+        parts = (
+            textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+            if draws() and room > 0
+            else []
+        )
+        first, *rest = parts or [value]
+        painted = _coloured(first, colours) if colours and _paints() else first
+        print("\n".join([f"{name:<{names}}{painted}", *(" " * names + part for part in rest)]), flush=True)
 
 
 def width() -> int:
     """Returns the characters of a line of the terminal; without one, those of a table."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else _NO_TERMINAL
+
+
+def draws() -> bool:
+    """Returns whether bars and curves are wanted: standard output is a terminal that has their characters."""
+    return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_right: bool = False) -> None:

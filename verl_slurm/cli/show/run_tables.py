@@ -10,6 +10,7 @@ import msgspec
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
 from verl_slurm.journal.folds.outages import Outage, Outages
+from verl_slurm.journal.folds.pace import number
 
 __all__ = ["interruption_facts", "interruption_words", "interruptions_table", "steps_table"]
 
@@ -152,9 +153,9 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
     # Our own trainer writes policy_loss in each row; no row with it means that the loop is not ours.
     guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
     shown = {
-        name: [heading, *(form(row[name]) if _is_number(row.get(name)) else "-" for row in rows)]
+        name: [heading, *(form(row[name]) if number(row.get(name)) is not None else "-" for row in rows)]
         for name, heading, form in (*_STEP_COLUMNS[:1], *guests, *_STEP_COLUMNS[1:])
-        if any(_is_number(row.get(name)) for row in rows)
+        if any(number(row.get(name)) is not None for row in rows)
     }
     # A guest's least telling columns go first: its columns are in the order of `_OF_GUESTS`.
     for name in (*_FIRST_STEPS_TO_GO, *(name for name, _, _ in reversed(guests))):
@@ -169,14 +170,7 @@ def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str
 
 def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, _Form], ...]:
     ours = {name for name, _, _ in _STEP_COLUMNS} | {"attempt"}
-    said = {name: name for row in rows for name in row if name not in ours and _is_number(row[name])}
+    said = {name: name for row in rows for name in row if name not in ours and number(row[name]) is not None}
     known = {name: heading for name, heading in _OF_GUESTS if name in said}
     chosen = list((known | {name: known.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]
     return tuple((name, heading, "{:.4g}".format) for name, heading in chosen)
-
-
-def _is_number(value: object) -> bool:
-    if isinstance(value, float):
-        return True
-    # Each format makes a float of it, and an integer beyond all floats would be a traceback.
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= 1 << 53
