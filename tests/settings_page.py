@@ -11,7 +11,7 @@ _HEAD = """# Every setting
 For anyone who looks for a key of the configuration: all of them, with type, default and meaning.
 
 `verl-slurm config` prints the same list, `verl-slurm config SECTION` one section, and
-`verl-slurm config --explain KEY` one key. `python -m tests.settings_page` makes this page from
+`verl-slurm config explain KEY` one key. `python -m tests.settings_page` makes this page from
 `verl_slurm/config/schema.py`. Examples are in [configuration.md](configuration.md).
 """
 

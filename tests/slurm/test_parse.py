@@ -7,11 +7,14 @@ from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.parse import (
     parse_config,
     parse_config_time,
+    parse_default_partition,
+    parse_gpus,
     parse_hostnames,
     parse_job,
     parse_lost_nodes,
     parse_node,
     parse_partition,
+    parse_partitions,
     parse_seconds,
     parse_states,
     parse_time,
@@ -119,6 +122,20 @@ def test_a_node() -> None:
         parse_node(text, "node2")
 
 
+@pytest.mark.parametrize(
+    ("kind", "gpus"),
+    [
+        ("a100|gpu:8", 8),
+        ("(null)|gpu:a100:8(S:0-1)", 8),
+        ("x|gpu:a100:2,gpu:h100:4(S:0),shard:16", 6),
+        ("gpu:4|(null)", 0),
+        ("", 0),
+    ],
+)
+def test_the_gpus_of_a_node_are_counted_in_its_resources(kind: str, gpus: int) -> None:
+    assert parse_gpus(kind) == gpus
+
+
 def test_a_partition() -> None:
     text = (
         "PartitionName=urgent\n   AllocNodes=ALL Default=NO QoS=N/A\n"
@@ -130,6 +147,9 @@ def test_a_partition() -> None:
     partition = parse_partition(text, "urgent")
     assert (partition.state, partition.total_nodes, partition.total_cpus) == ("UP", 4, 8)
     assert (partition.max_nodes, partition.max_time_s, partition.is_default) == (None, 86400, False)
+    other = text.replace("urgent", "gpu").replace("Default=NO", "Default=YES")
+    assert [one.name for one in parse_partitions(f"{text}\n{other}")] == ["urgent", "gpu"]
+    assert parse_default_partition(f"{text}\n{other}").name == "gpu"
 
 
 def test_the_config_and_host_names() -> None:

@@ -1,0 +1,185 @@
+"""`init`: five questions on a terminal, none elsewhere, and a file that `submit --dry-run` takes."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.terminal import on_a_terminal
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.cli.setup import cluster_places
+from verl_slurm.cli.setup.cluster_places import Offer
+from verl_slurm.config.load import load
+from verl_slurm.devcluster.cluster import DevCluster
+from verl_slurm.slurm.facts import PartitionFacts
+
+Cli = Callable[..., Any]
+pytestmark = pytest.mark.scenario("USE-SMALL")
+WITHOUT_SLURM = {"PATH": "/nowhere"}
+
+
+def dry_run(cli: Cli, file: str, *words: str) -> None:
+    result = cli("submit", file, "--dry-run", "--cluster", "local", *words)
+    assert result.code == ExitCode.OK, result.err
+
+
+@pytest.fixture
+def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
+    """The partition of a cluster that is not here: four nodes of eight GPUs, jobs of at most an hour."""
+    facts = PartitionFacts(
+        name="gpu",
+        state="UP",
+        total_nodes=4,
+        total_cpus=256,
+        max_time_s=3600,
+        max_nodes=None,
+        grace_s=30,
+        preempt_mode="REQUEUE",
+        is_default=True,
+    )
+    conf = {"PreemptType": "preempt/partition_prio", "SLURM_VERSION": "24.11.5"}
+    found = Offer(facts=facts, gpus=8, conf=conf)
+    monkeypatch.setattr(cluster_places, "offers", lambda *_: [found])
+    return found
+
+
+@pytest.mark.slow
+def test_five_answers_make_a_file_that_the_dry_run_takes(workplace: Path, cli: Cli) -> None:
+    (workplace / "data" / "train.jsonl").write_text('{"question": "1+1=", "solution": "2"}\n')
+    # A wrong answer is told, and asked for again; Enter takes what was found here.
+    typed = "ppo\nmodle\n\n\n\n2by2\n1x2\n"
+    shown = on_a_terminal("init", "first.yaml", typed=typed, cwd=workplace, env=WITHOUT_SLURM)
+    assert shown.code == ExitCode.OK, shown.text
+    assert "no such model directory" in shown.text
+    assert "not a place (found 2by2" in shown.text
+    assert "\x1b" not in shown.text
+    numbers = [word for word in "12345" if f"{word}. " in shown.text]
+    assert len(numbers) == 5
+    config = load(workplace / "first.yaml")
+    assert (config.train.algorithm, config.model.path, config.data.root) == ("ppo", "model", "data")
+    assert (config.data.prompt_key, config.data.answer_key) == ("question", "solution")
+    assert (workplace / "reward.py").is_file()
+    text = (workplace / "first.yaml").read_text()
+    assert "CHANGE" not in text
+    assert text.count("#") > 15, "it is commented"
+    dry_run(cli, "first.yaml")
+
+
+@pytest.mark.slow
+def test_an_end_of_the_input_leaves_nothing(workplace: Path, nothing_left: None) -> None:
+    shown = on_a_terminal("init", "first.yaml", typed="grpo\n\x04", cwd=workplace, env=WITHOUT_SLURM)
+    assert shown.code == ExitCode.INTERRUPTED
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo", "loop"])
+def test_options_answer_the_questions(workplace: Path, cli: Cli, without_slurm: None, kind: str) -> None:
+    (workplace / "train.py").write_text("import verl_slurm\n")
+    (workplace / "reward.py").write_text("def score(prompts, responses, answers): ...\n")
+    words = ("--program", "train.py --lr 1e-4") if kind == "loop" else ("--model", "model")
+    result = cli("init", "first.yaml", "--for", kind, *words, "--nodes", 2, "--ranks", 3)
+    assert result.code == ExitCode.OK, result.err
+    assert "CHANGE" not in (workplace / "first.yaml").read_text()
+    assert "first one" not in result.out, "a reward that is there stays"
+    shape = load(workplace / "first.yaml").distributed
+    assert (shape.nodes, shape.dp_size) == (2, 6)
+    dry_run(cli, "first.yaml", "distributed.nodes=1")
+
+
+def test_what_an_option_names_is_checked_before_anything_is_written(
+    workplace: Path, cli: Cli, without_slurm: None, nothing_left: None
+) -> None:
+    for words, code in (
+        (("--model", "modle"), ExitCode.DATA),
+        (("--model", "model", "--data", "dat"), ExitCode.DATA),
+        (("--model", "model", "--reward", "rule:nosuch"), ExitCode.CONFIG),
+        (("--for", "loop", "--program", "nosuch.py"), ExitCode.NOT_FOUND),
+    ):
+        assert cli("init", "first.yaml", *words).code == code
+
+
+def test_data_without_a_usual_column_is_refused_with_the_columns_it_has(
+    workplace: Path, cli: Cli, without_slurm: None
+) -> None:
+    (workplace / "data" / "train.jsonl").write_text('{"frage": "1+1=", "antwort": "2"}\n')
+    result = cli("init", "first.yaml", "--data", "data")
+    assert result.code == ExitCode.DATA
+    assert "found keys frage, antwort" in result.error
+
+
+def test_a_file_of_data_may_be_named_alone(workplace: Path, cli: Cli, without_slurm: None) -> None:
+    (workplace / "data" / "other.json").write_text('[{"messages": "1+1="}]')
+    assert cli("init", "first.yaml", "--data", "data/other.json").code == ExitCode.OK
+    data = load(workplace / "first.yaml").data
+    assert (data.root, data.files, data.prompt_key, data.answer_key) == (
+        "data",
+        "other.json",
+        "messages",
+        None,
+    )
+
+
+def test_the_cluster_says_partition_gpus_limit_and_warning(workplace: Path, cli: Cli, offer: Offer) -> None:
+    assert cli("init", "first.yaml", "--model", "model", "--nodes", 2).code == ExitCode.OK
+    config = load(workplace / "first.yaml")
+    assert (config.distributed.dp_size, config.slurm.gpus_per_node, config.slurm.cpus_per_node) == (16, 8, 64)
+    assert (config.slurm.partition, config.slurm.time_limit_min) == ("gpu", 60)
+    text = (workplace / "first.yaml").read_text()
+    assert "# gpu: 4 nodes, 8 GPUs on each, jobs up to 1 h, the default" in text
+    assert "# preemption: PreemptMode=REQUEUE, GraceTime 30 s" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--nodes", "5"), "4 nodes in it, 5 asked for"),
+        (("--ranks", "9"), "a node has fewer GPUs"),
+        (("--partition", "cpu"), "no such partition"),
+    ],
+)
+def test_more_than_the_partition_has_is_refused(
+    workplace: Path, cli: Cli, offer: Offer, words: tuple[str, str], said: str
+) -> None:
+    result = cli("init", "first.yaml", "--model", "model", *words)
+    assert result.code != ExitCode.OK
+    assert said in result.error
+    assert not (workplace / "first.yaml").exists()
+
+
+def test_data_of_verl_is_split_by_its_names(workplace: Path, cli: Cli, offer: Offer) -> None:
+    for name in ("train.parquet", "test.parquet"):
+        (workplace / "data" / name).write_bytes(b"")
+    words = ("--for", "verl", "--model", "Qwen/Qwen3-8B", "--data", "data", "--ranks", 6)
+    assert cli("init", "first.yaml", *words).code == ExitCode.OK
+    verl = load(workplace / "first.yaml").verl
+    assert (verl["data.train_files"], verl["data.val_files"]) == ("data/train.parquet", "data/test.parquet")
+    assert verl["actor_rollout_ref.model.path"] == "Qwen/Qwen3-8B"
+    sizes = {verl["data.train_batch_size"], verl["actor_rollout_ref.actor.ppo_mini_batch_size"]}
+    assert sizes == {60}, "a multiple of the ranks"
+
+
+@pytest.mark.slurm
+def test_the_embedded_cluster_takes_the_file(
+    workplace: Path, cli: Cli, cluster: DevCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in cluster.env().items():
+        monkeypatch.setenv(name, value)
+    (workplace / "train.py").write_text("import verl_slurm\n")
+    for kind, words in (("grpo", ("--model", "model")), ("loop", ("--program", "train.py"))):
+        result = cli("init", f"{kind}.yaml", "--for", kind, *words, "--partition", "preemptible")
+        assert result.code == ExitCode.OK, result.err
+        assert "GraceTime 30 s" in (workplace / f"{kind}.yaml").read_text()
+        result = cli("submit", f"{kind}.yaml", "--dry-run", "--cluster", "slurm", "--json")
+        assert result.code == ExitCode.OK, result.err
+        assert "#SBATCH --partition=preemptible" in json.loads(result.out)["script"]
+
+
+@pytest.mark.verl
+def test_verl_itself_takes_the_file(workplace: Path, cli: Cli, without_slurm: None) -> None:
+    for name in ("train.parquet", "test.parquet"):
+        (workplace / "data" / name).write_bytes(b"")
+    assert (
+        cli("init", "first.yaml", "--for", "verl", "--model", "model", "--data", "data").code == ExitCode.OK
+    )
+    dry_run(cli, "first.yaml")

@@ -1,0 +1,136 @@
+"""`config explain`: what the code itself tells of a key."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.cli.__main__ import main
+from verl_slurm.config.explain import Explained, all_keys, explain_fully
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.rules import rules
+
+Told = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def every() -> dict[str, Explained]:
+    sections = dict.fromkeys(key.key.partition(".")[0].removesuffix("[]") for key in all_keys())
+    return {key.key: key for section in sections for key in explain_fully(section)}
+
+
+def test_every_key_is_explained_and_none_is_called_explain(every: dict[str, Explained]) -> None:
+    assert list(every) == [key.key for key in all_keys()]
+    assert not any(name.partition(".")[0] == "explain" for name in every)
+
+
+@pytest.mark.parametrize(
+    ("key", "unit"),
+    [
+        ("slurm.time_limit_min", "minutes"),
+        ("slurm.signal_lead_s", "seconds"),
+        ("health.min_free_mb", "MB"),
+        ("checkpoint.scrub_mb_per_s", "MB per second"),
+        ("slurm.cpus_per_node", "CPUs per node"),
+        ("train.lr_min_ratio", ""),
+        ("observability.metrics_port", ""),
+    ],
+)
+def test_the_unit_is_that_of_the_name(every: dict[str, Explained], key: str, unit: str) -> None:
+    assert every[key].unit == unit
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("slurm.partition", "yes"),
+        ("env", "yes"),
+        ("services.NAME.port", "yes"),
+        ("train.kl_coef", "no"),
+        ("train.steps", "to the steps that are done, or more"),
+        ("distributed.dp_size", "together with the number of ranks, if a step stays the same"),
+    ],
+)
+def test_it_says_whether_a_run_may_go_on_with_another_value(
+    every: dict[str, Explained], key: str, words: str
+) -> None:
+    assert every[key].may_change == words
+
+
+def test_checks_are_found_by_the_keys_that_they_compare(every: dict[str, Explained]) -> None:
+    (rule,) = every["train.kl_estimator"].rules
+    assert rule.keys == ("train.kl_estimator", "train.kl_in"), "from the condition, not from the text"
+    assert rule.asks == "k3: the gradient of k1 is zero on average"
+    # In a loop over keys, and by the short name of a section.
+    divisor = next(rule for rule in every["train.mini_batch_size_per_device"].rules)
+    assert {"train.batch_size_per_device", "rollout.micro_batch_size_per_device"} <= set(divisor.keys)
+    # An entry of a list, a constant of its module, another package.
+    assert any(rule.asks == "an absolute path" for rule in every["tiers[].path"].rules)
+    assert every["rollout.tensor_parallel_size"].rules
+    assert any(rule.check == "submit/checks/preflight.py" for rule in every["checkpoint.resume_from"].rules)
+    warned = [rule for rule in every["daemon.save_margin_s"].rules if rule.exit_code is None]
+    assert [rule.check for rule in warned] == ["doctor/cluster_rules.py"]
+
+
+def test_most_refusals_of_the_checks_are_found(every: dict[str, Explained]) -> None:
+    found = rules(every)
+    assert len(found) > 100
+    assert {rule.check.partition("/")[0] for rule in found} == {"config", "submit", "doctor"}
+
+
+def test_the_exit_codes_are_those_of_the_errors(every: dict[str, Explained]) -> None:
+    assert every["train.steps"].exit_codes == [ExitCode.CONFIG]
+    assert every["data.root"].exit_codes == [ExitCode.CONFIG, ExitCode.DATA]
+
+
+def test_every_example_is_a_value_of_its_key(every: dict[str, Explained]) -> None:
+    words = [key.example for name, key in every.items() if key.example.startswith(f"{name}=")]
+    assert len(words) > 120
+    refused = [(word, error.what) for word in words if (error := refusal(word)) is not None]
+    # Of the right type; alone it may need another key beside it.
+    assert [word for word, what in refused if not what.startswith("the values do not go together")] == []
+
+
+def refusal(word: str) -> ConfigError | None:
+    try:
+        parse_config(b"", "an example", [word])
+    except ConfigError as error:
+        return error
+    return None
+
+
+def test_an_example_is_not_the_default_where_there_is_a_choice(every: dict[str, Explained]) -> None:
+    assert every["train.kl_in"].example == "train.kl_in=loss"
+    assert every["slurm.modules"].example == "slurm.modules=[cuda/12.4]", "as a check recommends"
+    assert every["env"].example == "env={NCCL_DEBUG: WARN}", "as the meaning has it"
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Told:
+    def tell(*words: str, code: int = 0) -> str:
+        assert main(["config", *words]) == code
+        shown: Any = capsys.readouterr()
+        return str(shown.out or shown.err)
+
+    return tell
+
+
+def test_the_word_and_the_option_explain_the_same(told: Told) -> None:
+    text = told("explain", "train.kl_in")
+    assert text == told("--explain", "train.kl_in")
+    assert "may change  no" in text
+    assert "example     verl-slurm submit FILE train.kl_in=loss" in text
+    assert "ends the command with 10" in text
+    assert "train.kl_estimator" in text
+    assert "may change" not in told("train.kl_in"), "a key that is only named stays short"
+
+
+def test_a_section_is_explained_by_its_meanings(told: Told) -> None:
+    assert "may change" not in told("explain", "slurm")
+
+
+def test_a_near_miss_names_the_key_that_was_meant(told: Told) -> None:
+    assert "expected train.steps" in told("explain", "train.step", code=ExitCode.CONFIG)
+    assert "explain needs a KEY" in told("explain", code=ExitCode.USAGE)
