@@ -173,13 +173,3 @@ def test_the_embedded_cluster_takes_the_file(
         result = cli("submit", f"{kind}.yaml", "--dry-run", "--cluster", "slurm", "--json")
         assert result.code == ExitCode.OK, result.err
         assert "#SBATCH --partition=preemptible" in json.loads(result.out)["script"]
-
-
-@pytest.mark.verl
-def test_verl_itself_takes_the_file(workplace: Path, cli: Cli, without_slurm: None) -> None:
-    for name in ("train.parquet", "test.parquet"):
-        (workplace / "data" / name).write_bytes(b"")
-    assert (
-        cli("init", "first.yaml", "--for", "verl", "--model", "model", "--data", "data").code == ExitCode.OK
-    )
-    dry_run(cli, "first.yaml")

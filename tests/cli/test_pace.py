@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 @pytest.mark.parametrize(
-    ("share", "drawn"), [(0.0, "░░░░"), (0.5, "██░░"), (0.28, "█▏░░"), (1.0, "████"), (0.999, "███▉")]
+    ("share", "drawn"), [(0.0, "░░░░"), (0.5, "██░░"), (0.29, "█▏░░"), (1.0, "████"), (0.999, "███▉")]
 )
 def test_a_bar_is_full_when_all_is_done(share: float, drawn: str) -> None:
     assert bar(share, 4) == drawn
@@ -114,7 +114,7 @@ def test_the_live_line_fits_and_keeps_the_step(width: int) -> None:
     assert len(line) < width
     assert "step 24/100" in line
     assert ("13 min 56 s left" in line) == (width >= 40)
-    assert ("██▉░░░░░░░░░" in line) == (width >= 60)
+    assert ("██▉░░░░░░░░░" in line) == (width >= 80)
 
 
 def test_nothing_is_drawn_without_a_terminal(cli: Cli, run: RunPaths) -> None:

@@ -95,7 +95,9 @@ def test_every_example_is_a_value_of_its_key(every: dict[str, Explained]) -> Non
 
 def refusal(word: str) -> ConfigError | None:
     try:
-        parse_config(b"", "an example", [word])
+        # A container has to have an image, whatever else is said of it.
+        image = b"slurm: {container: {image: /a.sif}}\n" if word.startswith("slurm.container.") else b""
+        parse_config(image, "an example", [word])
     except ConfigError as error:
         return error
     return None

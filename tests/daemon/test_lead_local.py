@@ -28,6 +28,7 @@ from verl_slurm.checkpoint.format.schema import parse_schema, render_schema, sch
 from verl_slurm.checkpoint.format.specification import MANIFEST, SCHEMA_VERSION
 from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.status import read_status
 from verl_slurm.wire.lead_file import read_lead_address
 
 pytestmark = pytest.mark.torch
@@ -49,6 +50,7 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     events = read_events(paths)
     assert [e["cause"] for e in events if e["event"] == "cause"] == ["preemption"]
     assert {e["attempt"] for e in events if e["event"] == "started"} == {1, 2}
+    assert read_status(paths)["train_nodes"], "the snapshot names the nodes of the ranks"
     same, said = same_weights(paths.root, straight.root)
     assert same, said
     assert ledger_stats(paths).duplicates == ()

@@ -258,6 +258,7 @@ def test_ranks_take_up_a_step_without_its_lost_node_and_the_others_are_spare() -
         links = joined(step, *NAMES)
         assert step.take_up(["n2"], 2)
         assert [ready.node for ready in step.settle()] == ["n1", "n3"]
+        assert step.train_nodes == ["n1", "n3"]
         assert step.places.idle == ("n4",)
         assert {name: link.heard for name, link in links.items() if link.heard} == {"n4": [Shutdown()]}
 

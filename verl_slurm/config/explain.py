@@ -65,17 +65,22 @@ class Explained(Key, frozen=True, kw_only=True):
 
 def all_keys() -> list[Key]:
     """Returns all keys, in the order of the schema."""
-    return list(_keys(RunConfig, ""))
+    return list(_all_keys())
+
+
+@cache
+def _all_keys() -> tuple[Key, ...]:
+    return tuple(_keys(RunConfig, ""))
 
 
 def explain(wanted: str) -> list[Key]:
-    """Returns the key of that name, or all keys of that section.
+    """Returns the key of that name, or all keys of that section, list or map.
 
     Raises:
         ConfigError: neither exists; the error names the nearest.
     """
     known = all_keys()
-    found = [key for key in known if key.key == wanted or key.key.startswith(f"{wanted}.")]
+    found = [key for key in known if key.key == wanted or key.key.startswith((f"{wanted}.", f"{wanted}[]."))]
     if found:
         return found
     sections = {key.key.partition(".")[0] for key in known if "." in key.key}
@@ -93,11 +98,9 @@ def explain_fully(wanted: str) -> list[Explained]:
     Raises:
         ConfigError: as `explain`.
     """
-    found, known = explain(wanted), all_keys()
-    names = [key.key for key in known]
-    named = {key.key: _named(key, names) for key in known}
-    result = []
-    for key in found:
+    named, result = _named(), []
+    names = list(named)
+    for key in explain(wanted):
         its = [rule for rule in rules(names) if key.key in rule.keys]
         codes = {int(rule.exit_code) for rule in its if rule.exit_code is not None}
         result.append(
@@ -115,11 +118,16 @@ def explain_fully(wanted: str) -> list[Explained]:
     return result
 
 
-def _named(key: Key, names: Sequence[str]) -> set[str]:
-    """Returns the other keys that a meaning names in backticks: whole, or without the section that it shares."""
-    section = key.key.rpartition(".")[0]
-    words = re.findall(r"`([a-z_.]+)(?:=[^`]*)?`", key.meaning)
-    return ({*words, *(f"{section}.{word}" for word in words)} & set(names)) - {key.key}
+@cache
+def _named() -> dict[str, set[str]]:
+    """Maps each key to the others that its meaning names in backticks: whole, or without the section of both."""
+    found = {}
+    names = {key.key for key in _all_keys()}
+    for key in _all_keys():
+        section = key.key.rpartition(".")[0]
+        words = re.findall(r"`([a-z_.]+)(?:=[^`]*)?`", key.meaning)
+        found[key.key] = ({*words, *(f"{section}.{word}" for word in words)} & names) - {key.key}
+    return found
 
 
 def _unit(key: Key) -> str:

@@ -1,0 +1,22 @@
+"""`init --for verl` writes what verl itself composes."""
+
+from pathlib import Path
+
+import pytest
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.cli.__main__ import main
+
+pytestmark = [pytest.mark.verl, pytest.mark.slow]
+
+
+def test_verl_takes_the_first_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "data").mkdir()
+    for name in ("train.parquet", "test.parquet"):
+        (tmp_path / "data" / name).write_bytes(b"")
+    words = ["--for", "verl", "--model", "model", "--data", "data", "--nodes", "1", "--ranks", "2"]
+    assert main(["init", "first.yaml", *words]) == ExitCode.OK
+    assert main(["submit", "first.yaml", "--dry-run", "--cluster", "local"]) == ExitCode.OK
