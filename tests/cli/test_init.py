@@ -95,6 +95,7 @@ def test_what_an_option_names_is_checked_before_anything_is_written(
         (("--model", "model", "--data", "dat"), ExitCode.DATA),
         (("--model", "model", "--reward", "rule:nosuch"), ExitCode.CONFIG),
         (("--for", "loop", "--program", "nosuch.py"), ExitCode.NOT_FOUND),
+        (("--for", "loop", "--program", "train.py 'x"), ExitCode.CONFIG),
     ):
         assert cli("init", "first.yaml", *words).code == code
 

@@ -72,8 +72,8 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
     answered = any(value is not None for value in given.values())
     if ask is None:
         ask = not answered and sys.stdin.isatty() and sys.stderr.isatty()
-    asker = _Asker(given | {"kind": kind}, ask=ask)
-    answers = _answers(asker, file) if ask or answered else _of_kind(kind or "grpo")
+    asker = _Asker(file, given | {"kind": kind}, ask=ask)
+    answers = _ask_all(asker) if ask or answered else _of_kind(asker, kind or "grpo")
     name = name_of(file.stem)
     text = first_config(answers, name)
     beside = file.parent / "reward.py"
@@ -106,84 +106,84 @@ def _write(file: Path, text: str) -> None:
 
 
 class _Asker:
-    """Gets the answer to a question from an option, from the user, or by default, and has it judged.
+    """Collects the answers: each from an option, from the user, or by default, and judged.
 
     Args:
+        file: that is to be written.
         given: the options by name; None: not given.
         ask: there is a user to ask.
     """
 
-    def __init__(self, given: dict[str, Any], *, ask: bool) -> None:
-        self.given, self._ask = given, ask
+    def __init__(self, file: Path, given: dict[str, Any], *, ask: bool) -> None:
+        self.file, self.given, self._ask = file, given, ask
+        self.answers = Answers()
 
     def answer(
         self,
         option: str,
         question: str,
         default: str | None,
-        judge: Callable[[str], Answers],
-        so_far: Answers,
-    ) -> Answers:
-        """Returns the answers so far with this one in them; unchanged if there is none.
+        judge: Callable[["_Asker", str], Answers],
+    ) -> None:
+        """Puts one more answer into `answers`; none without an option, a user and a default.
 
         Raises:
             VerlSlurmError: the option's answer is refused. A user is told so, and asked again.
         """
-        if self.given.get(option) is not None:
-            return judge(str(self.given[option]))
-        if not self._ask:
-            return so_far if default is None else judge(default)
+        text = default if self.given.get(option) is None else str(self.given[option])
+        if not self._ask or self.given.get(option) is not None:
+            self.answers = self.answers if text is None else judge(self, text)
+            return
 
         def judged(text: str) -> Answers:
             try:
-                return judge(text.strip())
+                return judge(self, text.strip())
             except VerlSlurmError as error:
                 raise click.UsageError(error.one_line()) from None
 
         # On standard error, as all questions: standard output is for the answer.
-        found: Answers = click.prompt(question, default=default, value_proc=judged, err=True)
-        return found
+        self.answers = click.prompt(question, default=default, value_proc=judged, err=True)
 
     def say(self, text: str) -> None:
         """Shows what a user should know before the next question."""
         if self._ask:
             render.warning(text)
 
+    def with_answer(self, **fields: Any) -> Answers:
+        """Returns the answers so far, and these."""
+        return msgspec.structs.replace(self.answers, **fields)
 
-def _of_kind(word: str) -> Answers:
+    def written(self, place: Path) -> str:
+        """Returns a path as it stands in the file: relative to its directory, if it is below."""
+        above, full = Path(os.path.abspath(self.file)).parent, Path(os.path.abspath(place))
+        return str(full.relative_to(above) if full.is_relative_to(above) else full)
+
+
+def _of_kind(_: _Asker, word: str) -> Answers:
     if word not in _KINDS:
         raise ConfigError("no such loop", found=word, expected=", ".join(_KINDS), remedy="choose one")
     return Answers(kind=word)  # type: ignore[arg-type] # as just checked
 
 
-def _answers(asker: _Asker, file: Path) -> Answers:
+def _ask_all(asker: _Asker) -> Answers:
     asker.say("ppo, grpo: our own trainer; loop: a PyTorch program of yours; verl: the package verl")
-    so_far = asker.answer("kind", "1. Which loop trains", "grpo", _of_kind, Answers())
-    if so_far.kind == "loop":
+    asker.answer("kind", "1. Which loop trains", "grpo", _of_kind)
+    kind = asker.answers.kind
+    if kind == "loop":
         program = "train.py" if Path("train.py").is_file() else None
-        so_far = asker.answer(
-            "program",
-            "2. Your program and its arguments",
-            program,
-            lambda t: _program(so_far, file, t),
-            so_far,
-        )
+        asker.answer("program", "2. Your program and its arguments", program, _program)
     else:
-        so_far = asker.answer(
-            "model", "2. Directory of the model", _a_model(), lambda t: _model(so_far, file, t), so_far
-        )
+        models = sorted([*Path().glob("*/config.json"), *Path().glob("models/*/config.json")])
+        asker.answer("model", "2. Directory of the model", str(models[0].parent) if models else None, _model)
         data = "data" if Path("data").is_dir() else None
-        so_far = asker.answer(
-            "data", "3. Directory or file of the data", data, lambda t: _data(so_far, file, t), so_far
-        )
-    if so_far.kind in ("ppo", "grpo"):
-        so_far = asker.answer(
-            "reward", "4. What scores a response", _REWARD, lambda t: _reward(so_far, file, t), so_far
-        )
-    return _where(asker, so_far)
+        asker.answer("data", "3. Directory or file of the data", data, _data)
+    if kind in ("ppo", "grpo"):
+        asker.answer("reward", "4. What scores a response", _REWARD, _reward)
+    _ask_where(asker, {"loop": 3, "verl": 4}.get(kind, 5))
+    return asker.answers
 
 
-def _where(asker: _Asker, so_far: Answers) -> Answers:
+def _ask_where(asker: _Asker, number: int) -> None:
     """Asks for nodes, GPUs and partition in one question, since one bounds the others."""
     from verl_slurm.cli.setup import cluster_places
 
@@ -193,17 +193,15 @@ def _where(asker: _Asker, so_far: Answers) -> Answers:
         asker.say(f"partition {offer.line}")
     ranks = given["ranks"] or cluster_places.usual_ranks(offers, given["partition"])
     named = given["partition"] or (offers[0].name if offers else "")
-    wished = f"{given['nodes'] or 1}x{ranks} {named}".strip()
 
-    def judge(text: str) -> Answers:
+    def judge(asker: _Asker, text: str) -> Answers:
         place = cluster_places.place(text, offers)
-        found = msgspec.structs.replace(so_far, place=place)
-        place = msgspec.structs.replace(place, notes=cluster_places.notes(place, offers, _config(found)))
-        return msgspec.structs.replace(found, place=place)
+        notes = cluster_places.notes(place, offers, _config(asker.with_answer(place=place)))
+        return asker.with_answer(place=msgspec.structs.replace(place, notes=notes))
 
-    number = {"loop": 3, "verl": 4}.get(so_far.kind, 5)
     what = "Nodes x GPUs of each" if any(one.gpus for one in offers) else "Nodes x ranks on each"
-    return asker.answer("place", f"{number}. {what}{', partition' * bool(offers)}", wished, judge, so_far)
+    question = f"{number}. {what}{', partition' * bool(offers)}"
+    asker.answer("place", question, f"{given['nodes'] or 1}x{ranks} {named}".strip(), judge)
 
 
 def _config(answers: Answers) -> "RunConfig":
@@ -212,96 +210,61 @@ def _config(answers: Answers) -> "RunConfig":
     return parse_config(first_config(answers, "my").encode(), "the answers")
 
 
-def _written(file: Path, place: Path) -> str:
-    """Returns a path as it stands in FILE: relative to its directory, if it is below."""
-    above, full = Path(os.path.abspath(file)).parent, Path(os.path.abspath(place.expanduser()))
-    return str(full.relative_to(above) if full.is_relative_to(above) else full)
-
-
-def _a_model() -> str | None:
-    found = sorted([*Path().glob("*/config.json"), *Path().glob("models/*/config.json")])
-    return str(found[0].parent) if found else None
-
-
-def _model(so_far: Answers, file: Path, text: str) -> Answers:
-    from verl_slurm.config.schema import BUILTIN
-    from verl_slurm.submit.checks.inputs import check_names
-    from verl_slurm.submit.checks.model_files import check_model
-
-    place = Path(text).expanduser()
-    if so_far.kind == "verl" and not place.exists():
-        return msgspec.structs.replace(so_far, model=text)  # a name of the hub; submit says so
-    if text.startswith(BUILTIN):
-        found = msgspec.structs.replace(so_far, model=text)
-        check_names(_config(found))
-        return found
-    check_model("model.path", Path(os.path.abspath(place)), text)
-    return msgspec.structs.replace(so_far, model=_written(file, place))
-
-
-def _data(so_far: Answers, file: Path, text: str) -> Answers:
-    from verl_slurm.config.schema import BUILTIN
-    from verl_slurm.submit.checks.data import recognize
+def _absolute(asker: _Asker, answers: Answers) -> "RunConfig":
     from verl_slurm.submit.checks.inputs import absolute
     from verl_slurm.submit.relative_paths import Places
 
-    replace = msgspec.structs.replace
+    return absolute(_config(answers), Places(Path.cwd(), asker.file))
+
+
+def _model(asker: _Asker, text: str) -> Answers:
+    from verl_slurm.config.schema import BUILTIN
+    from verl_slurm.submit.checks.model_files import check_model
+
     place = Path(text).expanduser()
-    if so_far.kind == "verl":
-        return _data_of_verl(so_far, file, place)
-    if text.startswith(BUILTIN):
-        return replace(so_far, data_root=text)
-    one = place.is_file()
-    found = replace(
-        so_far,
-        data_root=_written(file, place.parent if one else place),
-        data_files=place.name if one else "",
-    )
-    data = recognize(absolute(_config(found), Places(Path.cwd(), file))).data
-    return replace(
-        found,
-        prompt_key=data.prompt_key,
-        answer_key=data.answer_key,
-        max_prompt_tokens=data.max_prompt_tokens,
-    )
+    # A built-in, or for verl perhaps a name of the hub: submit says what it is taken for.
+    if text.startswith(BUILTIN) or (asker.answers.kind == "verl" and not place.exists()):
+        return asker.with_answer(model=text)
+    check_model("model.path", Path(os.path.abspath(place)), text)
+    return asker.with_answer(model=asker.written(place))
 
 
-def _data_of_verl(so_far: Answers, file: Path, place: Path) -> Answers:
-    held_out: list[Path] = []
-    train = place
-    if place.is_dir():
-        files = sorted(place.glob("*.parquet"))
-        held_out = [path for path in files if path.name.startswith(("test", "val"))]
-        others = [path for path in files if path not in held_out]
-        if not others:
-            raise NotFound("no data", where=place, expected="train.parquet in it", remedy="name the file")
-        train = others[0]
-    elif not place.exists():
-        raise NotFound("no such data", where=place, remedy="name a directory, or a file")
-    return msgspec.structs.replace(
-        so_far,
-        train_files=_written(file, train),
-        # verl wants one, and evaluates on the training data then.
-        val_files=_written(file, held_out[0] if held_out else train),
-    )
+def _data(asker: _Asker, text: str) -> Answers:
+    from verl_slurm.submit.checks.data import recognize
+
+    place = Path(text).expanduser()
+    if asker.answers.kind == "verl":
+        # Without a file that is held out, verl evaluates on what it trains on.
+        train, test = (place / "train.parquet", place / "test.parquet") if place.is_dir() else (place, place)
+        for path in (train, test):
+            if not path.is_file():
+                raise NotFound("no such data file", where=path, remedy="name a file, or one's directory")
+        return asker.with_answer(train_files=asker.written(train), val_files=asker.written(test))
+    root, files = (place.parent, place.name) if place.is_file() else (place, "")
+    found = asker.with_answer(data_root=asker.written(root), data_files=files)
+    data = recognize(_absolute(asker, found)).data
+    keys = ("prompt_key", "answer_key", "max_prompt_tokens")
+    return msgspec.structs.replace(found, **{key: getattr(data, key) for key in keys})
 
 
-def _reward(so_far: Answers, file: Path, text: str) -> Answers:
+def _reward(asker: _Asker, text: str) -> Answers:
     from verl_slurm.submit.checks.inputs import absolute_reward, check_reward
 
-    # The default is written beside FILE, if it is not there.
-    if text != _REWARD or (file.parent / "reward.py").exists():
-        check_reward(absolute_reward(text, Path(os.path.abspath(file)).parent))
-    return msgspec.structs.replace(so_far, reward=text)
+    # The default is written beside the file, if it is not there.
+    if text != _REWARD or (asker.file.parent / "reward.py").exists():
+        check_reward(absolute_reward(text, Path(os.path.abspath(asker.file)).parent))
+    return asker.with_answer(reward=text)
 
 
-def _program(so_far: Answers, file: Path, text: str) -> Answers:
-    from verl_slurm.submit.checks.inputs import absolute, check_guest
-    from verl_slurm.submit.relative_paths import Places
+def _program(asker: _Asker, text: str) -> Answers:
+    from verl_slurm.submit.checks.inputs import check_guest
 
-    words = shlex.split(text)
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError("not a command", found=f"{text}: {error}", remedy="close the quote") from None
     if words and words[0].endswith(".py"):
-        words[0] = _written(file, Path(words[0]))
-    found = msgspec.structs.replace(so_far, program=tuple(words))
-    check_guest(absolute(_config(found), Places(Path.cwd(), file)))
+        words[0] = asker.written(Path(words[0]).expanduser())
+    found = asker.with_answer(program=tuple(words))
+    check_guest(_absolute(asker, found))
     return found
