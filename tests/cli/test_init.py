@@ -16,7 +16,6 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import PartitionFacts
 
 Cli = Callable[..., Any]
-pytestmark = pytest.mark.scenario("USE-SMALL")
 WITHOUT_SLURM = {"PATH": "/nowhere"}
 
 

@@ -1,4 +1,4 @@
-"""Whether a run without Slurm still lives."""
+"""Whether a run still lives, and when its job starts or ends."""
 
 import socket
 import subprocess
@@ -16,6 +16,11 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.journal.folds.jobs import Submission
 from verl_slurm.runs.liveness import job_state, leads
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import JobFacts
+from verl_slurm.slurm.parse import parse_job
+
+GOLDEN = Path(__file__).parents[1] / "slurm/golden"
 
 
 def owned(root: Path, *, pid: int, job_id: str, taken: datetime, born: str) -> RunPaths:
@@ -67,3 +72,23 @@ def test_whether_a_lead_by_hand_lives_is_told_by_its_birth_and_not_by_dates(
     paths = owned(tmp_path / "run", pid=lead_pid, job_id="local-7", taken=taken, born=birth)
     submission = Submission(job_id="local-7", cluster="local", host=socket.gethostname())
     assert job_state(paths, submission).over is not alive
+
+
+def test_a_job_that_waits_has_a_start_and_one_that_runs_an_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = ""
+
+    async def answer(_: SlurmClient, number: int) -> JobFacts:
+        return parse_job(text, number)
+
+    monkeypatch.setattr(SlurmClient, "job", answer)
+    job, paths = Submission(job_id="1", cluster="slurm"), RunPaths(tmp_path)
+    text = (GOLDEN / "running.txt").read_text()
+    state = job_state(paths, job)
+    assert (state.starts, state.ends) == (None, datetime.fromtimestamp(1795222831, UTC))
+    text = (GOLDEN / "pending.txt").read_text()
+    assert (job_state(paths, job).starts, job_state(paths, job).waits) == (None, True)
+    text = text.replace("StartTime=Unknown", "StartTime=1795222231")
+    state = job_state(paths, job)
+    assert (state.starts, state.ends) == (datetime.fromtimestamp(1795222231, UTC), None)

@@ -12,10 +12,10 @@ import msgspec
 
 from verl_slurm.base.one_line import counted
 from verl_slurm.cli.show.render import span
+from verl_slurm.cli.show.run_tables import TELLING
 from verl_slurm.journal.folds.pace import Pace, number
 
 __all__ = [
-    "CURVES",
     "Curve",
     "bar",
     "curve_of",
@@ -31,12 +31,6 @@ _EMPTY = "░"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MOST_NAMED = 6
 """Nodes of a state that are named."""
-CURVES: tuple[tuple[str, str], ...] = (
-    *(("reward", "reward"), ("critic/score/mean", "score"), ("critic/rewards/mean", "reward")),
-    *(("train/reward", "reward"), ("rewards/mean", "reward"), ("loss", "loss"), ("train/loss", "loss")),
-    *(("train_loss", "loss"), ("actor/pg_loss", "policy loss")),
-)
-"""Names in a row of what tells most of a training, ours and those of other loops, and how they are called."""
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +44,8 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
-    """Returns the first of `CURVES` that at least two of the rows have; None: none."""
-    for name, called in CURVES:
+    """Returns the reward, or what tells most of another loop, if at least two rows have it; else None."""
+    for name, called in (("reward", "reward"), *TELLING):
         values = [value for row in rows if (value := number(row.get(name))) is not None]
         if len(values) > 1:
             return Curve(name=name, called=called, values=values)

@@ -12,7 +12,7 @@ from verl_slurm.cli.show.render import span
 from verl_slurm.journal.folds.outages import Outage, Outages
 from verl_slurm.journal.folds.pace import number
 
-__all__ = ["interruption_facts", "interruption_words", "interruptions_table", "steps_table"]
+__all__ = ["TELLING", "interruption_facts", "interruption_words", "interruptions_table", "steps_table"]
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Outage], float | None]], ...] = (
@@ -121,13 +121,17 @@ _STEP_COLUMNS: tuple[tuple[str, str, _Form], ...] = (
 )
 """Name in the row, heading, and format."""
 
-_OF_GUESTS: tuple[tuple[str, str], ...] = (
+TELLING: tuple[tuple[str, str], ...] = (
     *(("critic/score/mean", "score"), ("critic/rewards/mean", "reward"), ("actor/pg_loss", "policy loss")),
-    *(("loss", "loss"), ("train/loss", "loss"), ("train_loss", "loss"), ("val/loss", "val. loss")),
-    *(("eval_loss", "eval. loss"), ("actor/grad_norm", "grad norm"), ("grad_norm", "grad norm")),
-    *(("lr", "lr"), ("response_length/mean", "length"), ("perf/throughput", "tok/s")),
+    *(("loss", "loss"), ("train/loss", "loss"), ("train_loss", "loss")),
 )
-"""The names that verl, Hugging Face and others use, the most telling first."""
+"""The names that verl, Hugging Face and others use for what tells how a training goes, the most telling first."""
+_OF_GUESTS = (
+    *TELLING,
+    *(("val/loss", "val. loss"), ("eval_loss", "eval. loss")),
+    *(("actor/grad_norm", "grad norm"), ("grad_norm", "grad norm"), ("lr", "lr")),
+    *(("response_length/mean", "length"), ("perf/throughput", "tok/s")),
+)
 _MOST_OF_A_GUEST = 6
 
 _FIRST_STEPS_TO_GO = (
