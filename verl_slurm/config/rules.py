@@ -112,14 +112,14 @@ class _Reader:
 
     def _rule(self, call: ast.Call, texts: list[str], keys: tuple[str, ...]) -> Rule:
         by_name = {word.arg: self._text(word.value) for word in call.keywords}
-        kind = _name(call)
+        kind, (what, second, third, fourth, *_) = _name(call), [*texts, "", "", "", ""]
         # Positions: Complaint(key, found, expected, remedy), Error(what, *, ...), warn(topic, found, remedy).
         if kind == "Complaint":
-            asks, remedy = texts[2], texts[3]
+            asks, remedy = third, fourth
         elif kind in _FINDINGS:
-            asks, remedy = texts[1], texts[2] if len(texts) > 2 else ""
+            asks, remedy = second, third
         else:
-            asks, remedy = texts[0], by_name.get("remedy", "")
+            asks, remedy = what, by_name.get("remedy", "")
             if expected := by_name.get("expected", "").strip(_HOLE):
                 asks = f"{asks}, expected {expected}"
         # A text that only the check itself knows tells nothing here; its remedy may.
