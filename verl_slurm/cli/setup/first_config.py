@@ -153,7 +153,7 @@ trainer:
 
 def _verl(answers: Answers) -> str:
     ranks = _ranks(answers.place or Place())
-    # Both batches have to be divisible by the number of ranks.
+    # Of the step and of an update: the number of ranks has to divide both.
     batch = max(_BATCH // ranks, 1) * ranks
     return f"""
 trainer:
@@ -180,27 +180,23 @@ verl:
 
 
 def _tail(answers: Answers) -> str:
-    place = answers.place or Place()
-    known = answers.place is not None
+    place, known = answers.place or Place(), answers.place is not None
+    mine = "" if known else f"{CHANGE}: "
     runtime = "" if answers.kind in ("loop", "verl") else "  runtime_every_steps: 20\n"
-    ranks = _line("  dp_size", _ranks(place) if known else "", _ranks(place), "ranks in all, one a GPU")
-    notes = "".join(f"  # {note}\n" for note in place.notes)
-    partition = "  # partition: preemptible      # the default one; `sinfo -s` lists them\n"
-    if not known:
-        partition = partition.replace("the default", f"{CHANGE}: `sinfo -s` lists them; without: the default")
-        partition = partition.replace("; `sinfo -s` lists them\n", "\n")
-    elif place.partition:
+    partition = _with_note(
+        "  # partition: preemptible", f"{mine}`sinfo -s` lists them; without: the default one"
+    )
+    gpus = _with_note("  # gpus_per_node: 2", f"{mine}with GPUs, the ranks of one node")
+    if place.partition:
         partition = f"  partition: {_yaml(place.partition)}\n"
-    gpus = "  # gpus_per_node: 8            # with GPUs, the ranks of one node\n"
-    if not known:
-        gpus = gpus.replace("with", f"{CHANGE}: with").replace("8", "2", 1)
-    elif place.gpus_per_node:
+    if place.gpus_per_node:
         gpus = f"  gpus_per_node: {place.gpus_per_node}\n"
+    notes = "".join(f"  # {note}\n" for note in place.notes)
     lead = "how long before the time limit Slurm warns: a save must fit into it"
     return f"""
 distributed:
   nodes: {place.nodes}
-{ranks}\
+{_with_note(f"  dp_size: {_ranks(place)}", f"{mine}ranks in all, one a GPU")}\
   device: auto                  # cuda where there is a GPU
 
 checkpoint:
@@ -218,11 +214,9 @@ def _ranks(place: Place) -> int:
     return place.nodes * place.ranks_per_node
 
 
-def _line(key: str, value: object, otherwise: object, note: str) -> str:
+def _line(key: str, value: str, otherwise: str, note: str) -> str:
     """Returns a line with the value, or with a placeholder and the mark."""
-    if value:
-        return _with_note(f"{key}: {_yaml(value)}", note)
-    return _with_note(f"{key}: {_yaml(otherwise)}", f"{CHANGE}: {note}")
+    return _with_note(f"{key}: {_yaml(value or otherwise)}", note if value else f"{CHANGE}: {note}")
 
 
 def _with_note(text: str, note: str) -> str:
@@ -233,8 +227,8 @@ _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+-]*(?:[:][A-Za-z0-9_./@+-]+)*")
 _WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n", "~"})
 
 
-def _yaml(value: object) -> str:
+def _yaml(value: str) -> str:
     # Quoted unless it is plainly a text: a quote is never wrong, and a missing one may be.
-    if isinstance(value, str) and not (_PLAIN.fullmatch(value) and value.lower() not in _WORDS):
-        return msgspec.json.encode(value).decode()
-    return str(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return msgspec.json.encode(value).decode()
