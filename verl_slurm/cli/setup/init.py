@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import ConfigError, DataError, NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.options import PLACE, Whole, exits
 from verl_slurm.cli.setup.first_config import CHANGE, Answers, first_config, first_reward, name_of
@@ -223,8 +223,14 @@ def _model(asker: _Asker, text: str) -> Answers:
 
     place = Path(text).expanduser()
     # A built-in, or for verl perhaps a name of the hub: submit says what it is taken for.
-    if text.startswith(BUILTIN) or (asker.answers.kind == "verl" and not place.exists()):
+    of_verl = asker.answers.kind == "verl"
+    if text.startswith(BUILTIN) or (of_verl and not place.exists()):
         return asker.with_answer(model=text)
+    if of_verl and not (place / "config.json").is_file():
+        remedy = "name a directory made by save_pretrained, or a name of the Hugging Face hub"
+        raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    if of_verl:
+        return asker.with_answer(model=asker.written(place))
     check_model("model.path", Path(os.path.abspath(place)), text)
     return asker.with_answer(model=asker.written(place))
 
