@@ -8,7 +8,7 @@ import ast
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -16,12 +16,10 @@ import msgspec
 
 from verl_slurm.base.bounded import CONFIG, read_regular
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import examples, shipped
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.changes import change_rule
 from verl_slurm.config.hints import nearest_keys
-from verl_slurm.config.rules import Rule, rules
 from verl_slurm.config.schema import RunConfig
 
 __all__ = ["Explained", "Key", "all_keys", "explain", "explain_fully"]
@@ -53,14 +51,10 @@ class Explained(Key, frozen=True, kw_only=True):
     """Empty for what has none."""
     may_change: str
     """Whether it may differ between two submissions of a run that has begun."""
-    exit_codes: list[int]
-    """With which a command ends that finds a bad value."""
     example: str
     """A word for `submit`, or YAML for an entry of a list or map; empty: none is known."""
     related: list[str]
     """Keys that its meaning names, and keys whose meanings name it."""
-    rules: list[Rule]
-    """Of the checks that name it."""
 
 
 def all_keys() -> list[Key]:
@@ -93,29 +87,22 @@ def explain(wanted: str) -> list[Key]:
 
 
 def explain_fully(wanted: str) -> list[Explained]:
-    """Returns the same as `explain`, with all that checks, examples and other keys say of each.
+    """Returns the same as `explain`, with all that shipped configurations and other keys say of each.
 
     Raises:
         ConfigError: as `explain`.
     """
-    named, result = _named(), []
-    names = list(named)
-    for key in explain(wanted):
-        its = [rule for rule in rules(names) if key.key in rule.keys]
-        codes = {int(rule.exit_code) for rule in its if rule.exit_code is not None}
-        result.append(
-            Explained(
-                **msgspec.structs.asdict(key),
-                unit=_unit(key),
-                may_change=change_rule(key.key.replace(".NAME.", ".x.")),
-                # CONFIG: a wrong type, and most checks. What a configuration names may also be missing.
-                exit_codes=sorted({int(ExitCode.CONFIG), *codes}),
-                example=_example(key, its),
-                related=[one for one in names if one in named[key.key] or key.key in named[one]],
-                rules=its,
-            )
+    named = _named()
+    return [
+        Explained(
+            **msgspec.structs.asdict(key),
+            unit=_unit(key),
+            may_change=change_rule(key.key.replace(".NAME.", ".x.")),
+            example=_example(key),
+            related=[one for one in named if one in named[key.key] or key.key in named[one]],
         )
-    return result
+        for key in explain(wanted)
+    ]
 
 
 @cache
@@ -138,15 +125,10 @@ def _unit(key: Key) -> str:
     return " ".join(_UNITS.get(word, word) for word in (what, per) if word)
 
 
-def _example(key: Key, found: Sequence[Rule]) -> str:
-    """Returns a value that a check or the meaning recommends, one of a shipped configuration, or another choice."""
+def _example(key: Key) -> str:
+    """Returns a value that the meaning recommends, one of a shipped configuration, or another choice."""
     last = key.key.rpartition(".")[2]
-    values = []
-    for rule in found:
-        values += re.findall(
-            rf"(?<![\w.])(?:{re.escape(key.key)}|{last})(?:=|: )(\[.*?\]|\{{.*?\}}|[^\s;,`]+)", rule.remedy
-        )
-    values += re.findall(r"e\.g\. (`[^`]+`|\[[^]]*\]|\{[^}]*\})", key.meaning)
+    values = re.findall(r"e\.g\. (`[^`]+`|\[[^]]*\]|\{[^}]*\})", key.meaning)
     values += [_yaml(value) for value in _shipped().get(key.key, ())]
     if not {"number", "text", "list", "map", "section"} & set(re.findall(r"\w+", key.type)):
         values += key.type.split(" | ")

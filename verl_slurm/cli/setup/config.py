@@ -12,7 +12,6 @@ from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.config.explain import Explained, Key
-    from verl_slurm.config.rules import Rule
 
 __all__ = ["config"]
 
@@ -29,13 +28,13 @@ _EXPLAIN = "explain"
 def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) -> int:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.
 
-    `explain KEY` also shows the unit, an example, whether the key may change when a run is submitted again, which
-    checks compare it with which other keys, and the exit code of a bad value.
+    `explain KEY` also shows the unit, an example, whether the key may change when a run is submitted again, and the
+    keys that it goes with. A bad value ends a command with 10.
 
     \b
     verl-slurm config                       # all keys, a line each
     verl-slurm config slurm                 # a section, with the meaning of each key
-    verl-slurm config explain train.kl_in   # one key, with all that the checks say of it
+    verl-slurm config explain train.kl_in   # one key, with all that the code says of it
     """
     from verl_slurm.config.explain import Explained, all_keys, explain, explain_fully
 
@@ -68,7 +67,6 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) ->
 
 
 def _facts(key: "Explained") -> list[tuple[str, object]]:
-    codes = [f"{code}, {ExitCode(code).description}" for code in key.exit_codes]
     rows: list[tuple[str, object]] = [("unit", key.unit)] if key.unit else []
     if key.example:
         # A key of an entry of a list or map has no word for the command line.
@@ -77,15 +75,6 @@ def _facts(key: "Explained") -> list[tuple[str, object]]:
             ("example", f"verl-slurm submit FILE {shlex.quote(key.example)}" if is_word else key.example)
         )
     rows.append(("may change", f"{key.may_change} (from one submission of a run to the next)"))
-    rows.append(("bad value", f"ends the command with {'; or with '.join(codes)}"))
     if key.related:
         rows.append(("see also", ", ".join(key.related)))
-    rows += [("checked", _rule_words(rule, key.key)) for rule in key.rules]
     return rows
-
-
-def _rule_words(rule: "Rule", key: str) -> str:
-    kind = "warns: " if rule.exit_code is None else f"{rule.keys[0]}: " if rule.expects else ""
-    # The first key is told apart where the rule is about its value.
-    others = ", ".join(other for other in rule.keys[rule.expects :] if other != key)
-    return f"{kind}{rule.asks} ({rule.check}{f', with {others}' if others else ''})"
