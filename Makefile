@@ -20,6 +20,8 @@ PEERS := .venv-bench
 BENCH ?=
 # TRL, likewise.
 TRL := .venv-trl
+# What makes the site of the documentation, with nothing of ours.
+DOCS := .venv-docs
 # vLLM, likewise. For a machine with GPUs: pip install '.[vllm]'.
 VLLM := .venv-vllm
 # verl, likewise. For a machine with GPUs: docs/verl.md.
@@ -32,7 +34,7 @@ SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_pat
 	  print("".join("import site; site.addsitedir(%r)\n" % place for place in places), end="", file=open(sysconfig.get_path("purelib") + "/ours.pth", "w"))' $(2)
 SEE_OURS = $(call SEE,$(1),$(VENV))
 
-.PHONY: help setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
+.PHONY: help docs docs-links test-docs setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -96,6 +98,17 @@ containers:
 	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
 	    podman crun debootstrap squashfs-tools >/dev/null; } || echo "Podman could not be installed: its tests are NOT RUN."; fi
 
+docs: $(DOCS)/.ready ## the documentation as a site, in site/: search, no network needed, dead links are errors (4 seconds)
+	$(DOCS)/bin/python -m tests.docs_site
+
+docs-links: docs ## also the links to the outside, as far as there is a network
+	$(DOCS)/bin/python -m tests.docs_site.links
+
+$(DOCS)/.ready: constraints/docs.txt
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check --no-deps -r constraints/docs.txt
+	touch $@
+
 demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
 	$(BIN)/verl-slurm demo
 
@@ -111,7 +124,7 @@ test-all: test test-long ## all tests: also the long ones, verl, TRL, vLLM, powe
 
 # The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
 test-long: setup containers
-	@$(MAKE) --no-print-directory -k -j3 test-long-slurm test-long-rest test-verl test-verl-vllm test-trl test-vllm test-s3
+	@$(MAKE) --no-print-directory -k -j3 test-long-slurm test-long-rest test-verl test-verl-vllm test-trl test-vllm test-s3 test-docs
 
 PYTEST = -m pytest -p no:cacheprovider
 # A lane: its marks, what each of its lines begins with, and how tests go to the two workers.
@@ -151,6 +164,11 @@ test-verl-vllm: setup
 
 test-trl: setup
 	@$(call APART,trl,$(TRL),trl,trl  ,tests/slurm_cluster tests/loops)
+
+test-docs:
+	@if $(MAKE) --no-print-directory -s $(DOCS)/.ready >$(DOCS).log 2>&1; then rm -f $(DOCS).log; \
+	  bash -o pipefail -c '$(MAKE) --no-print-directory -s docs | sed -u "s/^/docs  | /"'; \
+	else echo "docs  | NOT RUN: $(DOCS) could not be made here: $$(grep -m1 -iE 'error|needs' $(DOCS).log) (see $(DOCS).log)"; fi
 
 # The same for a real S3 server, Ceph's radosgw.
 test-s3: setup
@@ -258,4 +276,4 @@ bench-step: $(TRL)/.ready ## tokens per second of a whole GRPO step beside TRL's
 	$(TRL)/bin/python -m benchmarks.tokens_per_second $(BENCH)
 
 clean: ## the virtual environment and caches, nothing of a run
-	rm -rf $(VENV) $(PEERS) $(TRL) $(TRL).log $(VLLM) $(VLLM).log $(VERL) $(VERL).log $(VERL_VLLM) $(VERL_VLLM).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info
+	rm -rf $(VENV) $(PEERS) $(TRL) $(TRL).log $(DOCS) $(DOCS).log site build/pages .cache $(VLLM) $(VLLM).log $(VERL) $(VERL).log $(VERL_VLLM) $(VERL_VLLM).log .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache *.egg-info

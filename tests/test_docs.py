@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 from verl_slurm_daemon.decide.model import FailureKind
 
-from tests import settings_page
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS, cli
 from verl_slurm.config.changes import may_change
@@ -122,10 +121,6 @@ def test_the_page_of_configurations_says_which_sections_may_change() -> None:
     sections = _INLINE.findall(row)
     assert len(sections) == 9
     assert all(may_change(f"{section}.x") for section in sections)
-
-
-def test_the_page_of_settings_is_the_schema() -> None:
-    assert settings_page.PAGE.read_text() == settings_page.page(), "python -m tests.settings_page"
 
 
 def test_the_table_of_causes_has_each_cause_once_and_names_settings_that_exist() -> None:

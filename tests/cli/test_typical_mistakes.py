@@ -170,6 +170,9 @@ def test_init_writes_a_configuration_that_asks_only_for_what_is_marked(
     from verl_slurm.config.load import load
 
     assert cli("init", "first.yaml", "--for", kind).code == OK
+    _, _, place = (workplace / "first.yaml").read_text().split("\n")[0].partition("$schema=file://")
+    assert Path(place).name == "schema.json"
+    assert Path(place).is_file()
     load(workplace / "first.yaml")
     result = cli("submit", "first.yaml", "--dry-run", "--cluster", "local")
     assert result.code in (CONFIG, DATA, ExitCode.NOT_FOUND), "the path to fill in, or verl, is missing"

@@ -30,9 +30,8 @@ def test_every_key_is_explained_and_none_is_called_explain(every: dict[str, Expl
     [
         ("slurm.time_limit_min", "minutes"),
         ("slurm.signal_lead_s", "seconds"),
-        ("health.min_free_mb", "MB"),
-        ("checkpoint.scrub_mb_per_s", "MB per second"),
-        ("slurm.cpus_per_node", "CPUs per node"),
+        ("health.min_free_mb", "MiB"),
+        ("checkpoint.scrub_mb_per_s", "MB/s"),
         ("train.lr_min_ratio", ""),
         ("observability.metrics_port", ""),
     ],

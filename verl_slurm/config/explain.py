@@ -22,13 +22,20 @@ from verl_slurm.config.changes import change_rule
 from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["Explained", "Key", "all_keys", "explain", "explain_fully"]
+__all__ = ["Explained", "Key", "all_keys", "explain", "explain_fully", "keys_of", "meanings"]
 
-_UNIT = re.compile(r"(?:^|_)(s|min|h|days|mb|steps|tokens|nodes|cpus|gpus)(?:_per_(s|node))?$")
 _UNITS = {
-    **{"s": "seconds", "min": "minutes", "h": "hours", "mb": "MB", "cpus": "CPUs", "gpus": "GPUs"},
-    **{"per_s": "per second", "per_node": "per node"},
+    # The longer ends first. Slurm's MB are MiB.
+    "_mb_per_s": "MB/s",
+    "_mb_per_node": "MiB",
+    "_free_mb": "MiB",
+    ".max_mb": "MB",
+    "_s": "seconds",
+    "_min": "minutes",
+    "_h": "hours",
+    "_days": "days",
 }
+"""The unit that the end of a key's name stands for."""
 _LONGEST = 80
 """Characters of an example's value: a longer one explains nothing."""
 
@@ -43,12 +50,13 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     meaning: str
     """Empty if the name says it all."""
 
+    unit: str = ""
+    """Of a time or a size; empty: the key is neither."""
+
 
 class Explained(Key, frozen=True, kw_only=True):
     """One key with all that the code tells of it."""
 
-    unit: str
-    """Empty for what has none."""
     may_change: str
     """Whether it may differ between two submissions of a run that has begun."""
     example: str
@@ -64,7 +72,7 @@ def all_keys() -> list[Key]:
 
 @cache
 def _all_keys() -> tuple[Key, ...]:
-    return tuple(_keys(RunConfig, ""))
+    return tuple(keys_of(RunConfig))
 
 
 def explain(wanted: str) -> list[Key]:
@@ -96,7 +104,6 @@ def explain_fully(wanted: str) -> list[Explained]:
     return [
         Explained(
             **msgspec.structs.asdict(key),
-            unit=_unit(key),
             may_change=change_rule(key.key.replace(".NAME.", ".x.")),
             example=_example(key),
             related=[one for one in named if one in named[key.key] or key.key in named[one]],
@@ -115,14 +122,6 @@ def _named() -> dict[str, set[str]]:
         words = re.findall(r"`([a-z_.]+)(?:=[^`]*)?`", key.meaning)
         found[key.key] = ({*words, *(f"{section}.{word}" for word in words)} & names) - {key.key}
     return found
-
-
-def _unit(key: Key) -> str:
-    match = _UNIT.search(key.key.rpartition(".")[2])
-    if match is None or "number" not in key.type:
-        return ""
-    what, per = match[1], f"per_{match[2]}" if match[2] else ""
-    return " ".join(_UNITS.get(word, word) for word in (what, per) if word)
 
 
 def _example(key: Key) -> str:
@@ -161,20 +160,23 @@ def _shipped() -> dict[str, list[object]]:
     return found
 
 
-def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
-    meanings = _meanings(kind)
+def keys_of(kind: type[msgspec.Struct], prefix: str = "") -> Iterator[Key]:
+    """Yields the fields of a struct as keys, those of structs in it included."""
+    told = meanings(kind)
     for field in msgspec.structs.fields(kind):
         key = prefix + field.name
         # A section has no value of its own: its keys are listed instead.
         if inner := _struct(field.type):
-            yield from _keys(inner, f"{key}.")
+            yield from keys_of(inner, f"{key}.")
             continue
         default = field.default
         # msgspec keeps mutable defaults and sections as factories.
         if default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             default = field.default_factory()
         shown = "required" if default is msgspec.NODEFAULT else _yaml(default)
-        yield Key(key=key, type=_type(field.type), default=shown, meaning=meanings.get(field.name, ""))
+        words = _type(field.type)
+        unit = _unit(key) if "number" in words else ""
+        yield Key(key=key, type=words, default=shown, meaning=told.get(field.name, ""), unit=unit)
         plain = field.type
         if typing.get_origin(plain) is typing.Annotated:
             plain = typing.get_args(plain)[0]
@@ -182,7 +184,7 @@ def _keys(kind: type[msgspec.Struct], prefix: str) -> Iterator[Key]:
             if inner := _struct(choice):
                 origin = typing.get_origin(plain)
                 mark = "[]." if origin in (list, tuple) else ".NAME." if origin is dict else "."
-                yield from _keys(inner, key + mark)
+                yield from keys_of(inner, key + mark)
 
 
 def _struct(annotation: object) -> type[msgspec.Struct] | None:
@@ -192,8 +194,17 @@ def _struct(annotation: object) -> type[msgspec.Struct] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, msgspec.Struct) else None
 
 
-def _meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
+def meanings(kind: type[msgspec.Struct]) -> dict[str, str]:
     """Maps each field to the string below it, on one line."""
+    found: dict[str, str] = {}
+    # Bases first: a field that is declared again has the text that stands there.
+    for owner in reversed(kind.__mro__):
+        if issubclass(owner, msgspec.Struct) and owner is not msgspec.Struct:
+            found |= _meanings_in(owner)
+    return found
+
+
+def _meanings_in(kind: type[msgspec.Struct]) -> dict[str, str]:
     # From the source: Python keeps no text of a string below a field.
     (tree,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(tree, ast.ClassDef)
@@ -229,11 +240,17 @@ def _type(annotation: object) -> str:
     return "section" if _struct(annotation) else str(getattr(annotation, "__name__", annotation))
 
 
+def _unit(key: str) -> str:
+    return next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
+
+
 def _bounds(metas: tuple[object, ...]) -> str:
     words = []
     for meta in metas:
         for name, sign in (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<")):
-            if (bound := getattr(meta, name, None)) is not None:
+            bound = getattr(meta, name, None)
+            # The bounds of JSON's own integers say nothing to a person.
+            if bound is not None and abs(bound) < 1 << 53:
                 words.append(f"{sign} {bound:g}")
     return f" {', '.join(words)}" if words else ""
 

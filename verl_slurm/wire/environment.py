@@ -1,6 +1,6 @@
-"""Environment variables, and the signal, that the run's own processes use among themselves.
+"""Environment variables of the project, and the signal that the run's own processes use among themselves.
 
-Settings of the user are in the configuration.
+Settings of the user are in the configuration. docs/reference-environment.md is made from the texts below.
 
 The agent sets the first five for the launcher of a node's ranks; the ranks and their children inherit them. The
 daemon's `ranks` adds what torchrun would give each rank (RANK, WORLD_SIZE, ...).
@@ -10,8 +10,12 @@ import signal
 
 __all__ = [
     "CONTROL_VARIABLE",
+    "DEVCLUSTER_VARIABLE",
     "EPOCH_VARIABLE",
     "GENERATION_VARIABLE",
+    "HOOK_RUN_VARIABLE",
+    "HOOK_VARIABLE",
+    "HOST_PID_VARIABLE",
     "HOST_VARIABLE",
     "INDEX_VARIABLE",
     "LOCAL_RESTART_VARIABLE",
@@ -42,8 +46,8 @@ RESUME_VARIABLE = "VERL_SLURM_RESUME"
 """The name of the checkpoint that the lead verified (step_000012); empty: start from nothing."""
 
 SERVICE_VARIABLE = "VERL_SLURM_SERVICE_"
-"""Before the name of a service, in capitals, the ranks find its `host:port`, of all its nodes and with commas between
-them."""
+"""With the name of a service behind it, in capitals, for the ranks: its `host:port`, of all its nodes and with commas
+between them."""
 
 SERVICE_TOKEN_VARIABLE = "VERL_SLURM_SERVICE_TOKEN"  # noqa: S105 - its name
 """A secret that ranks and services of one attempt have in common. A service may ask for it. `TOKEN` names no service.
@@ -60,6 +64,18 @@ LOCAL_RESTART_VARIABLE = "VERL_SLURM_LOCAL_RESTART"
 
 RECIPE_VARIABLE = "VERL_SLURM_RECIPE"
 """Set for processes of verl below a recipe's own main."""
+
+HOOK_VARIABLE = "VERL_SLURM_HOOK"
+"""Of a command of the section `hooks`: the key that it stands at, e.g. `on_end`."""
+
+HOOK_RUN_VARIABLE = "VERL_SLURM_RUN_DIR"
+"""Of a command of the section `hooks`: the run's directory, absolute."""
+
+DEVCLUSTER_VARIABLE = "VERL_SLURM_DEVCLUSTER"
+"""Set by a user: where `verl-slurm devcluster` keeps its cluster, in the place of ~/.cache/verl-slurm/devcluster."""
+
+HOST_PID_VARIABLE = "VERL_SLURM_HOST_PID"
+"""For the guard of a service: the process that started it. The guard removes it before the service starts."""
 
 LOG_VARIABLE = "VERL_SLURM_LOG"
 """The log of this node's ranks, to which processes append that have another output (`wire.stacks`)."""

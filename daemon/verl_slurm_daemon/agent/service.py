@@ -30,6 +30,7 @@ from verl_slurm.config.services import ServiceConfig
 from verl_slurm.program.programs import Moves
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.wire.environment import (
+    HOST_PID_VARIABLE,
     HOST_VARIABLE,
     INDEX_VARIABLE,
     PORT_VARIABLE,
@@ -217,7 +218,7 @@ class ServiceHost:
         if program.endswith(".py"):
             inherited = made.get("PYTHONPATH", "")
             made["PYTHONPATH"] = ":".join(part for part in (inherited, str(Path(program).parent)) if part)
-        made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", "VERL_SLURM_HOST_PID": str(os.getpid())}
+        made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", HOST_PID_VARIABLE: str(os.getpid())}
         gpus = set_aside(self._config, "gpus", os.environ)[self._name]
         made["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         place = {HOST_VARIABLE: host, PORT_VARIABLE: port, INDEX_VARIABLE: str(self._index)}

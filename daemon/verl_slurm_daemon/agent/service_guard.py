@@ -19,6 +19,7 @@ import sys
 from types import FrameType
 
 from verl_slurm.base.processes import become_subreaper, die_with_parent
+from verl_slurm.wire.environment import HOST_PID_VARIABLE
 from verl_slurm_daemon.processes import WARNINGS, kill_tree
 
 __all__ = ["HOST_GONE", "main"]
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> int:
     signal.signal(HOST_GONE, _host_gone)
     die_with_parent(HOST_GONE)
     # Its parent is its host, or the host has died before the kernel was told.
-    if os.getppid() == 1 or os.getppid() != int(os.environ.pop("VERL_SLURM_HOST_PID", "0")):
+    if os.getppid() == 1 or os.getppid() != int(os.environ.pop(HOST_PID_VARIABLE, "0")):
         return 1
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)
     try:

@@ -22,6 +22,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import to_json
+from verl_slurm.wire.environment import HOOK_RUN_VARIABLE, HOOK_VARIABLE
 from verl_slurm_daemon.lead.webhook import Post
 from verl_slurm_daemon.processes import child_setup
 
@@ -139,7 +140,7 @@ class Hooks:
     async def _run(self, call: _Call) -> None:
         process = await asyncio.create_subprocess_exec(
             *call.argv,
-            env=os.environ | {"VERL_SLURM_HOOK": call.hook, "VERL_SLURM_RUN_DIR": str(self._paths.root)},
+            env=os.environ | {HOOK_VARIABLE: call.hook, HOOK_RUN_VARIABLE: str(self._paths.root)},
             cwd=self._paths.root,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

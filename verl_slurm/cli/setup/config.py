@@ -24,8 +24,11 @@ _EXPLAIN = "explain"
 @click.option(
     "--explain", "explained", type=KEY, metavar="KEY", multiple=True, help="The same as `explain KEY`."
 )
+@click.option(
+    "--schema", is_flag=True, help="Print the JSON Schema by which editors complete a configuration."
+)
 @json_option
-def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) -> int:
+def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_json: bool) -> int:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.
 
     `explain KEY` also shows the unit, an example, whether the key may change when a run is submitted again, and the
@@ -35,9 +38,17 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) ->
     verl-slurm config                       # all keys, a line each
     verl-slurm config slurm                 # a section, with the meaning of each key
     verl-slurm config explain train.kl_in   # one key, with all that the code says of it
+    verl-slurm config --schema > schema.json    # docs/configuration.md says how an editor finds it
     """
     from verl_slurm.config.explain import Explained, all_keys, explain, explain_fully
 
+    if schema:
+        from verl_slurm.config.json_schema import json_schema
+
+        if names or explained:
+            raise click.UsageError("--schema is of all keys: name none.")
+        render.json_value(json_schema())
+        return ExitCode.OK
     if names[:1] == (_EXPLAIN,):
         names, explained = (), (*names[1:], *explained)
         if not explained:
@@ -56,7 +67,8 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) ->
     for number, key in enumerate(keys):
         if number:
             render.line()
-        render.line(f"{key.key}: {key.type}, default {key.default or '(empty)'}")
+        unit = f" ({key.unit})" if key.unit else ""
+        render.line(f"{key.key}: {key.type}{unit}, default {key.default or '(empty)'}")
         if key.meaning:
             render.wrapped(key.meaning, indent="    ")
         # A section has too many keys for more than their meanings.
@@ -67,7 +79,7 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], as_json: bool) ->
 
 
 def _facts(key: "Explained") -> list[tuple[str, object]]:
-    rows: list[tuple[str, object]] = [("unit", key.unit)] if key.unit else []
+    rows: list[tuple[str, object]] = []
     if key.example:
         # A key of an entry of a list or map has no word for the command line.
         is_word = key.example.startswith(f"{key.key}=")

@@ -11,6 +11,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.cli.options import ParamType, Whole
 from verl_slurm.cli.show import render
+from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
 if TYPE_CHECKING:
     from verl_slurm.devcluster.cluster import ClusterStatus
@@ -44,7 +45,7 @@ _DIR = click.option(
     "--dir",
     "directory",
     type=click.Path(path_type=Path, readable=False, file_okay=False),
-    envvar="VERL_SLURM_DEVCLUSTER",
+    envvar=DEVCLUSTER_VARIABLE,
     help="Where the cluster lives. [default: ~/.cache/verl-slurm/devcluster, or $VERL_SLURM_DEVCLUSTER]",
 )
 _JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")

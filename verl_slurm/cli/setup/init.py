@@ -16,6 +16,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError, DataError, NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.shipped import shipped
 from verl_slurm.cli.options import PLACE, Whole, exits
 from verl_slurm.cli.setup.first_config import CHANGE, Answers, first_config, first_reward, name_of
 from verl_slurm.cli.show import render
@@ -75,7 +76,7 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
     asker = _Asker(file, given | {"kind": kind}, ask=ask)
     answers = _ask_all(asker) if ask or answered else _of_kind(asker, kind or "grpo")
     name = name_of(file.stem)
-    text = first_config(answers, name)
+    text = _schema_line() + first_config(answers, name)
     beside = file.parent / "reward.py"
     # O_EXCL decides, and no look before it: a file that appears in between is not overwritten either.
     _write(file, text)
@@ -89,6 +90,13 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
     rows.append(("start it", f"verl-slurm submit {shlex.quote(str(file))} --wait"))
     render.fields(rows)
     return ExitCode.OK
+
+
+def _schema_line() -> str:
+    """Returns the comment by which editors complete keys; nothing where the JSON Schema is not installed."""
+    schema = Path(shipped("configs/schema.json"))
+    # A URI, because a path with a space would end at it.
+    return f"# yaml-language-server: $schema={schema.as_uri()}\n" if schema.is_absolute() else ""
 
 
 def _in_the_way(file: Path) -> PermissionRefused:
