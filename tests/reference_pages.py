@@ -96,7 +96,7 @@ def _command(command: click.Command, name: str, above: click.Context, level: str
     yield from _paragraphs(_here(inspect.cleandoc(command.help or "")))
     options = [each for each in command.params if isinstance(each, click.Option) and not each.hidden]
     if options:
-        rows = [[_spelled(each, context), _option_text(each, context)] for each in options]
+        rows = [[_spelled(each), _option_text(each)] for each in options]
         yield _table(["option", "meaning"], rows)
     codes = re.findall(r"^ *(\d+)  ", command.epilog or "", re.MULTILINE)
     if codes:
@@ -117,13 +117,19 @@ def _paragraphs(text: str) -> Iterator[str]:
             yield f"{_prose(' '.join(paragraph.split()))}\n"
 
 
-def _spelled(option: click.Option, context: click.Context) -> str:
+def _spelled(option: click.Option) -> str:
     words = ", ".join([*option.opts, *option.secondary_opts])
-    valued = not (option.is_flag or option.count)
-    return f"`{words} {option.make_metavar(context)}`" if valued else f"`{words}`"
+    if option.is_flag or option.count:
+        return f"`{words}`"
+    # Not click's own word for a type, which differs between its releases.
+    if isinstance(option.type, click.Choice):
+        kind = f"[{'|'.join(option.type.choices)}]"
+    else:
+        kind = option.type.name.upper().removesuffix(" RANGE")
+    return f"`{words} {option.metavar or kind}`"
 
 
-def _option_text(option: click.Option, context: click.Context) -> str:
+def _option_text(option: click.Option) -> str:
     text = _prose(_here(" ".join((option.help or "").split())))
     if option.show_default and option.default is not None and not option.is_flag:
         text += f" Default: `{option.default}`."

@@ -30,6 +30,8 @@ def json_schema() -> dict[str, typing.Any]:
         for name, field in definition["properties"].items():
             if name in told:
                 field["description"] = told[name]
+            # Releases of msgspec have another order.
+            field.get("anyOf", []).sort(key=lambda choice: choice == {"type": "null"})
             if "$ref" in field:
                 field.pop("default")  # it stands at the keys of the section
                 # A heading whose lines are all commented out is null in YAML, and `load` takes it for the defaults.
