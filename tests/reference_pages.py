@@ -178,20 +178,29 @@ def _fields(fields: Sequence[Key]) -> str:
     return _table(["field", "type", "default", "meaning"], shown)
 
 
-READ = {
-    "AWS_EC2_METADATA_SERVICE_ENDPOINT": "Where AWS announces that it takes a machine back, as its own tools read it.",
-    "CONDA_ENVS_PATH": "`submit` looks there for the environment of conda's that `slurm.python` names.",
-    "CONDA_EXE": "The same: in `envs` above this program.",
-    "CUDA_VISIBLE_DEVICES": "The GPUs of a node's ranks; Slurm sets it.",
-    "GCE_METADATA_HOST": "Where Google Cloud announces that it takes a machine back.",
-    "MAMBA_ROOT_PREFIX": "The same: in `envs` below it.",
-    "PATH": "Programs of Slurm, of containers and of NVIDIA's driver.",
-    "PYTHONPATH": "Parts that are relative or empty are dropped: they would let others decide what is imported.",
-    "SLURM_CONF": "The cluster that Slurm's own commands talk to; `verl-slurm devcluster env` prints its.",
-    "SLURM_TMPDIR": "The first place in which an agent looks for room for its sockets.",
-    "XDG_CACHE_HOME": "In the place of `~/.cache`: digests of data files, built-in models, embedded clusters.",
-    "XDG_STATE_HOME": "In the place of `~/.local/state`: your list of bad nodes.",
-}
+READ = (
+    (
+        "AWS_EC2_METADATA_SERVICE_ENDPOINT",
+        "Where AWS announces that it takes a machine back, as its own tools read it.",
+    ),
+    ("CONDA_ENVS_PATH", "`submit` looks there for the environment of conda's that `slurm.python` names."),
+    ("CONDA_EXE", "The same: in `envs` above this program."),
+    ("CUDA_VISIBLE_DEVICES", "The GPUs of a node's ranks; Slurm sets it."),
+    ("GCE_METADATA_HOST", "Where Google Cloud announces that it takes a machine back."),
+    ("MAMBA_ROOT_PREFIX", "The same: in `envs` below it."),
+    ("PATH", "Programs of Slurm, of containers and of NVIDIA's driver."),
+    (
+        "PYTHONPATH",
+        "Parts that are relative or empty are dropped: they would let others decide what is imported.",
+    ),
+    ("SLURM_CONF", "The cluster that Slurm's own commands talk to; `verl-slurm devcluster env` prints its."),
+    ("SLURM_TMPDIR", "The first place in which an agent looks for room for its sockets."),
+    (
+        "XDG_CACHE_HOME",
+        "In the place of `~/.cache`: digests of data files, built-in models, embedded clusters.",
+    ),
+    ("XDG_STATE_HOME", "In the place of `~/.local/state`: your list of bad nodes."),
+)
 """What the programs read of a user's environment. `test_docs.py` compares it with the sources."""
 
 
@@ -216,7 +225,7 @@ Each rank also has what torchrun gives it (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, .
 
 Beside those of Slurm (`SLURM_JOB_ID` and the like) and of torchrun, these:
 
-{_table(["variable", "what it is read for"], [[f"`{name}`", text] for name, text in READ.items()])}"""
+{_table(["variable", "what it is read for"], [[f"`{name}`", text] for name, text in READ])}"""
 
 
 def _defined() -> Iterator[tuple[str, str]]:
