@@ -11,8 +11,8 @@ from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
-from verl_slurm.cli.show.run_tables import interruption_facts, interruption_words, interruptions_table
-from verl_slurm.journal.folds.outages import Outage
+from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table
+from verl_slurm.journal.folds.outages import Outage, interruption_facts
 
 Cli = Callable[..., Any]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)

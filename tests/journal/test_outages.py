@@ -115,3 +115,23 @@ def test_a_clock_that_goes_backwards_is_no_time(teller: Teller) -> None:
     teller.start()
     (one,) = told(teller).each
     assert (one.seconds, one.queue_s) == (0.0, 0.0)
+
+
+def test_a_guest_is_back_where_its_training_goes_on(teller: Teller) -> None:
+    """It reports no rollouts, so that no first new one ever ended its interruption."""
+    teller.preempt()
+    teller.start(queued_s=40.0)
+    teller.events = teller.events[:-2]
+    teller.say("training", 0.0, step=3, phase="step_end")
+    (one,) = told(teller).each
+    assert (one.back, one.start_s, one.again_s) == (True, 27.0, None)
+
+
+def test_the_evidence_of_the_first_sign_is_kept_and_cut(teller: Teller) -> None:
+    teller.say("hang", detail="rank 3 is silent")
+    teller.say("crash", 1.0, kind="hang", detail="ended")
+    teller.say("restart", 1.0, number=2, resume=None)
+    teller.say("cause", 1.0, cause="preemption", evidence="x" * 5000)
+    first, second = told(teller).each
+    assert (first.evidence, first.attempt) == ("rank 3 is silent", 1)
+    assert second.evidence == "x" * 1000

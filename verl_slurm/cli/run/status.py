@@ -55,14 +55,9 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     """
     from verl_slurm.cli.run.listing import STATE_COLOURS
     from verl_slurm.cli.show.pace import curve_of, node_words
-    from verl_slurm.cli.show.run_tables import (
-        interruption_facts,
-        interruption_words,
-        interruptions_table,
-        steps_table,
-    )
+    from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table, steps_table
     from verl_slurm.journal.files import read_events
-    from verl_slurm.journal.folds.outages import Outages
+    from verl_slurm.journal.folds.outages import Outages, interruption_facts
     from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
     from verl_slurm.journal.steps import last_steps
 

@@ -5,14 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-import msgspec
-
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
-from verl_slurm.journal.folds.outages import Outage, Outages
+from verl_slurm.journal.folds.outages import Outage
 from verl_slurm.journal.folds.pace import number
 
-__all__ = ["TELLING", "interruption_facts", "interruption_words", "interruptions_table", "steps_table"]
+__all__ = ["TELLING", "interruption_words", "interruptions_table", "steps_table"]
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Outage], float | None]], ...] = (
@@ -22,25 +20,6 @@ _COLUMNS: tuple[tuple[str, Callable[[Outage], float | None]], ...] = (
     ("again", lambda one: one.again_s),
 )
 _FIRST_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
-
-
-def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
-    """Returns the sum, and each interruption with its parts (`outages.Outage`), for `--json`. One that lasts has its
-    time so far.
-    """
-    each = []
-    for one in outages.each:
-        lasts = one.seconds is None
-        row = {**msgspec.to_builtins(one), "tokens_lost": one.tokens_lost, "lasts": lasts}
-        each.append(row | ({"seconds": round(_so_far(one, now), 3)} if lasts else {}))
-    return {
-        "count": len(each),
-        "seconds": round(sum(row["seconds"] for row in each), 3),
-        "queue_s": round(sum(one.queue_s or 0.0 for one in outages.each), 3),
-        # None where it is not known: without a save nobody has counted the tokens of unfinished micro-batches.
-        "tokens_lost": 0 if all(one.tokens_lost == 0 for one in outages.each) else None,
-        "each": each,
-    }
 
 
 def interruption_words(facts: Mapping[str, Any]) -> str:
@@ -81,14 +60,9 @@ def interruptions_table(
 
 def _cost(one: Outage, now: datetime) -> str:
     if one.seconds is None:
-        return f"{span(_so_far(one, now))} so far"
+        return f"{span(one.so_far(now))} so far"
     # An interruption during another one's start ends the first: nothing new was sampled in between.
     return span(one.seconds) if one.back else f"{span(one.seconds)}, then the next"
-
-
-def _so_far(one: Outage, now: datetime) -> float:
-    # Never below zero: the journal may be another machine's, with its clock ahead of ours.
-    return max((now - datetime.fromisoformat(one.began)).total_seconds(), 0.0)
 
 
 def _resumed(one: Outage) -> str:

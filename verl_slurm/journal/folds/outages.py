@@ -3,7 +3,9 @@
 An interruption lasts from its first sign (the cause that the lead found, the hang, the crash, or the last word of a
 lead that died) to the first rollout that is new: then the run does what it has not done before. In between lie the
 save, the wait in the scheduler's queue, the start of the ranks up to their first safe point, and what is done again
-from there. One that begins before the run is back from another ends that one: no second is counted twice.
+from there. A loop that is not ours reports no rollouts: it is back where its training goes on, and what it does again
+from there is not known. An interruption that begins before the run is back from another ends that one: no second is
+counted twice.
 
 What a user ended, and submitted again, is no interruption. Times are the hosts' clocks; one that went backwards counts
 as no time.
@@ -11,6 +13,7 @@ as no time.
 
 from collections.abc import Iterable
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -29,9 +32,9 @@ from verl_slurm.journal.events import (
     Training,
 )
 
-__all__ = ["Outage", "Outages"]
+__all__ = ["ENDING_CAUSES", "Outage", "Outages", "interruption_facts"]
 
-_ENDING = frozenset(
+ENDING_CAUSES = frozenset(
     {
         "preemption",
         "time_limit",
@@ -46,6 +49,7 @@ _ENDING = frozenset(
     }
 )
 """Causes (`slurm.cause.CauseKind`) that end an attempt which is to go on. A cancel is not to go on."""
+_MOST_EVIDENCE = 1000
 
 
 class Outage(msgspec.Struct, kw_only=True):
@@ -71,12 +75,21 @@ class Outage(msgspec.Struct, kw_only=True):
     """The emergency checkpoint."""
     resumed: str | None = None
     """What the next ranks started from; empty: from the beginning; None: none have."""
+    evidence: str = ""
+    """What Slurm or the daemon said at its first sign, cut to 1,000 characters. Empty: a lead died without a word."""
+    attempt: int = 0
+    """The attempt that it struck."""
 
     @property
     def tokens_lost(self) -> int | None:
         """0 where the ranks went on from what they had saved when they stopped. Else None: finished rollouts are in the
         ledger, and nobody counts the tokens of the micro-batches that were being sampled when the ranks died."""
         return 0 if self.saved and self.resumed == self.saved else None
+
+    def so_far(self, now: datetime) -> float:
+        """Seconds from its beginning to `now`."""
+        # Never below zero: the journal may be another machine's, with its clock ahead of ours.
+        return max((now - datetime.fromisoformat(self.began)).total_seconds(), 0.0)
 
 
 class Outages:
@@ -131,22 +144,22 @@ class Outages:
 
     def _failed(self, now: float, event: Cause | Hang | Crash | Orphaned) -> None:
         match event:
-            case Cause(cause=cause):
+            case Cause(cause=cause, evidence=evidence):
                 # A save that an operator asked for, a suspended job: the attempt goes on.
-                if cause not in _ENDING:
+                if cause not in ENDING_CAUSES:
                     return
-            case Crash(cause=cause):
+            case Crash(cause=cause, detail=evidence):
                 pass
-            case Hang():
+            case Hang(detail=evidence):
                 cause = "hang"
-            case Orphaned():
+            case Orphaned(detail=evidence):
                 cause = "lead_lost"
         if self._open is not None and not self._relaunched:
             self._mark = max(self._mark, now)  # more of the same: a hang's crash, a crash's requeue
             return
         # A new interruption before the run is back: no second may count in both.
         self._end(now, back=False)
-        self._begin(cause, now)
+        self._begin(cause, now, evidence)
         self._mark = now
 
     def _went_on(self, now: float, event: Event, outage: Outage) -> None:
@@ -159,21 +172,46 @@ class Outages:
                 outage.resumed = resume or ""
                 # Set already if the scheduler came between; a restart in place waits for nobody.
                 outage.queue_s = outage.queue_s or 0.0
-            case Training() if self._relaunched:
+            case Training(phase=phase) if self._relaunched:
                 outage.start_s, self._mark = _between(self._mark, now), now
+                # A guest's loop reports no rollouts: no first new one would ever end its interruption.
+                if phase == "step_end":
+                    self._end(now, back=True)
             case FirstRollout() if self._relaunched:
                 outage.again_s = _between(self._mark, now)
                 self._end(now, back=True)
 
-    def _begin(self, cause: str, now: float) -> None:
+    def _begin(self, cause: str, now: float, evidence: str = "") -> None:
         began = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
-        self._open, self._began, self._relaunched = Outage(cause=cause, began=began), now, False
+        self._open = Outage(
+            cause=cause, began=began, evidence=evidence[:_MOST_EVIDENCE], attempt=self._attempt
+        )
+        self._began, self._relaunched = now, False
         self.each.append(self._open)
 
     def _end(self, now: float, *, back: bool) -> None:
         if self._open is not None:
             self._open.seconds, self._open.back = _between(self._began, now), back
         self._open = None
+
+
+def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
+    """Returns the sum, and each interruption with its parts (`Outage`), for `--json`. One that lasts has its time so
+    far.
+    """
+    each = []
+    for one in outages.each:
+        lasts = one.seconds is None
+        row = {**msgspec.to_builtins(one), "tokens_lost": one.tokens_lost, "lasts": lasts}
+        each.append(row | ({"seconds": round(one.so_far(now), 3)} if lasts else {}))
+    return {
+        "count": len(each),
+        "seconds": round(sum(row["seconds"] for row in each), 3),
+        "queue_s": round(sum(one.queue_s or 0.0 for one in outages.each), 3),
+        # None where it is not known: without a save nobody has counted the tokens of unfinished micro-batches.
+        "tokens_lost": 0 if all(one.tokens_lost == 0 for one in outages.each) else None,
+        "each": each,
+    }
 
 
 def _between(earlier: float, later: float) -> float:
