@@ -163,3 +163,10 @@ def test_a_run_of_many_saves_remembers_the_newest_alone() -> None:
             run.feed(event)
     assert len(run._saved_at) <= 64
     assert run.last_save == START + 1009
+
+
+def test_steps_that_are_thrown_back_are_counted_apart() -> None:
+    run = RunNumbers()
+    for step, seconds in ((1, 4.0), (2, 5.0), (3, 6.0), (2, 7.0)):
+        run.step_took(step, seconds)
+    assert (run.useful_seconds, run.repeated_seconds) == (11.0, 11.0)

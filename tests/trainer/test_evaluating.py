@@ -92,6 +92,7 @@ def test_every_step_is_logged_with_times_that_the_history_does_not_have(undistur
             "critic_update_s",
             "communication_s",
             "step_s",
+            "stall_s",
         ),
         *("communication_share", "tokens_per_second", "actor_tokens_per_second", "memory_bytes"),
     }

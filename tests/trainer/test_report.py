@@ -117,7 +117,7 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     reporter = Reporter(sessions[0], **options)
     for _ in range(3):
         reporter.step_done(ROW | {"eval/reward": 0.5}, TIMINGS)
-    assert logged == [ROW | {"eval/reward": 0.5} | TIMINGS] * 2
+    assert logged == [ROW | {"eval/reward": 0.5} | TIMINGS | {"stall_s": 0.0}] * 2
     assert capfd.readouterr().err.count("no rows in steps.jsonl from here on") == 1
     assert {"train/reward", "eval/reward", "time/update_s"} <= set(drawn[0])
     assert len(drawn) == 3
@@ -169,3 +169,14 @@ def test_a_step_without_a_critic_is_told_without_its_loss() -> None:
     line = report.progress_line(row, TIMINGS, 2)
     assert "value" not in line
     assert "policy loss +0.0000  1 tokens/s" in line
+
+
+def test_a_step_has_what_training_waited_for_saves_in_it(tmp_path: Path) -> None:
+    reporter = _reporter(tmp_path, NoDaemon())
+    rows: list[dict[str, float]] = []
+    reporter.session.log_step = lambda row: rows.append(dict(row)) or ""  # type: ignore[method-assign, func-returns-value]
+    reporter.stalled(0.5)
+    reporter.stalled(0.25)
+    reporter.step_done(ROW, TIMINGS)
+    reporter.step_done(ROW | {"step": 2.0}, TIMINGS)
+    assert [row["stall_s"] for row in rows] == [0.75, 0.0]

@@ -23,7 +23,7 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["StepRow", "append_step", "last_steps", "step_seconds"]
+__all__ = ["StepRow", "append_step", "every_row", "last_steps", "step_seconds"]
 
 StepRow = dict[str, Any]
 
@@ -31,6 +31,7 @@ _MOST = 4 << 20
 """Bytes that are read at most, from the end."""
 _LINE = 1 << 16
 """Bytes of a line; a longer one is none of ours, and reads as several that are no rows."""
+_MOST_DAMAGED = 1000
 _ROW = msgspec.json.Decoder(dict[str, float | int | str | bool | None])
 _LARGEST = 1 << 53
 """JSON has integers that no float can hold, and no number of a step is one."""
@@ -75,15 +76,34 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
 
 def step_seconds(paths: RunPaths) -> Iterator[tuple[int, float]]:
     """(step, seconds it took), of every line in its order, those of steps done again included. No file, none."""
+    for line in _lines(paths):
+        try:
+            row = _DURATION.decode(line)
+        except UNREADABLE:
+            continue
+        yield int(row.step), row.step_s
+
+
+def every_row(paths: RunPaths, damaged: list[int]) -> Iterator[StepRow]:
+    """The rows of all lines in their order, those of steps done again included. No file, none.
+
+    Args:
+        damaged: gets the number of each line that is no row, counted from 1; at most the first 1,000 of them.
+    """
+    for number, line in enumerate(_lines(paths), 1):
+        row = _parse(line.rstrip(b"\n"))
+        if row is not None:
+            yield row
+        elif len(damaged) < _MOST_DAMAGED:
+            damaged.append(number)
+
+
+def _lines(paths: RunPaths) -> Iterator[bytes]:
     try:
         with os.fdopen(open_regular(paths.steps), "rb") as file:
             # In pieces: a line without an end would else fill memory.
             while line := file.readline(_LINE):
-                try:
-                    row = _DURATION.decode(line)
-                except UNREADABLE:
-                    continue
-                yield int(row.step), row.step_s
+                yield line
     except (OSError, TooMuch):
         return
 

@@ -88,7 +88,7 @@ class Reporter:
         """Writes the line and the curves of a finished step, from rank 0."""
         self.say(progress_line(row, timings, self._total_steps))
         # A full disk loses a line of steps.jsonl, never a step.
-        if problem := self.session.log_step(row | timings):
+        if problem := self.session.log_step(row | timings | {"stall_s": self._stall_s}):
             self.complain(problem)
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"

@@ -74,6 +74,8 @@ class RunNumbers:
         self._step_seconds = array("d")
         self.useful_seconds = 0.0
         """Of the steps that count; a step that was interrupted in its middle counts with its last part."""
+        self.repeated_seconds = 0.0
+        """Of the steps that were thrown back, and done again."""
         for event in events:
             self.feed(event)
 
@@ -121,6 +123,7 @@ class RunNumbers:
         if 1 <= step <= _MOST_STEPS and 0.0 <= seconds < float("inf"):
             if len(self._step_seconds) >= step:
                 # The run was thrown back, and does these steps again.
+                self.repeated_seconds += sum(self._step_seconds[step - 1 :])
                 del self._step_seconds[step - 1 :]
                 self.useful_seconds = sum(self._step_seconds)
             self._step_seconds.extend([0.0] * (step - 1 - len(self._step_seconds)))
