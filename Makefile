@@ -34,7 +34,7 @@ SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_pat
 	  print("".join("import site; site.addsitedir(%r)\n" % place for place in places), end="", file=open(sysconfig.get_path("purelib") + "/ours.pth", "w"))' $(2)
 SEE_OURS = $(call SEE,$(1),$(VENV))
 
-.PHONY: help docs docs-links test-docs setup slurm prometheus vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
+.PHONY: help docs docs-links test-docs setup slurm prometheus browser charts vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -78,6 +78,19 @@ prometheus:
 	    prometheus prometheus-alertmanager >/dev/null && \
 	  { $(SUDO) systemctl disable -q prometheus prometheus-alertmanager 2>/dev/null || true; }; } || echo "Prometheus could not be installed: its tests are NOT RUN."; fi
 
+# The same for a browser, which the tests of the report's page want; a run and a report do without.
+browser:
+	@if command -v chromium >/dev/null; then :; \
+	elif ! command -v apt-get >/dev/null || { [ "$$(id -u)" != 0 ] && [ -z "$(SUDO)" ]; }; then \
+	  echo "Chromium is not here and cannot be installed (no apt-get, or neither root nor sudo): its tests are NOT RUN."; \
+	else echo "installing Debian's Chromium ..."; { $(SUDO) apt-get update -qq && \
+	  $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+	    chromium >/dev/null; } || echo "Chromium could not be installed: its tests are NOT RUN."; fi
+
+# The parts of Apache ECharts that the report's page uses, in one file that is kept in the repository (decision 0025).
+charts: ## build the charts of the report's page anew, with npm (10 s)
+	cd verl_slurm/report/charts && npm ci --no-audit --no-fund && npm run build && rm -rf node_modules
+
 # The same for slurmdbd and MariaDB, which `verl-slurm devcluster start --accounting` wants, and nothing else. Of MariaDB
 # its programs alone, without its service; that of slurmdbd has no configuration, and is disabled.
 accounting: ## slurmdbd and MariaDB, for an embedded cluster with accounting: QOS, priorities, sacct
@@ -113,7 +126,7 @@ demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, res
 	$(BIN)/verl-slurm demo
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus accounting ## the tests, the real-Slurm ones included (13 minutes on two cores)
+test: setup prometheus accounting browser ## the tests, the real-Slurm ones included (13 minutes on two cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

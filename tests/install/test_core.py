@@ -76,3 +76,5 @@ def test_the_status_of_a_run_is_shown_without_torch(installed: Installed, tmp_pa
     assert done.returncode == 0, done.stderr
     assert "made-elsewhere" in done.stdout
     assert installed("checkpoints", run).returncode == 0
+    assert installed("report", run).returncode == 0
+    assert "made-elsewhere" in (tmp_path / "report.html").read_text()

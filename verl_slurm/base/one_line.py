@@ -9,7 +9,7 @@ surrogates.
 import re
 from typing import Any
 
-__all__ = ["counted", "json_line", "printable"]
+__all__ = ["counted", "json_line", "printable", "span"]
 
 _PLAIN = re.compile(r"[ -~]*")
 
@@ -18,6 +18,18 @@ def counted(number: int, noun: str) -> str:
     """Returns `1 file`, `2 files`, `3 processes`."""
     ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
     return f"{number} {noun}{ending}"
+
+
+def span(seconds: float) -> str:
+    """Formats a duration: `0.3 s`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    whole = round(seconds)
+    for size, unit, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
+        if whole >= size:
+            rest = whole % size // below
+            return f"{whole // size} {unit} {rest} {smaller}" if rest else f"{whole // size} {unit}"
+    return f"{whole} s"
 
 
 def printable(text: str) -> str:

@@ -36,6 +36,11 @@ COMMANDS: dict[str, Entry] = {
     "samples": Entry(
         "run.samples", "samples", "What the policy says: prompts, responses and rewards of a step."
     ),
+    "report": Entry(
+        "run.report",
+        "report",
+        "One page about a run, or several: what happened, what it cost, what it learnt.",
+    ),
     "watch": Entry("run.watch", "watch", "Follow a run, or many, over all requeues until they end."),
     "logs": Entry("run.logs", "logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("run.jobs", "cancel", "End a run's job for good; it will not be requeued."),

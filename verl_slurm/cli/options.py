@@ -17,6 +17,7 @@ from verl_slurm.base.shipped import example, examples
 
 __all__ = [
     "CONFIG",
+    "DAMAGED_RUN",
     "KEY",
     "KEY_VALUE",
     "PLACE",
@@ -46,18 +47,27 @@ else:
 
 
 class _RunType(ParamType[RunPaths]):
-    """A run directory: the path that `submit` printed. Converts it to its absolute `RunPaths`."""
+    """A run directory: the path that `submit` printed. Converts it to its absolute `RunPaths`.
+
+    Args:
+        damaged: one without run.yaml will do, if another file of a run is left.
+    """
 
     name = "run"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunPaths:
-        from verl_slurm.runs.record import require_run
+    def __init__(self, *, damaged: bool = False) -> None:
+        self._damaged = damaged
 
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> RunPaths:
         if isinstance(value, RunPaths):
             return value
         if not value:  # an unset variable of a script would be the working directory
             self.fail("an empty word is no run.", param, ctx)
-        return require_run(RunPaths(Path(value).resolve()))
+        if self._damaged:
+            from verl_slurm.report.gather import require_traces as require
+        else:
+            from verl_slurm.runs.record import require_run as require
+        return require(RunPaths(Path(value).resolve()))
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -138,6 +148,7 @@ CONFIG = _ConfigType()
 KEY = _KeyType(with_value=False)
 KEY_VALUE = _KeyType(with_value=True)
 RUN = _RunType()
+DAMAGED_RUN = _RunType(damaged=True)
 # click's own check of permissions would end with a usage error; ours names the cause, with its own exit code.
 PLACE = click.Path(path_type=Path, readable=False)
 

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.one_line import json_line, printable
+from verl_slurm.base.one_line import json_line, printable, span
 from verl_slurm.base.shipped import with_places
 
 __all__ = [
@@ -307,18 +307,6 @@ class Bar:
         """Removes the bar."""
         if self._shown is not None:
             self._shown.stop()
-
-
-def span(seconds: float) -> str:
-    """Formats a duration: `0.3 s`, `42 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
-    if seconds < 10:
-        return f"{max(seconds, 0.0):.1f} s"
-    whole = round(seconds)
-    for size, unit, below, smaller in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // below
-            return f"{whole // size} {unit} {rest} {smaller}" if rest else f"{whole // size} {unit}"
-    return f"{whole} s"
 
 
 def ago(time: object) -> str:

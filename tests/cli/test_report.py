@@ -1,0 +1,68 @@
+"""`verl-slurm report`: the page, the facts as JSON, and what is refused."""
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.interrupted_runs import make_interrupted_run
+from verl_slurm.base.exit_codes import ExitCode
+
+Cli = Callable[..., Any]
+
+
+def test_the_page_is_one_file_for_its_owner_alone(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_interrupted_run(tmp_path / "run", 2)
+    monkeypatch.chdir(tmp_path)
+    done = cli("report", run.root)
+    page = tmp_path / "report.html"
+    assert done.out.splitlines()[0].split() == ["page", str(page)]
+    assert stat.S_IMODE(page.stat().st_mode) == 0o600
+    text = page.read_text()
+    assert "What is 0 + 4?" in text
+    assert "http" not in text.replace("http-equiv", "").split("<script>")[0]
+    assert "What is 0 + 4?" not in (cli("report", run.root, "--samples", 0), page.read_text())[1]
+
+
+def test_json_has_the_same_numbers_as_status_and_writes_no_page(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_interrupted_run(tmp_path / "run", 9)
+    monkeypatch.chdir(tmp_path)
+    facts = cli("report", run.root, "--json", "--price-per-hour", "2").json["runs"][0]
+    status = cli("status", run.root, "--json").json
+    assert facts["interruptions"] == status["interruptions"]
+    assert facts["step"] == status["step"]
+    assert facts["cost"]["price"] == pytest.approx(facts["cost"]["hours"] * 2, rel=1e-3)
+    assert not (tmp_path / "report.html").exists()
+    both = cli("report", run.root, "--json", "--out", tmp_path / "page.html")
+    assert both.json["runs"][0]["name"] == "run"
+    assert (tmp_path / "page.html").exists()
+
+
+def test_a_run_that_is_named_twice_is_told_once(cli: Cli, tmp_path: Path) -> None:
+    run = make_interrupted_run(tmp_path / "run", 0)
+    assert len(cli("report", run.root, f"{run.root}/", "--json").json["runs"]) == 1
+
+
+def test_a_directory_that_is_no_run_and_a_place_that_cannot_be_written_are_refused(
+    cli: Cli, tmp_path: Path
+) -> None:
+    refused = cli("report", tmp_path)
+    assert refused.code == ExitCode.NOT_FOUND
+    assert "not a run directory" in refused.error
+    run = make_interrupted_run(tmp_path / "run", 0)
+    closed = cli("report", run.root, "--out", tmp_path / "none" / "page.html")
+    assert closed.code == ExitCode.PERMISSION
+    assert "the page cannot be written" in closed.error
+
+
+def test_a_damaged_run_says_so_beside_the_page(cli: Cli, tmp_path: Path) -> None:
+    run = make_interrupted_run(tmp_path / "run", 1)
+    run.run_yaml.unlink()
+    out = cli("report", run.root, "--out", tmp_path / "page.html").out
+    assert "missing  run: run.yaml" in out

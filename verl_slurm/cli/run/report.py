@@ -1,0 +1,87 @@
+"""`verl-slurm report`: one page about one run or several."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from verl_slurm.base.errors import PermissionRefused
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, exits, json_option
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.report.facts import Report
+
+__all__ = ["report"]
+
+
+@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
+@click.option(
+    "--out", type=PLACE, metavar="FILE.html", help="Where the page goes; default: report.html here."
+)
+@click.option(
+    "--price-per-hour",
+    type=Number(min=0),
+    metavar="PRICE",
+    help="Of one GPU, or of one core where a run asks for no GPU; in any currency.",
+)
+@click.option(
+    "--samples",
+    type=Whole(min=0, max=100),
+    default=3,
+    show_default=True,
+    help="How many of the best and of the worst responses of the newest step are shown; 0: none.",
+)
+@json_option
+def report(
+    runs: tuple[RunPaths, ...], out: Path | None, price_per_hour: float | None, samples: int, as_json: bool
+) -> int:
+    """Write one page about RUN: its timeline, each interruption with cause and cost, goodput and where the rest of the
+    time went, hours and price, curves, responses, checkpoints, nodes.
+
+    The page is one file that needs no network, for a browser, a printer or a colleague. Of several runs, the curves
+    are drawn over each other, and the differences of their configurations are listed. A run may be running: its
+    numbers are provisional then. Of a damaged run, the page says what is missing.
+
+    The file is readable by you alone (0600): it holds what the run's prompts and responses hold; --samples 0 leaves
+    those out. --json prints the same facts and writes no page, unless --out is given, too. docs/report.md explains the
+    numbers.
+
+    \b
+    verl-slurm report runs/my
+    verl-slurm report runs/a runs/b --out ab.html --price-per-hour 2.50
+    verl-slurm report runs/my --json | jq '.runs[0].time_use'
+    """
+    from verl_slurm.report.gather import gather
+
+    # One that is named twice would be compared with itself.
+    facts = gather(
+        list({run.root: run for run in runs}.values()), price_per_hour=price_per_hour, num_samples=samples
+    )
+    if out is not None or not as_json:
+        written = _write(out or Path("report.html"), facts)
+        if not as_json:
+            render.fields(written)
+    if as_json:
+        import msgspec
+
+        render.json_value(msgspec.to_builtins(facts))
+    return ExitCode.OK
+
+
+def _write(out: Path, facts: "Report") -> list[tuple[str, object]]:
+    from verl_slurm.base.files import write_file
+    from verl_slurm.report.page import render_page
+
+    data = render_page(facts).encode()
+    try:
+        write_file(out, data, durable=False)
+    except OSError as error:
+        raise PermissionRefused(
+            "the page cannot be written", where=out, found=error.strerror, remedy="choose another --out"
+        ) from None
+    missing = [("missing", f"{run.name}: {what}") for run in facts.runs for what in run.missing]
+    return [("page", out.resolve()), ("size", f"{len(data) / 1000:.0f} KB"), *missing]

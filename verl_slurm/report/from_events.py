@@ -1,0 +1,163 @@
+"""Makes checkpoints, nodes, warnings and hours of a report from the events of a run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import (
+    Avoid,
+    Corrupt,
+    Crash,
+    Event,
+    Hang,
+    Link,
+    NodesChosen,
+    Pruned,
+    Saved,
+    Verified,
+    Warned,
+)
+from verl_slurm.journal.folds.time_use import TimeUse
+from verl_slurm.journal.folds.timeline import Interval
+from verl_slurm.report.curves import Steps
+from verl_slurm.report.facts import CheckpointFacts, Cost, NodeFact, WarningFact
+
+__all__ = ["allocation_of", "checkpoints_of", "nodes_of", "warnings_of"]
+
+_MOST_CHECKPOINTS = 300
+_MOST_NODES = 100
+_MOST_WARNINGS = 30
+
+
+def checkpoints_of(paths: RunPaths, events: Sequence[Event], steps: Steps) -> list[CheckpointFacts]:
+    """The newest saves of the journal, and what is in the directory; newest first.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    saves: dict[str, Saved] = {}
+    verdicts: dict[str, str] = {}
+    for event in events:
+        match event:
+            case Saved(name=name):
+                # Saved again after a run was thrown back: the newest counts, in its place.
+                saves.pop(name, None)
+                verdicts.pop(name, None)
+                saves[name] = event
+            case Verified(name=name):
+                verdicts[name] = "verified"
+            case Corrupt(name=name):
+                verdicts[name] = "corrupt"
+            case Pruned(name=name):
+                verdicts[name] = "removed unread"
+    # A colleague of a group sees none of them, as in `status`.
+    try:
+        present = {info.name: info for info in list_checkpoints(paths) if info.kind == "committed"}
+    except PermissionError:
+        present = {}
+    found = [
+        CheckpointFacts(
+            name=name,
+            attempt=info.attempt,
+            num_bytes=info.num_bytes,
+            verified=verdicts.get(name, ""),
+            kept=True,
+        )
+        for name, info in sorted(present.items())
+        if name not in saves
+    ]
+    stalls = _stalls(list(saves), steps)
+    for name, saved in saves.items():
+        found.append(
+            CheckpointFacts(
+                name=name,
+                time=saved.at,
+                attempt=saved.attempt,
+                num_bytes=saved.num_bytes,
+                seconds=saved.seconds,
+                stall_s=stalls.get(name),
+                emergency=saved.emergency,
+                reason=saved.reason,
+                verified=verdicts.get(name, "" if saved.on_shared else "on the nodes' disks"),
+                kept=name in present,
+            )
+        )
+    return found[::-1][:_MOST_CHECKPOINTS]
+
+
+def _stalls(names: Sequence[str], steps: Steps) -> dict[str, float]:
+    """Name of a save -> seconds of stalls after it; of those whose steps measured any."""
+    at = {name: int(match[1]) for name in names if (match := CHECKPOINT_NAME.fullmatch(name))}
+    # Of several saves in one step, the stall is the last one's.
+    last = {step: name for name, step in at.items()}
+    order = sorted(last)
+    found = zip(order, steps.stall_after(order), strict=True)
+    return {last[step]: round(seconds, 3) for step, seconds in found if seconds is not None}
+
+
+def nodes_of(events: Sequence[Event], status: dict[str, Any]) -> list[NodeFact]:
+    """What was wrong with nodes, newest first; the stragglers of the present come first of all."""
+    found: list[NodeFact] = []
+    for event in events:
+        match event:
+            case Crash(node=str(node), kind=kind, detail=detail) if node:
+                found.append(
+                    NodeFact(node=node, time=event.at, what="lost" if kind == "node" else kind, detail=detail)
+                )
+            case Hang(node=node, detail=detail) if node:
+                found.append(NodeFact(node=node, time=event.at, what="hang", detail=detail))
+            case Avoid(nodes=nodes, detail=detail):
+                found += [NodeFact(node=node, time=event.at, what="avoided", detail=detail) for node in nodes]
+            case Link(node=node, error=error) if node:
+                found.append(NodeFact(node=node, time=event.at, what="link", detail=error))
+            case Warned(topic="straggler", text=text):
+                node, _, said = text.partition(": ")
+                found.append(NodeFact(node=node, time=event.at, what="slow", detail=said))
+    slow = [
+        NodeFact(node=str(one).rpartition(" on ")[2], what="slow", detail=f"{one}, now")
+        for one in status.get("stragglers", [])
+    ]
+    return [*slow, *found[::-1]][:_MOST_NODES]
+
+
+def warnings_of(events: Sequence[Event]) -> list[WarningFact]:
+    """The newest warnings, newest first; those of nodes are among the nodes."""
+    warned = [event for event in events if isinstance(event, Warned) and event.topic != "straggler"]
+    return [
+        WarningFact(time=event.at, topic=event.topic, text=event.text or event.reason)
+        for event in warned[: -_MOST_WARNINGS - 1 : -1]
+    ]
+
+
+def allocation_of(
+    events: Sequence[Event],
+    intervals: Sequence[Interval],
+    config: RunConfig | None,
+    use: TimeUse | None,
+    price_per_hour: float | None,
+) -> Cost | None:
+    """The hours of all GPUs, or cores, that the attempts held. None: the configuration or the time is not known."""
+    if config is None or use is None:
+        return None
+    most = config.distributed.nodes + config.slurm.spare_nodes
+    # Of an attempt that may have other nodes than it asked for, the journal says which it got.
+    chosen: dict[int, int] = {}
+    for event in events:
+        if isinstance(event, NodesChosen) and event.attempt is not None:
+            chosen[event.attempt] = max(chosen.get(event.attempt, 0), len(event.train) + len(event.spare))
+    node_s = sum(
+        interval.seconds * chosen.get(interval.attempt, most)
+        for interval in intervals
+        if interval.kind != "queued"
+    )
+    gpus = config.slurm.gpus_per_node
+    hours = node_s * (gpus or config.slurm.cpus_per_node) / 3600
+    return Cost(
+        unit="GPU" if gpus else "core",
+        hours=round(hours, 3),
+        useful_hours=round(hours * use.goodput, 3) if use.goodput is not None else None,
+        price_per_hour=price_per_hour,
+        price=round(hours * price_per_hour, 4) if price_per_hour is not None else None,
+    )

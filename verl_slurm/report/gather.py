@@ -1,0 +1,303 @@
+"""Gathers the facts of a report from run directories. A missing or damaged part is named, and costs no other part."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from verl_slurm import __version__
+from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
+from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.config.load import differences, load_resolved
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Ended, Event, Restart, ServiceReady, Started, Submitted
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.goodput import RunNumbers
+from verl_slurm.journal.folds.outages import Outages, interruption_facts
+from verl_slurm.journal.folds.time_use import time_use
+from verl_slurm.journal.folds.timeline import Timeline
+from verl_slurm.journal.status import read_status
+from verl_slurm.journal.steps import every_row
+from verl_slurm.report.curves import Steps
+from verl_slurm.report.facts import Report, RunFacts, SampleFacts, Setting
+from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
+from verl_slurm.runs.glance import ask_for, completed_steps, glance, state_of
+
+__all__ = ["gather", "require_traces"]
+
+T = TypeVar("T")
+
+_HIDDEN = "hooks.webhook"
+"""Its address is often a secret, and a page may be handed on. Other secrets are files: a configuration refuses them."""
+
+
+def require_traces(paths: RunPaths) -> RunPaths:
+    """Refuses a directory in which no file of a run is left.
+
+    Raises:
+        NotFound: none is there.
+    """
+    traces = (paths.run_yaml, paths.events, paths.steps, paths.status, paths.checkpoints)
+    if not any(os.path.lexists(trace) for trace in traces):
+        raise NotFound(
+            "not a run directory",
+            where=paths.root,
+            expected=f"one of {', '.join(trace.name for trace in traces)}",
+            remedy="give the run directory that submit printed; `verl-slurm list` shows those below runs/",
+        )
+    return paths
+
+
+def gather(runs: Sequence[RunPaths], *, price_per_hour: float | None = None, num_samples: int = 3) -> Report:
+    """Reads all runs.
+
+    Args:
+        price_per_hour: of a GPU, or of a core where a run asks for no GPU.
+        num_samples: of the best and of the worst responses of the newest step; 0: none.
+    """
+    now = time.time()
+    made = [_Reader(paths, now, price_per_hour, num_samples) for paths in runs]
+    found = [one.read() for one in made]
+    _tell_apart(found)
+    return Report(
+        version=__version__,
+        made=now,
+        runs=found,
+        differences=_differences([one.config for one in made]) if len(made) > 1 else [],
+    )
+
+
+def _tell_apart(runs: Sequence[RunFacts]) -> None:
+    """Names runs by their directories where two have one name."""
+    if len({run.name for run in runs}) < len(runs):
+        above = os.path.commonpath([run.run_dir for run in runs])
+        for run in runs:
+            run.name = os.path.relpath(run.run_dir, above)
+
+
+class _Reader:
+    """Reads one run."""
+
+    def __init__(self, paths: RunPaths, now: float, price_per_hour: float | None, num_samples: int) -> None:
+        self.paths, self._now, self._price, self._num_samples = paths, now, price_per_hour, num_samples
+        self._missing: list[str] = []
+        self.config = self._try("run.yaml", lambda: load_resolved(paths.run_yaml), None)
+
+    def read(self) -> RunFacts:
+        paths, config = self.paths, self.config
+        nothing: dict[str, Any] = {}
+        silent: list[Event] = []
+        status = self._try("status.json", lambda: read_status(paths), nothing)
+        events = self._try("events.jsonl", self._events, silent)
+        damaged: list[int] = []
+        steps, numbers = Steps(responses=_responses(config)), RunNumbers(events)
+        for row in every_row(paths, damaged):
+            steps.feed(row)
+            # As the metrics port adds them up.
+            if isinstance(seconds := row.get("step_s"), int | float):
+                numbers.step_took(int(row["step"]), seconds)
+        self._look_at_steps(damaged)
+
+        unknown: tuple[str, bool | None, int | None] = ("unknown", None, None)
+        state, alive, newest = self._try("the state of its job", self._state, unknown)
+        words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
+        ended = isinstance(words[-1], Ended) and words[-1].is_final if words else False
+        times = [at for event in events if (at := event.at) is not None]
+        # A run that is gone is told up to its last word, not up to now.
+        until = self._now if alive else (times[-1] if times else None)
+        intervals = Timeline(events).until(until or 0.0)
+        use = time_use(numbers, intervals, until or 0.0) if intervals else None
+        facts = RunFacts(
+            name=config.name if config is not None else paths.root.name,
+            run_dir=str(paths.root),
+            state=state,
+            provisional=not ended,
+            backend=config.trainer.backend if config is not None else "",
+            description=_description(config, status, events),
+            began=times[0] if times else None,
+            until=until,
+            step=completed_steps(status, newest) if status else steps.last,
+            steps=int(status.get("steps") or 0),
+            attempts=sum(isinstance(event, Started) for event in events),
+            restarts={cause: count for cause, count in numbers.restarts.items() if count},
+            timeline=intervals,
+            time_use=use,
+            cost=allocation_of(events, intervals, config, use, self._price),
+            tokens=steps.tokens(),
+            phases=steps.phases(),
+            curves=steps.curves(),
+            attempts_at=steps.attempts_at(),
+            nodes=nodes_of(events, status),
+            warnings=warnings_of(events),
+        )
+        ready = [event.seconds for event in events if isinstance(event, ServiceReady)]
+        facts.engine_start_s = round(sum(ready), 3) if ready else None
+        facts.weight_sync_s = facts.phases.get("weight sync")
+        if until is not None:
+            facts.interruptions = interruption_facts(Outages(events), datetime.fromtimestamp(until, UTC))
+        facts.checkpoints = self._try("checkpoints", lambda: checkpoints_of(paths, events, steps), [])
+        if self._num_samples:
+            facts.samples = self._try("samples.jsonl", self._samples, [])
+        facts.missing = self._missing
+        return facts
+
+    def _try(self, what: str, read: Callable[[], T], otherwise: T) -> T:
+        """What cannot be read is missing on the page, with the reason, and all the rest is there."""
+        try:
+            return read()
+        except VerlSlurmError as error:
+            self._missing.append(f"{what}: {error.one_line()}")
+        except (OSError, ValueError, RecursionError) as error:
+            self._missing.append(f"{what}: {error}")
+        return otherwise
+
+    def _is_readable(self, path: Path, without: str) -> bool:
+        """Whether there is a file to read; otherwise says what the page lacks `without` it."""
+        try:
+            os.close(open_regular(path))
+        except FileNotFoundError:
+            self._missing.append(f"{path.name} is not there: {without}")
+        except (OSError, TooMuch) as error:
+            self._missing.append(f"{path.name} cannot be read ({error}): {without}")
+        else:
+            return True
+        return False
+
+    def _events(self) -> list[Event]:
+        path = self.paths.events
+        if not self._is_readable(path, "no timeline, no interruptions, no goodput"):
+            return []
+        # Counted first: the lead may append meanwhile.
+        lines = _count_lines(path)
+        events = read_events(self.paths)
+        if lines > len(events):
+            lost = counted(lines - len(events), "line")
+            self._missing.append(f"events.jsonl: {lost} of {lines} are no events, and were passed over")
+        if path.stat().st_size > JOURNAL.num_bytes:
+            self._missing.append("events.jsonl is longer than what is read: its beginning is left out")
+        return events
+
+    def _look_at_steps(self, damaged: Sequence[int]) -> None:
+        if not self._is_readable(self.paths.steps, "no curves, and no goodput, which is made of steps"):
+            return
+        if damaged:
+            first = ", ".join(map(str, damaged[:5]))
+            self._missing.append(
+                f"steps.jsonl: {counted(len(damaged), 'line')} (the first: {first}) are no rows, and were passed over"
+            )
+
+    def _state(self) -> tuple[str, bool | None, int | None]:
+        """As `list` says it, whether the job lives, and the step of the newest checkpoint."""
+        one = glance(self.paths.root)
+        seen, problem = ask_for([one])
+        if problem:
+            self._missing.append(f"the scheduler's answer: {problem}")
+        answer = seen.get(one.root)
+        newest = None if one.checkpoint is None else one.checkpoint.step
+        return state_of(one, answer), None if answer is None else answer.alive, newest
+
+    def _samples(self) -> list[SampleFacts]:
+        from verl_slurm.checkpoint.store.run_config import keys_for
+        from verl_slurm.runtime_state.samples import read_samples
+
+        kept = read_samples(self.paths, keys_for(self.paths.root))
+        if not kept:
+            return []
+        step = kept[max(kept)]
+        ordered = sorted(step.samples, key=lambda sample: -sample.reward)
+        best = ordered[: self._num_samples]
+        worst = ordered[max(len(ordered) - self._num_samples, len(best)) :]
+        return [
+            SampleFacts(
+                step=step.step,
+                kind=kind,
+                reward=sample.reward,
+                response_tokens=sample.response_tokens,
+                prompt=sample.prompt,
+                response=sample.response,
+                answer=sample.answer,
+            )
+            for kind, some in (("best", best), ("worst", worst))
+            for sample in some
+        ]
+
+
+def _count_lines(path: Path) -> int:
+    """Lines that are not empty, of the part that is read."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        file.seek(-min(file.seek(0, os.SEEK_END), JOURNAL.num_bytes), os.SEEK_END)
+        return sum(1 for line in file.read(JOURNAL.num_bytes).split(b"\n") if line.strip())
+
+
+def _responses(config: RunConfig | None) -> int | None:
+    """Responses that are sampled for a step."""
+    if config is None:
+        return None
+    if not config.trainer.is_guest:
+        return config.distributed.dp_size * config.train.batch_size_per_device
+    prompts = config.verl.get("data.train_batch_size")
+    each = config.verl.get("actor_rollout_ref.rollout.n", 1)
+    return prompts * each if isinstance(prompts, int) and isinstance(each, int) else None
+
+
+def _description(config: RunConfig | None, status: dict[str, Any], events: Sequence[Event]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    if config is not None:
+        shape = config.distributed
+        if not config.trainer.is_guest:
+            found["Model"] = config.model.path
+            found["Algorithm"] = f"{config.train.algorithm}, reward {config.model.reward}"
+        elif config.trainer.backend == "verl":
+            found["Program"] = f"verl, {config.trainer.entry}"
+            found["Model"] = str(
+                config.verl.get("actor_rollout_ref.model.path", config.verl.get("model.path", ""))
+            )
+        else:
+            found["Program"] = " ".join(config.trainer.command)
+        found["Ranks"] = f"{shape.world_size} on {counted(shape.nodes, 'node')}"
+    started = [event for event in events if isinstance(event, Started)]
+    if started:
+        newest = started[-1]
+        where = f"Slurm {status.get('slurm', '')}".strip() if newest.cluster == "slurm" else "this machine"
+        found["Job"] = f"{newest.job_id or '?'} ({where})"
+        found["Nodes"] = newest.nodes or newest.host
+    if newest_restart := next((e for e in reversed(events) if isinstance(e, Restart)), None):
+        found["Resumed from"] = newest_restart.resume or "the beginning"
+    return {what: value for what, value in found.items() if value}
+
+
+def _differences(configs: Sequence[RunConfig | None]) -> list[Setting]:
+    """The keys in which any run differs from the first one, in the order of the schema; names and places left out."""
+    first = next((config for config in configs if config is not None), None)
+    if first is None:
+        return []
+    changed = [
+        {} if config is None else {key: (before, after) for key, before, after in differences(first, config)}
+        for config in configs
+    ]
+    firsts = {key: before for changes in changed for key, (before, _) in changes.items()}
+    return [
+        Setting(
+            key=key,
+            values=[
+                None if config is None else _text(key, changes[key][1] if key in changes else before)
+                for config, changes in zip(configs, changed, strict=True)
+            ],
+        )
+        for key, before in firsts.items()
+        if key not in ("name", "run_dir")
+    ]
+
+
+def _text(key: str, value: object) -> str | None:
+    if value is None:
+        return None
+    if key == _HIDDEN:
+        return "(not shown)"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
