@@ -14,6 +14,7 @@ from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.newest import Newest
 from verl_slurm.config.load import differences, load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Ended, Event, Restart, ServiceReady, Started, Submitted
@@ -27,7 +28,7 @@ from verl_slurm.journal.steps import every_row
 from verl_slurm.report.curves import Steps
 from verl_slurm.report.facts import Report, RunFacts, SampleFacts, Setting
 from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
-from verl_slurm.runs.glance import ask_for, completed_steps, glance, state_of
+from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
 
 __all__ = ["gather", "require_traces"]
 
@@ -104,7 +105,7 @@ class _Reader:
                 numbers.step_took(int(row["step"]), seconds)
         self._look_at_steps(damaged)
 
-        unknown: tuple[str, bool | None, int | None] = ("unknown", None, None)
+        unknown: tuple[str, bool | None, Newest | None] = ("unknown", None, None)
         state, alive, newest = self._try("the state of its job", self._state, unknown)
         words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
         ended = isinstance(words[-1], Ended) and words[-1].is_final if words else False
@@ -122,7 +123,7 @@ class _Reader:
             description=_description(config, status, events),
             began=times[0] if times else None,
             until=until,
-            step=completed_steps(status, newest) if status else steps.last,
+            step=steps_done(status, newest) if status else steps.last,
             steps=int(status.get("steps") or 0),
             attempts=sum(isinstance(event, Started) for event in events),
             restarts={cause: count for cause, count in numbers.restarts.items() if count},
@@ -192,15 +193,14 @@ class _Reader:
                 f"steps.jsonl: {counted(len(damaged), 'line')} (the first: {first}) are no rows, and were passed over"
             )
 
-    def _state(self) -> tuple[str, bool | None, int | None]:
-        """As `list` says it, whether the job lives, and the step of the newest checkpoint."""
+    def _state(self) -> tuple[str, bool | None, Newest | None]:
+        """As `list` says it, whether the job lives, and the newest checkpoint."""
         one = glance(self.paths.root)
         seen, problem = ask_for([one])
         if problem:
             self._missing.append(f"the scheduler's answer: {problem}")
         answer = seen.get(one.root)
-        newest = None if one.checkpoint is None else one.checkpoint.step
-        return state_of(one, answer), None if answer is None else answer.alive, newest
+        return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint
 
     def _samples(self) -> list[SampleFacts]:
         from verl_slurm.checkpoint.store.run_config import keys_for
