@@ -21,7 +21,17 @@ from verl_slurm.journal.events import Event
 from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.slurm.facts import PartitionFacts
 
-__all__ = ["SaveTime", "expected_save", "judge_cluster", "judge_deadlines", "kill_wait_s", "measured_save"]
+__all__ = [
+    "SaveTime",
+    "advised_lead_s",
+    "expected_save",
+    "judge_cluster",
+    "judge_deadlines",
+    "kill_wait_s",
+    "lost_after_s",
+    "measured_save",
+    "usable_s",
+]
 
 
 _OLDEST = (22, 5)
@@ -111,7 +121,7 @@ def _preemption(
     time = f"GraceTime {grace} s" if grace else f"GraceTime 0, KillWait {kill_wait} s"
     found = f"PreemptMode={mode}, {time}"
     # What comes after a grace time, KillWait and up to 30 s of delay, is not counted on.
-    available = (grace or kill_wait) - margin
+    available = usable_s(grace or kill_wait, margin)
     if available <= 0:
         return warn(
             "preemption",
@@ -147,22 +157,21 @@ def _preemption(
 def _time_limit(conf: Mapping[str, str], config: RunConfig, save: SaveTime | None) -> Finding:
     # The warning may come up to 60 s early and never late (sbatch(1)): the lead is what can be counted on.
     lead, limit = config.slurm.signal_lead_s, config.slurm.time_limit_min * 60
-    available = lead - config.daemon.save_margin_s
-    if save is not None and save.seconds > available:
-        need = int(save.seconds + config.daemon.save_margin_s) + 1
+    margin = config.daemon.save_margin_s
+    if save is not None and save.seconds > usable_s(lead, margin):
         what = _END_OF_STEP if config.trainer.is_guest else "a save"
         return warn(
             "time limit",
             f"the warning comes {lead} s before it; {what} takes {save.seconds:.1f} s ({save.basis})",
-            f"slurm.signal_lead_s={2 * need}",
+            f"slurm.signal_lead_s={advised_lead_s(save.seconds, margin)}",
         )
     return good("time limit", f"the warning comes {lead} s before the limit of {limit // 60} min")
 
 
 def _lost_node(conf: Mapping[str, str]) -> Finding:
-    timeout = _seconds(conf, "SlurmdTimeout", 300)
+    after = lost_after_s(conf)
     # slurm.conf(5): 0 means never.
-    if timeout == 0:
+    if after is None:
         return warn(
             "lost node",
             "SlurmdTimeout=0: Slurm never gives a node up",
@@ -171,7 +180,7 @@ def _lost_node(conf: Mapping[str, str]) -> Finding:
     return good(
         # 27 and 30 s with SlurmdTimeout=10 (22.05.8).
         "lost node",
-        f"Slurm gives one up after {2 * timeout} to {3 * timeout} s (SlurmdTimeout {timeout} s)",
+        f"Slurm gives one up after {after[0]} to {after[1]} s (SlurmdTimeout {after[0] // 2} s)",
     )
 
 
@@ -206,6 +215,26 @@ def _neighbours(config: RunConfig) -> Finding:
             "slurm.extra: {exclusive: true}, or a partition that gives out whole nodes (docs/security.md)",
         )
     return good("neighbours", "other users may share the job's nodes; each rank proves itself to its peers")
+
+
+def usable_s(warning_s: float, margin_s: float) -> float:
+    """Returns the seconds of a warning that a save may take.
+
+    Args:
+        margin_s: `daemon.save_margin_s`.
+    """
+    return warning_s - margin_s
+
+
+def advised_lead_s(save_s: float, margin_s: float) -> int:
+    """Returns the `slurm.signal_lead_s` that is safe for such a save: twice what it needs."""
+    return 2 * (int(save_s + margin_s) + 1)
+
+
+def lost_after_s(conf: Mapping[str, str]) -> tuple[int, int] | None:
+    """Returns the shortest and the longest time after which Slurm gives up a lost node; None: never."""
+    timeout = _seconds(conf, "SlurmdTimeout", 300)
+    return (2 * timeout, 3 * timeout) if timeout else None
 
 
 def kill_wait_s(conf: Mapping[str, str]) -> int:

@@ -17,6 +17,7 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
+from verl_slurm.slurm.accounting import PastJobs, parse_past_jobs
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 from verl_slurm.slurm.parse import (
     IDLE,
@@ -229,6 +230,15 @@ class SlurmClient:
         """Returns the same and slurmctld's time in whole seconds; None if it does not report it."""
         text = await self._ask(commands.show_config(), "Slurm does not show its config", None)
         return parse_config(text), parse_config_time(text)
+
+    async def past_jobs(self, partition: str, days: int) -> PastJobs:
+        """Returns our jobs of the last days there, from Slurm's accounting.
+
+        Raises:
+            SlurmMissing: there is none, or it does not answer.
+        """
+        argv = commands.list_past_jobs(partition, days)
+        return parse_past_jobs(await self._ask(argv, "Slurm does not list past jobs", partition))
 
     async def offers_expedite(self) -> bool:
         """Returns `requeue_rules.offered`; no answer counts as no."""

@@ -17,6 +17,7 @@ __all__ = [
     "keep_node",
     "list_jobs",
     "list_nodes",
+    "list_past_jobs",
     "list_states",
     "requeue",
     "sbatch_help",
@@ -102,6 +103,21 @@ def list_states(users: Iterable[int]) -> list[str]:
     listed = ",".join(str(int(user)) for user in sorted(users))
     # By user: one question for all runs, however many there are.
     return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
+
+
+def list_past_jobs(partition: str, days: int) -> list[str]:
+    """Lists one line for each start of our jobs there since so many days: state, eligible, start, seconds it ran."""
+    return [
+        "sacct",
+        "--noheader",
+        "--parsable2",
+        "--allocations",
+        # Each start of a job that was requeued, not the last alone.
+        "--duplicates",
+        f"--starttime=now-{int(days)}days",
+        f"--partition={_checked(NAME, partition)}",
+        "--format=State,Eligible,Start,ElapsedRaw",
+    ]
 
 
 def show_config() -> list[str]:
