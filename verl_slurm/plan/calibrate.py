@@ -1,0 +1,275 @@
+"""Reads from a run's journal what a simulation needs to know of it. Pure: events and rows of steps in, values out.
+
+Means where a sum has to come out right (steps, saves), medians of what comes seldom (restarts, queue). A value of which
+the journal has no example is left out: `inputs.complete` says then what is assumed.
+
+A PLAIN step is neither the first of a start, nor done again, nor beside a save. A save's cost is what the steps beside
+it took longer than plain ones, as `trainer.pace.CostMeter` counts it.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from statistics import fmean, median
+from typing import Any, NamedTuple
+
+from verl_slurm.journal.events import Cause, Crash, Ended, Event, Restart, Saved, Started, Training, Verified
+from verl_slurm.journal.folds.goodput import RunNumbers
+from verl_slurm.journal.folds.interruptions import count_interruptions, mean_time_between
+from verl_slurm.journal.folds.outages import Outage, Outages
+from verl_slurm.plan.inputs import Known
+from verl_slurm.plan.simulate import NEVER, Strike, StrikeKind, Strikes
+
+__all__ = ["Happened", "happened", "measure", "measured_goodput", "strikes_again"]
+
+Row = dict[str, Any]
+"""A line of `steps.jsonl`."""
+
+_DAY_S = 86400.0
+_LONG_ENOUGH_S = 3600.0
+"""A rate from a shorter time would say more of the hour than of the cluster."""
+_KINDS: dict[str, StrikeKind] = {
+    **dict.fromkeys(("crash", "hang", "stranger"), "crash"),
+    **dict.fromkeys(("node_lost", "failed", "lead_lost"), "lost_node"),
+}
+"""Causes of outages; all others give notice."""
+
+
+def measured_goodput(events: Sequence[Event], rows: Iterable[Row]) -> tuple[float, float] | None:
+    """Returns (goodput, allocated seconds) of the run up to its last event; None: it has not begun."""
+    numbers = RunNumbers(events)
+    for row in rows:
+        if _positive(row.get("step_s"), row.get("step")):
+            numbers.step_took(int(row["step"]), row["step_s"])
+    now = max((at for event in events if (at := event.at) is not None), default=0.0)
+    goodput = numbers.goodput(now)
+    return None if goodput is None else (goodput, numbers.allocated_seconds(now))
+
+
+def measure(events: Sequence[Event], rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, Known]:
+    """Returns what the journal tells, by field of `Inputs`.
+
+    Args:
+        events, rows: oldest first.
+        expected_mtbi_h: `checkpoint.expected_mtbi_h`, the belief that crashes are weighed against.
+    """
+    return {**_of_steps(events, rows), **_of_lives(events, rows), **_rates(events, expected_mtbi_h)}
+
+
+# ---- steps and saves
+
+
+def _of_steps(events: Sequence[Event], rows: Sequence[Row]) -> dict[str, Known]:
+    saves = _saves(events)
+    starts = [at for event in events if isinstance(event, Training) and (at := event.at) is not None]
+    plain: list[Row] = []
+    first: list[float] = []
+    again: list[float] = []
+    beside: list[float] = []
+    reached, last_end = 0, 0.0
+    for row in rows:
+        end = _at(row)
+        if end is None or not _positive(row.get("step_s"), row.get("step")):
+            continue
+        seconds, step = float(row["step_s"]), int(row["step"])
+        begin = end - seconds
+        is_first = any(last_end <= start < end for start in starts)
+        if step <= reached:
+            again += [row["generate_s"]] if _positive(row.get("generate_s")) else []
+        elif is_first:
+            # A step that went on in its middle is no whole one.
+            first += [seconds] if step == 1 else []
+        elif any(began < end and done > begin for began, done, _ in saves):
+            beside.append(seconds)
+        else:
+            plain.append(row)
+        reached, last_end = max(reached, step), end
+    if not plain:
+        return {}
+    step_s = fmean(float(row["step_s"]) for row in plain)
+    found = {"step_s": _known(step_s, f"the mean of {len(plain)} steps")}
+    if first:
+        found["warm_up_s"] = _known(max(first[0] - step_s, 0.0), "the first step of the run")
+    sampling = [
+        row["generate_s"] / row["step_s"] for row in plain if _positive(row.get("generate_s"), row["step_s"])
+    ]
+    if sampling:
+        share = fmean(sampling)
+        found["sampling_share"] = _known(share, f"the mean of {len(sampling)} steps")
+        if again and share:
+            cost = fmean(again) / (share * step_s)
+            found["replay_cost"] = _known(min(cost, 1.0), f"{len(again)} steps that were done again")
+    periodic = [save for save in saves if not save[2].emergency]
+    if beside and periodic:
+        extra = (sum(beside) - len(beside) * step_s) / len(periodic)
+        found["save_s"] = _known(max(extra, 0.0), f"{len(beside)} steps beside {len(periodic)} saves")
+    if periodic:
+        seconds_ = [save.seconds for _, _, save in periodic if save.seconds is not None]
+        found["durable_s"] = _known(median(seconds_), f"the median of {len(seconds_)} saves")
+        sizes = [save.num_bytes for _, _, save in periodic if save.num_bytes]
+        if sizes:
+            found["state_bytes"] = _known(float(sizes[-1]), "the last save")
+    return found
+
+
+def _saves(events: Sequence[Event]) -> list[tuple[float, float, Saved]]:
+    """(begin, end, event) of each save, in seconds since 1970. The end: read back as well, which takes cores, too."""
+    read = {event.name: event.at for event in events if isinstance(event, Verified)}
+    return [
+        (at - event.seconds, max(at, read.get(event.name) or at), event)
+        for event in events
+        if isinstance(event, Saved) and event.seconds is not None and (at := event.at) is not None
+    ]
+
+
+# ---- starts, ends, restarts
+
+
+def _of_lives(events: Sequence[Event], rows: Sequence[Row]) -> dict[str, Known]:
+    seen: dict[str, list[float]] = defaultdict(list)
+    began = lost = verified = ended = cause = None
+    standby = False
+    for event in events:
+        now = event.at
+        if now is None or event.attempt is None:
+            continue
+        match event:
+            case Started():
+                if ended is not None:
+                    seen["queue_s"].append(now - ended)
+                began, lost, cause = now, None, None
+            case Cause(cause=why, seconds_left=left):
+                cause = now if cause is None else cause
+                if why == "preemption" and left is not None:
+                    seen["warning_s"].append(left)
+            case Crash():
+                lost = (now, "spare_s" if event.replaced else "in_place_s")
+            case Restart():
+                standby = event.standby
+            case Training():
+                if lost is not None:
+                    since, name = lost
+                    seen["standby_s" if standby and name == "in_place_s" else name].append(now - since)
+                elif began is not None:
+                    seen["start_s" if ended is not None else "first_start_s"].append(now - began)
+                began = lost = None
+            case Verified() if cause is not None:
+                if verified is None or verified < cause:
+                    seen["emergency_s"].append(now - cause)
+                verified = now
+            case Ended():
+                if verified is not None and cause is not None and verified >= cause and not event.is_final:
+                    seen["leave_s"].append(now - verified)
+                ended = now
+                if event.is_final and (last := max((at for row in rows if (at := _at(row))), default=None)):
+                    seen["finish_s"].append(max(now - last, 0.0))
+    found = {name: _seen(values) for name, values in seen.items() if values}
+    # Without a second start, the first one is what is known.
+    if "start_s" not in found and "first_start_s" in found:
+        found["start_s"] = Known(found["first_start_s"].value, "measured", "as the first start")
+    return found
+
+
+def _seen(values: list[float]) -> Known:
+    words = "one seen" if len(values) == 1 else f"the median of {len(values)}"
+    return Known(median(values), "measured", words, tuple(round(value, 3) for value in values))
+
+
+# ---- how often
+
+
+def _rates(events: Sequence[Event], expected_mtbi_h: float) -> dict[str, Known]:
+    seen = count_interruptions(events)
+    if seen.run_s < _LONG_ENOUGH_S:
+        return {}
+    days = seen.run_s / _DAY_S
+    notices = sum(
+        1 for outage in Outages(events).each if _kind(outage) == "notice" and outage.cause != "time_limit"
+    )
+    mtbi_s = mean_time_between(seen, expected_mtbi_h * 3600.0)
+    lived = f"in {seen.run_s / 3600.0:.3g} h of this run"
+    return {
+        "notices_per_day": _known(notices / days, f"{notices} {lived}"),
+        # As `young_daly` weighs them: `mean_time_between`.
+        "crashes_per_day": _known(
+            _DAY_S / mtbi_s, f"{seen.lossy} that lost work {lived}, and the belief before"
+        ),
+        # Counted among those.
+        "losses_per_node_day": _known(0.0, "counted among the crashes"),
+    }
+
+
+# ---- what happened, to happen again
+
+
+class Happened(NamedTuple):
+    """The interruptions of a run; `Strike.at` counts from when its ranks last trained."""
+
+    strikes: tuple[Strike, ...]
+    steps: int
+    """The last step, so far."""
+
+
+def happened(events: Sequence[Event], rows: Sequence[Row]) -> Happened:
+    """Returns the run's interruptions.
+
+    Args:
+        events, rows: oldest first.
+    """
+    trained = [
+        (at, event.step) for event in events if isinstance(event, Training) and (at := event.at) is not None
+    ]
+    ended = [
+        (at, int(row["step"])) for row in rows if (at := _at(row)) is not None and _positive(row.get("step"))
+    ]
+    causes = [event for event in events if isinstance(event, Cause)]
+    warnings = [(at, event.seconds_left) for event in causes if (at := event.at) is not None]
+    usual_s = known.value if (known := _of_steps(events, rows).get("step_s")) else 0.0
+    strikes = []
+    for outage in Outages(events).each:
+        began = datetime.fromisoformat(outage.began).timestamp()
+        since, step = max((one for one in trained if one[0] <= began), default=(began, 0))
+        # Whole steps since then, and what can be of the next one.
+        last, step = max((one for one in ended if since < one[0] <= began), default=(since, step))
+        position = step + min((began - last) / usual_s, 0.95) if usual_s and began > since else None
+        # What Slurm said first; without a deadline there is time for any save.
+        left = next((left for at, left in warnings if at >= began), None)
+        kind, warning_s = _kind(outage), 1e9 if left is None else left
+        strikes.append(Strike(kind, began - since, warning_s if kind == "notice" else 0.0, position))
+    return Happened(tuple(strikes), max((step for _, step in ended), default=0))
+
+
+def strikes_again(past: Happened, least_warning_s: float = 0.0) -> Strikes:
+    """Returns the same strikes in the same order, each at the same step, or as long after the ranks train as it came
+    then if the run is beyond that step already.
+    """
+    left = iter(past.strikes)
+
+    def next_strike(begins: float, trains: float) -> Strike:
+        strike = next(left, None)
+        if strike is None:
+            return NEVER
+        return strike._replace(
+            at=max(trains + strike.at, begins), warning_s=max(strike.warning_s, least_warning_s)
+        )
+
+    return next_strike
+
+
+def _kind(outage: Outage) -> StrikeKind:
+    return _KINDS.get(outage.cause, "notice")
+
+
+def _at(row: Row) -> float | None:
+    try:
+        return datetime.fromisoformat(row["time"]).timestamp()
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _known(value: float, basis: str) -> Known:
+    return Known(value, "measured", basis)
+
+
+def _positive(*values: object) -> bool:
+    return all(isinstance(value, int | float) and value > 0 for value in values)
