@@ -56,14 +56,16 @@ def picture(groups: Mapping[str, Runs], *, title: str, x: str, y: str, legend: s
     )
 
 
-def lines(curves: Mapping[str, Points], *, title: str, x: str, y: str) -> str:
+def lines(curves: Mapping[str, Points], *, title: str, x: str, y: str, top: float | None = None) -> str:
     """A bold line for each of at most four curves; the whole SVG. Both axes begin at 0.
 
     Args:
         curves: what the legend says of it → its points.
         x, y: what the axes are, with units.
+        top: where the y axis ends; None: at the largest value.
     """
-    right, top = (max(point[axis] for points in curves.values() for point in points) for axis in (0, 1))
+    right, largest = (max(point[axis] for points in curves.values() for point in points) for axis in (0, 1))
+    top = largest if top is None else top
     axes = _Axes(right, top)
     parts = [axes.curve(f"mean c{number}", points) for number, points in enumerate(curves.values())]
     return _page(
