@@ -28,6 +28,7 @@ class Entry(NamedTuple):
 COMMANDS: dict[str, Entry] = {
     "init": Entry("setup.init", "init", "Write a commented configuration for your own model and data."),
     "config": Entry("setup.config", "config", "Every key of a configuration: type, default, meaning."),
+    "plan": Entry("run.plan", "plan", "What to expect of a run, and what a change would buy."),
     "submit": Entry("run.submit", "submit", "Check a configuration, and start the run it describes."),
     "status": Entry(
         "run.status", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."

@@ -1,0 +1,300 @@
+"""`verl-slurm plan`: what to expect of a run, and what a change would buy."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits, json_option
+from verl_slurm.cli.show import render
+
+if TYPE_CHECKING:
+    from verl_slurm.config.schema import RunConfig
+    from verl_slurm.journal.events import Event
+    from verl_slurm.plan.advice import Option, Plan, Spread
+    from verl_slurm.plan.inputs import Inputs, Known
+    from verl_slurm.plan.simulate import Strikes
+
+__all__ = ["plan"]
+
+_SHOWN = (
+    *("steps", "nodes", "step_s", "state_bytes", "save_s", "durable_s", "emergency_s", "warning_s", "lead_s"),
+    *("queue_s", "start_s", "in_place_s", "notices_per_day", "crashes_per_day", "losses_per_node_day"),
+)
+"""Inputs of the table. The others: --json."""
+_COLUMNS = (
+    "way to run",
+    "goodput",
+    "ETTR",
+    "takes",
+    "saves (mean)",
+    "node hours",
+    "cost",
+    "saves of cost (mean)",
+)
+
+
+@click.command(epilog=exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NOT_FOUND))
+@click.argument("source", type=CONFIG, default="quickstart", metavar="[CONFIG | RUN]")
+@click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
+@click.option("--like", type=RUN, help="Take times from this run, e.g. a trial of ten steps.")
+@click.option("--steps", type=Whole(1, 100_000_000), help="How many; a loop of your own alone knows them.")
+@click.option("--step-seconds", type=Number(min=0.001, max=1e7), help="How long a step takes.")
+@click.option("--nodes", type=Whole(1, 100_000), help="As if so many nodes trained, with the same times.")
+@click.option("--preemptions-per-day", type=Number(min=0.0, max=10_000), help="Of the job, while it runs.")
+@click.option("--crashes-per-day", type=Number(min=0.0, max=10_000), help="Of the ranks, while they run.")
+@click.option("--queue-wait", type=Number(min=0.0, max=1e8), help="Seconds in the queue after each requeue.")
+@click.option(
+    "--grace-seconds", type=Number(min=0.0, max=1e6), help="From the warning of a preemption to its end."
+)
+@click.option(
+    "--price-per-hour", type=Number(min=0.0, max=1e9), help="Of one node, in any currency: adds costs."
+)
+@click.option(
+    "--simulations", type=Whole(20, 10_000), default=200, show_default=True, help="Of each way to run."
+)
+@click.option("--ask/--no-ask", default=True, show_default=True, help="Ask Slurm, and try the storage.")
+@json_option
+def plan(
+    source: Path,
+    overrides: tuple[str, ...],
+    like: RunPaths | None,
+    steps: int | None,
+    step_seconds: float | None,
+    nodes: int | None,
+    preemptions_per_day: float | None,
+    crashes_per_day: float | None,
+    queue_wait: float | None,
+    grace_seconds: float | None,
+    price_per_hour: float | None,
+    simulations: int,
+    ask: bool,
+    as_json: bool,
+) -> int:
+    """Say what to expect of a run: goodput, duration, cost; whether the warnings suffice; what a change would buy.
+
+    The run is simulated from its first start to its end, some hundred times. Each input is shown with its source: this
+    run's journal, the storage (tried as `doctor` tries it), Slurm and its accounting, the configuration, or an
+    assumption. Options overrule all of them.
+
+    Of a RUN that has been interrupted, a second table shows the same interruptions again: what the run would have
+    been with a change.
+
+    Goodput is the time of steps that count over the allocated time. A range is 5 to 95 % of the simulations.
+
+    \b
+    verl-slurm plan my.yaml --step-seconds 240 --preemptions-per-day 2
+    verl-slurm plan my.yaml --like runs/trial distributed.nodes=8 distributed.dp_size=64
+    verl-slurm plan runs/big --price-per-hour 24
+    """
+    from verl_slurm.plan.inputs import Known, complete
+
+    config, run = _configured(source, list(overrides))
+    source_of_times = like or run
+    events, rows = _journal(source_of_times) if source_of_times else ([], [])
+    measured = _measured(events, rows, config)
+    # A save of this very run tells more of its storage than a trial.
+    asked, notes = _asked(config, storage="durable_s" not in measured) if ask else ({}, [])
+    known = asked | measured
+    given = {
+        "steps": steps,
+        "step_s": step_seconds,
+        "nodes": nodes,
+        "notices_per_day": preemptions_per_day,
+        "crashes_per_day": crashes_per_day,
+        "queue_s": queue_wait,
+        "warning_s": grace_seconds,
+    }
+    known |= {name: Known(float(value), "given") for name, value in given.items() if value is not None}
+    inputs = complete(known, config)
+    ahead = _make(inputs, config, simulations, price_per_hour)
+    back = (
+        _looked_back(inputs, config, simulations, price_per_hour, events, rows) if run and not like else None
+    )
+    if as_json:
+        render.json_value({"plan": ahead, "back": back, "notes": notes})
+        return ExitCode.OK
+    _print(ahead, notes)
+    if back is not None:
+        _print_back(back)
+    return ExitCode.OK
+
+
+def _configured(source: Path, overrides: Sequence[str]) -> "tuple[RunConfig, RunPaths | None]":
+    """Returns the configuration, paths absolute, and the run that `source` is."""
+    from verl_slurm.base.errors import ConfigError
+    from verl_slurm.config.load import load, load_resolved
+    from verl_slurm.submit.checks.inputs import absolute
+    from verl_slurm.submit.relative_paths import Places
+
+    if source.is_dir():
+        paths = RunPaths(source.resolve())
+        if overrides:
+            raise ConfigError(
+                "a run is planned as it is",
+                where=paths.root,
+                found=" ".join(overrides),
+                remedy=f"verl-slurm plan CONFIG --like {paths.root} plans another configuration by its times",
+            )
+        return load_resolved(paths.run_yaml), paths
+    return absolute(load(source, overrides), Places(Path.cwd(), source)), None
+
+
+def _asked(config: "RunConfig", *, storage: bool) -> "tuple[dict[str, Known], list[str]]":
+    from verl_slurm.plan.facts import from_slurm, from_storage
+    from verl_slurm.slurm.client import SlurmClient
+
+    stored, about_storage = from_storage(config, RunPaths(config.run_dir)) if storage else ({}, [])
+    told, about_slurm = asyncio.run(from_slurm(config, SlurmClient()))
+    return stored | told, about_storage + about_slurm
+
+
+def _journal(run: RunPaths) -> "tuple[list[Event], list[dict[str, Any]]]":
+    from verl_slurm.journal.files import read_events
+    from verl_slurm.journal.steps import every_row
+
+    return read_events(run), list(every_row(run, []))
+
+
+def _measured(events: "list[Event]", rows: list[dict[str, Any]], config: "RunConfig") -> "dict[str, Known]":
+    from verl_slurm.plan.calibrate import measure
+
+    return measure(events, rows, config.checkpoint.expected_mtbi_h)
+
+
+def _make(
+    inputs: "Inputs",
+    config: "RunConfig",
+    simulations: int,
+    price: float | None,
+    again: "Callable[[float], Strikes] | None" = None,
+) -> "Plan":
+    from random import Random
+
+    from verl_slurm.plan.advice import make_plan
+
+    return make_plan(inputs, config, Random, simulations=simulations, price_per_hour=price, again=again)
+
+
+def _looked_back(
+    inputs: "Inputs",
+    config: "RunConfig",
+    simulations: int,
+    price: float | None,
+    events: "list[Event]",
+    rows: list[dict[str, Any]],
+) -> "dict[str, Any] | None":
+    """Returns the run as it was, and its interruptions simulated again; None: it was never interrupted."""
+    import math
+
+    import msgspec
+
+    from verl_slurm.plan.calibrate import happened, measured_goodput, strikes_again
+    from verl_slurm.plan.inputs import Known
+
+    past, goodput = happened(events, rows), measured_goodput(events, rows)
+    if goodput is None or not past.strikes or not past.steps:
+        return None
+    done = Known(float(past.steps), "measured", "so far")
+    # A limit that ended an attempt is among what happened.
+    no_limit = Known(math.inf, "measured", "its ends are among the interruptions")
+    seen = msgspec.structs.replace(inputs, steps=done, limit_s=no_limit)
+    again = _make(seen, config, simulations, price, lambda least_s: strikes_again(past, least_s))
+    measured = {"goodput": goodput[0], "allocated_s": goodput[1], "interruptions": len(past.strikes)}
+    return {"measured": measured, "plan": again}
+
+
+def _print(plan: "Plan", notes: Sequence[str]) -> None:
+    from verl_slurm.plan.inputs import LABELS
+
+    every = {name: getattr(plan.inputs, name) for name in LABELS}
+    cells = {
+        "input": [LABELS[name][0] for name in _SHOWN],
+        "value": [_value(every[name], LABELS[name][1]) for name in _SHOWN],
+        "source": [every[name].source for name in _SHOWN],
+        "from": [every[name].basis for name in _SHOWN],
+    }
+    shown = render.fitting(cells, ("from",), render.width())
+    render.plain_table(*shown, right=("value",), colours={"assumed": "yellow"})
+    render.line()
+    guesses = sum(known.source == "assumed" for known in every.values())
+    if not any(known.source == "measured" for known in every.values()):
+        render.line(
+            f"Nothing of this run was measured: {guesses} of {len(every)} inputs are assumptions. A trial of ten steps "
+            "and --like RUN replace most of them."
+        )
+    for note in notes:
+        render.line(note)
+    for verdict in plan.verdicts:
+        mark, colour = ("ok", "green") if verdict.good else ("WARN", "yellow")
+        render.marked(f"{mark:<5}", colour, f"{verdict.topic}: {verdict.found}")
+        if verdict.remedy:
+            render.line(f"      -> {verdict.remedy}")
+    render.line()
+    _print_options(plan, "as configured")
+    first = plan.options[0]
+    if first.finished < 1.0:
+        render.marked("WARN ", "yellow", f"only {first.finished:.0%} of the simulations came to their end")
+    render.line(f"{plan.simulations} simulations of each; a range is 5 to 95 % of them")
+
+
+def _print_back(back: dict[str, Any]) -> None:
+    measured = back["measured"]
+    render.line()
+    render.line(
+        f"Looking back: {counted(measured['interruptions'], 'interruption')}, a goodput of {measured['goodput']:.3f}, "
+        f"{render.span(measured['allocated_s'])} of allocation. The same again:"
+    )
+    _print_options(back["plan"], "simulated as it was")
+
+
+def _print_options(plan: "Plan", first: str) -> None:
+    rows = [_cells(option, first) for option in plan.options]
+    cells = dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
+    if plan.options[0].cost is None:
+        cells = {name: cells[name] for name in _COLUMNS if "cost" not in name}
+    render.plain_table(*render.fitting(cells, ("ETTR", "node hours", "takes"), render.width()))
+
+
+def _cells(option: "Option", first: str) -> tuple[str, ...]:
+    base = not option.change
+    return (
+        option.change or first,
+        _range(option.goodput, "{:.3f}".format),
+        _range(option.ettr, "{:.3f}".format),
+        _range(option.wall_s, render.span),
+        "" if base else _signed(option.saved_s, render.span),
+        _range(option.node_hours, "{:,.4g}".format),
+        "" if option.cost is None else _range(option.cost, "{:,.4g}".format),
+        "" if base or option.saved_cost is None else _signed(option.saved_cost, "{:,.4g}".format),
+    )
+
+
+def _range(spread: "Spread", form: Callable[[float], str], center: float | None = None) -> str:
+    low, high = form(spread.low), form(spread.high)
+    middle = form(spread.median if center is None else center)
+    return middle if low == middle == high else f"{middle} ({low} to {high})"
+
+
+def _signed(spread: "Spread", form: Callable[[float], str]) -> str:
+    def one(value: float) -> str:
+        return form(value) if value >= 0 or form(-value) == form(0.0) else f"-{form(-value)}"
+
+    # The mean: what seldom happens has a median of nothing.
+    return _range(spread, one, spread.mean)
+
+
+def _value(known: "Known", unit: str) -> str:
+    if unit == "s":
+        return f"{known.value * 1000:.0f} ms" if known.value < 0.1 else render.span(known.value)
+    if unit == "bytes":
+        if not known.value:
+            return "not known"
+        return f"{known.value / 1e9:.3g} GB" if known.value >= 1e9 else f"{known.value / 1e6:.3g} MB"
+    shown = f"{known.value:,.0f}" if known.value == int(known.value) else f"{known.value:.3g}"
+    return shown if unit in ("", "share") else f"{shown} {unit}"
