@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.doctor.cluster_rules import advised_lead_s, usable_s
 from verl_slurm.loops.reach import reach
@@ -18,9 +19,9 @@ from verl_slurm.plan.simulate import Dice, Model, Outcome, Spent, Strikes, rando
 
 __all__ = ["Option", "Plan", "Spread", "Verdict", "make_plan"]
 
-_MOST_SAVES = 600_000
-"""Over all simulations: some seconds."""
-_FEWEST = 20
+_MOST_EVENTS = 600_000
+"""Saves and strikes over all simulations: some seconds."""
+_FEWEST = 4
 """Simulations of one option."""
 
 
@@ -98,14 +99,16 @@ def make_plan(
 
     Args:
         dice: new ones for a seed.
-        simulations: of each way; fewer where a run saves very often.
+        simulations: of each way; fewer where a run saves or is struck very often.
         price_per_hour: of one node.
         again: given the least warning of a notice, strikes that are to happen instead of random ones.
     """
     model = model_of(inputs, config)
     ways = _ways(inputs, config, model)
     saves = model.steps / min(interval_of(way.cadence, way.model)[0] for way in ways)
-    count = min(simulations, max(int(_MOST_SAVES / (saves * len(ways) + 1)), _FEWEST))
+    per_s = model.notices_per_s + model.crashes_per_s + model.losses_per_node_s * model.nodes
+    events = (saves + 2.0 * per_s * model.steps * model.step_s) * len(ways)
+    count = min(simulations, max(int(_MOST_EVENTS / (events + 1.0)), _FEWEST))
     runs = [_outcomes(way, dice, count, again, model.warning_s) for way in ways]
     return Plan(
         inputs=inputs,
@@ -135,7 +138,7 @@ def _ways(inputs: Inputs, config: RunConfig, model: Model) -> list[_Way]:
     every, _ = interval_of(free, model)
     if every != interval_of(cadence, model)[0]:
         fixed = replace(cadence, cadence="fixed", every_steps=every, runtime_every_steps=every)
-        ways.append(_Way(f"a save in {every} steps", fixed, model))
+        ways.append(_Way(f"a save in {counted(every, 'step')}", fixed, model))
     if cadence.cadence != "continuous" and not model.at_step_end:
         ways.append(_Way("checkpoint.cadence=continuous", replace(cadence, cadence="continuous"), model))
     if model.nodes > 1:
@@ -225,7 +228,11 @@ def _verdicts(inputs: Inputs, config: RunConfig, model: Model) -> list[Verdict]:
     need, margin = needed_s(model), model.margin_s
     what = "the end of a step and a save take up to" if model.at_step_end else "a verified save takes"
     found = [
-        Verdict("cadence", every <= 2 * best, f"a save in {every} steps ({reason}); by cost: {best} ({why})"),
+        Verdict(
+            "cadence",
+            every <= 2 * best,
+            f"a save in {counted(every, 'step')} ({reason}); by cost: {best} ({why})",
+        ),
         _deadline(
             "preemption", model.warning_s, need, margin, what, f"a grace time of {_grace_for(model)} s"
         ),

@@ -47,6 +47,8 @@ Schedule = Callable[[int], int]
 """The step of the next periodic save after one at (or a start from) this step; at most the last step."""
 _FIRST_LIMIT = 20.0
 """A run that has used up this many times the time of its steps is given up: it does not get anywhere."""
+_MOST_STRIKES = 20_000
+"""Or has been struck so often: its simulation would take seconds."""
 
 
 class Dice(Protocol):
@@ -260,7 +262,7 @@ class _Run:
                 self._queued += self._dice.choice(model.queue_s)
                 attempt_began, restart_s, self._spares = self._now, model.start_s, model.spare_nodes
             start_s = restart_s
-            if self._now > give_up:
+            if self._now > give_up or sum(self._counts.values()) > _MOST_STRIKES:
                 return self._outcome(finished=False)
 
     def _life(self, start_s: float, limit: float) -> Strike | None:

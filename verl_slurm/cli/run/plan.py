@@ -43,7 +43,7 @@ _COLUMNS = (
 @click.argument("source", type=CONFIG, default="quickstart", metavar="[CONFIG | RUN]")
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--like", type=RUN, help="Take times from this run, e.g. a trial of ten steps.")
-@click.option("--steps", type=Whole(1, 100_000_000), help="How many; a loop of your own alone knows them.")
+@click.option("--steps", type=Whole(1, 1_000_000), help="How many; a loop of your own alone knows them.")
 @click.option("--step-seconds", type=Number(min=0.001, max=1e7), help="How long a step takes.")
 @click.option("--nodes", type=Whole(1, 100_000), help="As if so many nodes trained, with the same times.")
 @click.option("--preemptions-per-day", type=Number(min=0.0, max=10_000), help="Of the job, while it runs.")
