@@ -1,5 +1,6 @@
 """`verl-slurm report`: the page, the facts as JSON, and what is refused."""
 
+import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -66,3 +67,21 @@ def test_a_damaged_run_says_so_beside_the_page(cli: Cli, tmp_path: Path) -> None
     run.run_yaml.unlink()
     out = cli("report", run.root, "--out", tmp_path / "page.html").out
     assert "missing  run: run.yaml" in out
+
+
+def test_only_a_page_is_replaced_and_a_link_to_one_is_followed(cli: Cli, tmp_path: Path) -> None:
+    """Found with /dev/full and a run's own run.yaml, which a report replaced."""
+    run = make_interrupted_run(tmp_path / "run", 0)
+    before = run.run_yaml.read_bytes()
+    os.mkfifo(tmp_path / "fifo")
+    for place in (run.run_yaml, tmp_path / "fifo", tmp_path):
+        refused = cli("report", run.root, "--out", place)
+        assert refused.code == ExitCode.PERMISSION
+        assert "something else is in the way" in refused.error
+    assert run.run_yaml.read_bytes() == before
+    page, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(page)
+    for _ in range(2):
+        cli("report", run.root, "--out", link)
+    assert link.is_symlink()
+    assert page.read_text().startswith("<!doctype html>")

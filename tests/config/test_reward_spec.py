@@ -86,6 +86,7 @@ def test_what_may_be_called_with_three_lists_is_taken(tmp_path: Path, source: st
     [
         ("def other(p, r, a): ...", "nothing named 'score'"),
         ("class Judge:\n    def score(self, p, r, a): ...", "nothing named 'score'"),
+        ("def score(p): ...", "a function of 1 argument at"),
         ("def score(p, r): ...", "a function of 2 arguments"),
         ("def score(p, r, a, b): ...", "a function of 4 arguments"),
         ("def score(p, r, a, *, key): ...", "needs the keyword 'key'"),

@@ -112,7 +112,7 @@ def test_runs_of_other_loops_have_all_that_their_loop_reports(
 
 
 @pytest.mark.parametrize("name", ["run.yaml", "events.jsonl", "steps.jsonl"])
-@pytest.mark.parametrize("damage", ["gone", "torn", "a directory"])
+@pytest.mark.parametrize("damage", ["gone", "torn", "empty", "a directory"])
 def test_a_damaged_run_has_the_rest_and_says_what_is_missing(name: str, damage: str, tmp_path: Path) -> None:
     paths = make_interrupted_run(tmp_path / "run", 3)
     file = paths.root / name
@@ -120,12 +120,18 @@ def test_a_damaged_run_has_the_rest_and_says_what_is_missing(name: str, damage: 
     file.unlink()
     if damage == "torn":
         file.write_bytes(whole[: len(whole) // 2] + b"\n\xff{[\x00")
+    elif damage == "empty":
+        file.touch(mode=0o600)
     elif damage == "a directory":
         file.mkdir()
     found = facts(paths)
     assert any(name in one for one in found.missing), found.missing
     assert bool(found.timeline) == (name != "events.jsonl" or damage == "torn")
     assert bool(found.curves) == (name != "steps.jsonl" or damage == "torn")
+    assert bool(found.description.get("Model")) == (name != "run.yaml")
+    assert found.samples, "whatever else is lost"
+    if not found.timeline:
+        assert (found.state, found.provisional) == ("unknown", False), "status.json says that it ended"
 
 
 def test_a_run_of_which_one_file_is_left_has_a_page(tmp_path: Path) -> None:
@@ -133,7 +139,7 @@ def test_a_run_of_which_one_file_is_left_has_a_page(tmp_path: Path) -> None:
     for file in (paths.run_yaml, paths.steps, paths.status, paths.samples):
         file.unlink()
     os.rmdir(paths.checkpoints)
-    assert len(facts(require_traces(paths)).missing) == 2
+    assert len(facts(require_traces(paths)).missing) == 3
     paths.events.unlink()
     with pytest.raises(NotFound, match="not a run directory"):
         require_traces(paths)

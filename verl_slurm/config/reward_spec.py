@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 
 from verl_slurm.base.bounded import SOURCE, read_regular
 from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.one_line import counted
 
 __all__ = ["FORMS", "RewardSpec", "check_function", "parse_reward", "source_file"]
 
@@ -159,7 +160,7 @@ def _complaint(args: ast.arguments) -> str:
     # More parameters are fine as long as they have defaults.
     needed = positional - len(args.defaults)
     if needed > len(_ARGUMENTS) or (positional < len(_ARGUMENTS) and args.vararg is None):
-        return f"a function of {positional} arguments"
+        return f"a function of {counted(positional, 'argument')}"
     missing = [
         arg.arg for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if default is None
     ]

@@ -11,7 +11,7 @@ import msgspec
 
 from verl_slurm import __version__
 from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
-from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.newest import Newest
@@ -43,7 +43,10 @@ def require_traces(paths: RunPaths) -> RunPaths:
 
     Raises:
         NotFound: none is there.
+        PermissionRefused: the directory is closed to us.
     """
+    if paths.root.is_dir() and not os.access(paths.root, os.R_OK | os.X_OK):
+        raise PermissionRefused("the run cannot be read", where=paths.root, remedy="ask its owner for access")
     traces = (paths.run_yaml, paths.events, paths.steps, paths.status, paths.checkpoints)
     if not any(os.path.lexists(trace) for trace in traces):
         raise NotFound(
@@ -88,13 +91,15 @@ class _Reader:
     def __init__(self, paths: RunPaths, now: float, price_per_hour: float | None, num_samples: int) -> None:
         self.paths, self._now, self._price, self._num_samples = paths, now, price_per_hour, num_samples
         self._missing: list[str] = []
-        self.config = self._try("run.yaml", lambda: load_resolved(paths.run_yaml), None)
+        self.config = self._try("run.yaml", self._configuration, None)
 
     def read(self) -> RunFacts:
         paths, config = self.paths, self.config
         nothing: dict[str, Any] = {}
         silent: list[Event] = []
         status = self._try("status.json", lambda: read_status(paths), nothing)
+        if not status:
+            self._missing.append("status.json is not there, or cannot be read: no position of the ranks")
         events = self._try("events.jsonl", self._events, silent)
         damaged: list[int] = []
         steps, numbers = Steps(responses=_responses(config)), RunNumbers(events)
@@ -108,7 +113,12 @@ class _Reader:
         unknown: tuple[str, bool | None, Newest | None] = ("unknown", None, None)
         state, alive, newest = self._try("the state of its job", self._state, unknown)
         words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
-        ended = isinstance(words[-1], Ended) and words[-1].is_final if words else False
+        ended = (
+            isinstance(words[-1], Ended) and words[-1].is_final if words else status.get("state") == "ended"
+        )
+        if not words:
+            # `list` would say "prepared", which a run without its journal need not be.
+            state = "unknown" if status or steps.last else state
         times = [at for event in events if (at := event.at) is not None]
         # A run that is gone is told up to its last word, not up to now.
         until = self._now if alive else (times[-1] if times else None)
@@ -158,10 +168,19 @@ class _Reader:
             self._missing.append(f"{what}: {error}")
         return otherwise
 
+    def _configuration(self) -> RunConfig | None:
+        # An empty file is a configuration of defaults, and no run's.
+        if not self._is_readable(self.paths.run_yaml, "no configuration, no hours"):
+            return None
+        return load_resolved(self.paths.run_yaml)
+
     def _is_readable(self, path: Path, without: str) -> bool:
         """Whether there is a file to read; otherwise says what the page lacks `without` it."""
         try:
-            os.close(open_regular(path))
+            with os.fdopen(open_regular(path), "rb") as file:
+                if not file.read(1):
+                    self._missing.append(f"{path.name} is empty: {without}")
+                    return False
         except FileNotFoundError:
             self._missing.append(f"{path.name} is not there: {without}")
         except (OSError, TooMuch) as error:
@@ -206,7 +225,9 @@ class _Reader:
         from verl_slurm.checkpoint.store.run_config import keys_for
         from verl_slurm.runtime_state.samples import read_samples
 
-        kept = read_samples(self.paths, keys_for(self.paths.root))
+        # Without a configuration it is not known whether they are encrypted; `read_samples` says so if they are.
+        keys = keys_for(self.paths.root) if self.config is not None else None
+        kept = read_samples(self.paths, keys)
         if not kept:
             return []
         step = kept[max(kept)]

@@ -41,7 +41,7 @@ _KIND_TITLES = {
 _PART_TITLES = {
     "useful": "Steps that count",
     "repeated": "Steps thrown back and done again",
-    "unfinished": "Parts of interrupted steps",
+    "unfinished": "Between steps, and steps that have not ended",
     "saving": "Saving before an end",
     "starting": "Starting ranks and loading",
     "preempted": "Leaving nodes after an interruption",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["report"]
 
+_BEGINNING = b"<!doctype html>"
+
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
 @click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
@@ -72,11 +74,33 @@ def report(
     return ExitCode.OK
 
 
+def _require_page(out: Path) -> None:
+    """Refuses to replace what is no page: a device, or a file of a run.
+
+    Raises:
+        PermissionRefused: something else is there.
+    """
+    from verl_slurm.base.bounded import TooMuch, open_regular
+
+    try:
+        with open(open_regular(out), "rb") as there:
+            is_page = there.read(len(_BEGINNING)).lower() == _BEGINNING
+    except FileNotFoundError:
+        return
+    except (OSError, TooMuch):
+        is_page = False
+    if not is_page:
+        raise PermissionRefused("something else is in the way", where=out, remedy="choose another --out")
+
+
 def _write(out: Path, facts: "Report") -> list[tuple[str, object]]:
     from verl_slurm.base.files import write_file
     from verl_slurm.report.page import render_page
 
     data = render_page(facts).encode()
+    # A link is followed: its target is replaced, and not the link.
+    out = out.resolve()
+    _require_page(out)
     try:
         write_file(out, data, durable=False)
     except OSError as error:

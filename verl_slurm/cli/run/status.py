@@ -9,6 +9,7 @@ import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render, story
@@ -90,8 +91,9 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         lines.append(("state", _state_words(facts)))
         lines.append(("training", story.progress(snapshot | {"step": facts["step"]})))
         lines += _progress_lines(facts, now)
-        counts = (snapshot.get("attempt"), snapshot.get("requeues"), snapshot.get("restart"))
-        lines.append(("starts", "attempt {}, {} requeues, restart {}".format(*counts)))
+        requeues = counted(snapshot.get("requeues") or 0, "requeue")
+        starts = f"attempt {snapshot.get('attempt')}, {requeues}, restart {snapshot.get('restart')}"
+        lines.append(("starts", starts))
         if slow := snapshot.get("stragglers"):
             lines.append(("stragglers", ", ".join(map(str, slow))))
         if facts["nodes"]:
