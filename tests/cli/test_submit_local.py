@@ -164,6 +164,7 @@ def test_requeue_ends_one_life_and_watch_follows_into_the_next(workplace: Path, 
     assert result.code == 0
     told = result.out
     assert told.index("ended with 25") < told.index("attempt 2") < told.index("ended with 0")
+    assert "PREEMPTION" not in told
 
 
 def test_a_run_with_a_living_job_is_not_submitted_again(workplace: Path, cli: Cli) -> None:

@@ -17,12 +17,13 @@ from verl_slurm_daemon.allocation import slurm as slurm_allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
 
-from tests.builders import owner
+from tests.builders import new_run, owner
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import append_event
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
@@ -103,6 +104,16 @@ def test_whether_a_local_lead_lives_is_asked_by_its_birth_and_not_by_dates(
         living.kill()
         living.communicate()
     assert asyncio.run(mine.still_alive(lead)) == ""
+
+
+def test_a_local_requeue_that_a_user_asked_for_is_no_preemption(tmp_path: Path) -> None:
+    paths = new_run(tmp_path / "run")
+    mine = LocalAllocation(RunConfig(), paths)
+    told = []
+    for event in (ev.Started(attempt=1), ev.RequeueAsked(), ev.Started(attempt=2)):
+        append_event(paths, event)
+        told.append(asyncio.run(mine.cause("SIGUSR2 to lead")).kind)
+    assert told == ["preemption", "operator_requeue", "preemption"]
 
 
 def test_sruns_shepherd_does_not_take_the_agents_with_it(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_services
-from verl_slurm.journal.events import Event, StartOverruled
+from verl_slurm.journal.events import Event, RequeueAsked, Started, StartOverruled
+from verl_slurm.journal.files import read_events
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Outlook, Places
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -26,7 +27,8 @@ class LocalAllocation:
     """This machine without Slurm: the "nodes" are agents on it, and a requeue is a new attempt in this very process.
 
     Signals stand for Slurm's events, so that the same path can be tried on a laptop. SIGUSR2 is a preemption with
-    `PREEMPTION_GRACE_S` to live, SIGTERM and SIGINT are the user's cancel, SIGUSR1 asks for a save.
+    `PREEMPTION_GRACE_S` to live, or the requeue that `verl-slurm requeue` has written down before. SIGTERM and SIGINT
+    are the user's cancel, SIGUSR1 asks for a save.
     """
 
     PREEMPTION_GRACE_S = 30.0
@@ -44,6 +46,8 @@ class LocalAllocation:
 
     async def cause(self, trigger: str) -> CauseKnown:
         signal = trigger.split(" ", 1)[0]
+        if signal == "SIGUSR2" and await asyncio.to_thread(self._is_asked_to_requeue):
+            return CauseKnown("operator_requeue", f"{trigger}: a requeue was asked for", None)
         if signal == "SIGUSR2":
             return CauseKnown("preemption", f"{trigger}; no Slurm", self.PREEMPTION_GRACE_S)
         if signal in ("SIGTERM", "SIGINT"):
@@ -51,6 +55,11 @@ class LocalAllocation:
         if signal == "SIGUSR1":
             return CauseKnown("operator", f"{trigger}; no Slurm", None)
         return CauseKnown("unknown", f"{trigger}; no Slurm", None)
+
+    def _is_asked_to_requeue(self) -> bool:
+        """Returns whether a user has asked since this attempt began."""
+        asked = [event for event in read_events(self._paths) if isinstance(event, RequeueAsked | Started)]
+        return bool(asked) and isinstance(asked[-1], RequeueAsked)
 
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)
