@@ -8,7 +8,8 @@ checkpoint and stand at their first safe point.
 
 * torchrun: `torchrun --max-restarts`, whose workers import, build, shard and load by `torch.distributed.checkpoint`;
 * cold: verl-slurm without ranks that stand by (`daemon.standby_after_s: null`);
-* standby: with them.
+* standby: with them;
+* memory: likewise, and with second copies in memory (`checkpoint.local_dir` in /dev/shm), which a restart reads.
 
 Also measured: the memory of a rank that stands by (PSS).
 """
@@ -250,12 +251,17 @@ def main() -> int:
         print("cold    ", [round(one, 2) for one in cold], flush=True)
         warm, memory = ours(model, root / "warm", options.rounds, standby=True)
         print("standby ", [round(one, 2) for one in warm], flush=True)
+        with tempfile.TemporaryDirectory(prefix="vs-restart-", dir="/dev/shm") as copies:
+            near = [f"checkpoint.local_dir={copies}", "checkpoint.local_keep=1"]
+            nearest, _ = ours(model, root / "memory", options.rounds, standby=True, more=near)
+        print("memory  ", [round(one, 2) for one in nearest], flush=True)
     medians = {
         name: statistics.median(took)
-        for name, took in (("torchrun", peer), ("cold", cold), ("standby", warm))
+        for name, took in (("torchrun", peer), ("cold", cold), ("standby", warm), ("memory", nearest))
     }
     print({name: round(value, 2) for name, value in medians.items()})
-    print(f"standby / torchrun: {medians['standby'] / medians['torchrun']:.2f}")
+    for name in ("standby", "memory"):
+        print(f"{name} / torchrun: {medians[name] / medians['torchrun']:.2f}")
     print(f"memory of a rank that stands by: {statistics.median(memory) / 1e6:.0f} MB (PSS)")
     if options.json:
         found = {
@@ -263,6 +269,7 @@ def main() -> int:
             "torchrun_s": peer,
             "cold_s": cold,
             "standby_s": warm,
+            "memory_s": nearest,
             "pss": memory,
         }
         found |= {"cpu": machine.cpu, "cores": machine.cores, "load": list(os.getloadavg())}

@@ -350,7 +350,8 @@ class CheckpointConfig(Section, frozen=True):
     """Reading speed of these checks."""
     local_dir: str | None = None
     """A directory on each node's own disk (NVMe) for a second copy, written at the same time. If shared storage is
-    gone, training goes on with that copy alone, and the next start copies it to shared storage."""
+    gone, training goes on with that copy alone, and the next start copies it to shared storage. Ranks that start on
+    that node again read their tensors from it."""
     local_keep: Positive = 2
     """Second copies that stay on each node."""
     encryption: EncryptionConfig | None = None

@@ -143,14 +143,19 @@ def load_state(
     grid: Grid,
     ranks: Collective,
     keys: Keyring | None = None,
+    *,
+    near: Path | None = None,
 ) -> TrainState:
     """Fill `tensors` and return the rest of the state; the generators are put back. Collective.
+
+    Args:
+        near: this node's own part of it, if there is one (`load_tensors`).
 
     Raises:
         CheckpointCorrupt: something in it does not fit this model or contradicts itself.
         ConfigError: the learning rates, or the responses to a prompt, are not those of the configuration.
     """
-    load_tensors(directory, tensors, ranks, keys)
+    load_tensors(directory, tensors, ranks, keys, near=near)
     reader = CheckpointReader(directory, keys)
     saved = _my_runtime_state(reader, shape, grid, ranks)
     try:

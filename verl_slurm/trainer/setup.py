@@ -188,13 +188,14 @@ def _build_loop(
             topology=grid.shape,
             trained=roles,
         )
+        local = _local_place(config, paths, local_rank)
         saver = CheckpointSaver(
             paths,
             live_tensors(models, optimizers),
             provenance,
             ranks,
             epoch_check=lambda: require_epoch(paths, epoch),
-            local=_local_place(config, paths, local_rank),
+            local=local,
             # Rank 0 alone judges, for all ranks, whether shared storage makes a save in time.
             usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
             encryption=config.checkpoint.encryption,
@@ -230,7 +231,9 @@ def _build_loop(
     # With a checkpoint, models and engine come first: its state also puts the generators back.
     state = fresh_state(config)
     if directory:
-        state = load_state(directory, config, shape, live_tensors(models, optimizers), grid, ranks, keys)
+        near = None if local is None else local.directory / directory.name
+        tensors = live_tensors(models, optimizers)
+        state = load_state(directory, config, shape, tensors, grid, ranks, keys, near=near)
     keep = None
     if config.checkpoint.store_frozen:
 

@@ -4,7 +4,8 @@ Each rank reads the boxes that it holds, from whatever pieces they were saved in
 checked once more on the way (`checkpoint.store.chunks`). The ranks need no plan in common.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +48,12 @@ _BUFFER_BYTES = 512 << 20
 
 
 def load_tensors(
-    directory: Path, domains: Mapping[str, Tensors], ranks: Collective, keys: Keyring | None = None
+    directory: Path,
+    domains: Mapping[str, Tensors],
+    ranks: Collective,
+    keys: Keyring | None = None,
+    *,
+    near: Path | None = None,
 ) -> None:
     """Fill the tensors of each domain (`actor`, `critic`, `optimizer`) in place. Collective.
 
@@ -55,6 +61,8 @@ def load_tensors(
         directory: a checkpoint that `checkpoint.store.verify` found whole.
         domains: domain → this rank's tensors; those of all ranks are exactly what it must hold.
         keys: to decrypt with, and to hold the manifest against.
+        near: where this node may have some of its files, on its own disk. They are read there, and checked against
+            the manifest of `directory`; a file that is not there, or is another one, is read from `directory`.
 
     Raises:
         KeyRefused: it needs a key that is not there.
@@ -70,7 +78,7 @@ def load_tensors(
         _check(directory / domain, indexes[domain], tensors, known[domain])
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     # Together: storage may fail for one rank alone, and the others would train on without it.
-    ranks.together("reading tensors", lambda: read_parts(reader, parts))
+    ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
 
 
 def read_index(directory: Path, domain: str, keys: Keyring | None = None) -> TensorIndex:
@@ -221,16 +229,23 @@ def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) ->
                 yield Part(f"{domain}/{piece.file}", piece, common, target)
 
 
-def read_parts(reader: CheckpointReader, parts: Iterable[Part]) -> None:
+def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | None = None) -> None:
     """Read these parts into their targets, every chunk that they touch checked.
+
+    Args:
+        near: as in `load_tensors`.
 
     Raises:
         CheckpointCorrupt: it changed since it was verified.
         OSError: the storage did not give it.
     """
-    with open_directory(reader.directory) as root:
+    with ExitStack() as opened:
+        places = [opened.enter_context(open_directory(reader.directory))]
+        if near is not None:
+            with suppress(OSError, CheckpointCorrupt):  # this node has none of it
+                places.insert(0, opened.enter_context(open_directory(near)))
         for batch in _batches(parts):
-            _read_batch(root, reader, batch)
+            _read_batch(places, reader, batch)
 
 
 def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
@@ -247,7 +262,12 @@ def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
         yield batch
 
 
-def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
+def _read_batch(places: Sequence[int], reader: CheckpointReader, batch: list[Part]) -> None:
+    """Reads the parts of a batch.
+
+    Args:
+        places: descriptors of the directories that may have the files, the checkpoint itself last.
+    """
     directory = reader.directory
     wanted: dict[str, list[Wanted]] = {}
     buffers: list[tuple[Part, Tensor]] = []
@@ -269,7 +289,12 @@ def _read_batch(root: int, reader: CheckpointReader, batch: list[Part]) -> None:
         if ranges[-1].offset + ranges[-1].length > reader.plain_size(path):
             raise _unfit(directory / path, "no such bytes", "the file that the index names")
         readings.append(reader.reading(path, ranges))
-    read_checked(root, readings, on_problem=lambda path, what: problems.append((path, what)))
+    for place in places:
+        # Whatever is wrong with a nearer copy, the next place may have the right bytes.
+        problems.clear()
+        read_checked(place, readings, on_problem=lambda path, what: problems.append((path, what)))
+        left = {path for path, _ in problems}
+        readings = [reading for reading in readings if reading.entry.path in left]
     for path, what in problems:
         # Storage that fails now says nothing about the checkpoint: it is not called corrupt.
         if isinstance(what, OSError):
