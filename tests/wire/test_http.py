@@ -14,9 +14,9 @@ from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, has_token, parse_
 GOOD = b"GET /metrics?x=1 HTTP/1.1\r\nHost: localhost:9464\r\nAccept:  text/plain \r\n\r\n"
 
 
-def test_a_request_is_read_without_its_query() -> None:
+def test_a_request_is_read_with_its_query_apart() -> None:
     assert parse_head(GOOD) == HttpRequest(
-        "GET", "/metrics", {"host": "localhost:9464", "accept": "text/plain"}
+        "GET", "/metrics", {"host": "localhost:9464", "accept": "text/plain"}, query="x=1"
     )
 
 
@@ -34,7 +34,7 @@ def test_a_request_is_read_without_its_query() -> None:
         b"GET  /metrics HTTP/1.1\r\n\r\n",
         b"GET /met rics HTTP/1.1\r\n\r\n",
         b"GET /\xff HTTP/1.1\r\n\r\n",
-        b"GET /" + b"a" * 2000 + b" HTTP/1.1\r\n\r\n",
+        b"GET /" + b"a" * 2600 + b" HTTP/1.1\r\n\r\n",
         b"GET / HTTP/1.1\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost : x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\n folded\r\n\r\n",

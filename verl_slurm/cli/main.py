@@ -42,6 +42,7 @@ COMMANDS: dict[str, Entry] = {
         "report",
         "One page about a run, or several: what happened, what it cost, what it learnt.",
     ),
+    "serve": Entry("run.serve", "serve", "The runs below a directory in a browser, live."),
     "watch": Entry("run.watch", "watch", "Follow a run, or many, over all requeues until they end."),
     "logs": Entry("run.logs", "logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("run.jobs", "cancel", "End a run's job for good; it will not be requeued."),

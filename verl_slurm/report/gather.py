@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,15 +58,23 @@ def require_traces(paths: RunPaths) -> RunPaths:
     return paths
 
 
-def gather(runs: Sequence[RunPaths], *, price_per_hour: float | None = None, num_samples: int = 3) -> Report:
+def gather(
+    runs: Sequence[RunPaths],
+    *,
+    price_per_hour: float | None = None,
+    num_samples: int = 3,
+    known: Mapping[Path, tuple[str, bool | None]] | None = None,
+) -> Report:
     """Reads all runs.
 
     Args:
         price_per_hour: of a GPU, or of a core where a run asks for no GPU.
         num_samples: of the best and of the worst responses of the newest step; 0: none.
+        known: state, and whether the job lives, of runs about which no scheduler has to be asked.
     """
     now = time.time()
-    made = [_Reader(paths, now, price_per_hour, num_samples) for paths in runs]
+    said = known or {}
+    made = [_Reader(paths, now, price_per_hour, num_samples, said.get(paths.root)) for paths in runs]
     found = [one.read() for one in made]
     _tell_apart(found)
     return Report(
@@ -88,8 +96,16 @@ def _tell_apart(runs: Sequence[RunFacts]) -> None:
 class _Reader:
     """Reads one run."""
 
-    def __init__(self, paths: RunPaths, now: float, price_per_hour: float | None, num_samples: int) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        now: float,
+        price_per_hour: float | None,
+        num_samples: int,
+        known: tuple[str, bool | None] | None,
+    ) -> None:
         self.paths, self._now, self._price, self._num_samples = paths, now, price_per_hour, num_samples
+        self._known = known
         self._missing: list[str] = []
         self.config = self._try("run.yaml", self._configuration, None)
 
@@ -215,6 +231,8 @@ class _Reader:
     def _state(self) -> tuple[str, bool | None, Newest | None]:
         """As `list` says it, whether the job lives, and the newest checkpoint."""
         one = glance(self.paths.root)
+        if self._known is not None:
+            return *self._known, one.checkpoint
         seen, problem = ask_for([one])
         if problem:
             self._missing.append(f"the scheduler's answer: {problem}")

@@ -1,9 +1,9 @@
-"""Renders a report as one HTML page that needs no network. Facts in, text out; a server may hand in newer facts.
+"""Renders a report as one HTML page that needs no network, and the pages of the server. Facts in, text out.
 
 All that is from outside (names, evidence, responses) is escaped by Jinja, and characters that cannot be printed are
 shown as their codes. Charts get their data as JSON in a block that is no script. The page's own policy (CSP) allows the
 scripts and the style that are here, by their hashes, and nothing else: no request, no inline handler, no style
-attribute.
+attribute. A page of the server (`report/serve.py`) may also ask that server.
 """
 
 import base64
@@ -21,11 +21,14 @@ from verl_slurm.base.one_line import counted, json_line, printable, span
 from verl_slurm.journal.folds.time_use import PARTS
 from verl_slurm.journal.folds.timeline import KINDS
 from verl_slurm.report.facts import Curve, Report, RunFacts
+from verl_slurm.report.live_runs import Row
 
-__all__ = ["chart_data", "render_page"]
+__all__ = ["LIST_SCRIPTS", "LIVE_SCRIPTS", "chart_data", "policy_of", "render_list", "render_page"]
 
 _ASSETS = files("verl_slurm.report") / "assets"
 _SCRIPTS = ("echarts.min.js", "page.js")
+LIVE_SCRIPTS = (*_SCRIPTS, "live.js")
+LIST_SCRIPTS = ("list.js",)
 _MOST_ROWS = 40
 """Lines of the table of curves."""
 _MOST_CHECKPOINTS = 60
@@ -51,13 +54,19 @@ _PART_TITLES = {
 }
 
 
-def render_page(report: Report) -> str:
-    """Returns the page's HTML."""
+def render_page(report: Report, events: str = "") -> str:
+    """Returns the page's HTML.
+
+    Args:
+        events: address of the server-sent events that tell of newer facts; empty: the page is a file.
+    """
+    scripts = LIVE_SCRIPTS if events else _SCRIPTS
     page = (
         _environment()
         .get_template("page.html.jinja")
         .render(
             report=report,
+            events=events,
             several=len(report.runs) > 1,
             panels=_panels(report.runs),
             step_tables=[_step_table(run) for run in report.runs],
@@ -69,12 +78,35 @@ def render_page(report: Report) -> str:
             kind_titles=_KIND_TITLES,
             # The template marks these three as safe: two are ours, and the JSON can end no block.
             style=_asset("page.css"),
-            scripts=[_asset(name) for name in _SCRIPTS],
+            scripts=[_asset(name) for name in scripts],
             data=_as_block(chart_data(report)),
-            policy=_policy(),
+            policy=policy_of(scripts, live=bool(events)),
         )
     )
     return page.lstrip()
+
+
+def render_list(rows: Sequence[Row], summary: str, version: int, where: str) -> str:
+    """Returns the HTML of the table of runs.
+
+    Args:
+        version: of the newest row: the page asks for what is newer.
+        where: the directory that holds the runs.
+    """
+    return (
+        _environment()
+        .get_template("list.html.jinja")
+        .render(
+            rows=rows,
+            summary=summary,
+            version=version,
+            where=where,
+            style=_asset("page.css"),
+            scripts=[_asset(name) for name in LIST_SCRIPTS],
+            policy=policy_of(LIST_SCRIPTS, live=True),
+        )
+        .lstrip()
+    )
 
 
 @functools.cache
@@ -102,10 +134,12 @@ def _environment() -> jinja2.Environment:
 
 
 @functools.cache
-def _policy() -> str:
-    scripts = " ".join(_hash(_asset(name)) for name in _SCRIPTS)
-    rules = ("default-src 'none'", f"script-src {scripts}", f"style-src {_hash(_asset('page.css'))}")
-    return "; ".join([*rules, "base-uri 'none'", "form-action 'none'"])
+def policy_of(scripts: tuple[str, ...], *, live: bool) -> str:
+    """Returns the policy (CSP) of a page with these scripts; `live`: it hears from the server that it came from."""
+    hashes = " ".join(_hash(_asset(name)) for name in scripts)
+    rules = [f"script-src {hashes}", f"style-src {_hash(_asset('page.css'))}"]
+    rules += ["connect-src 'self'"] if live else []
+    return "; ".join(["default-src 'none'", *rules, "base-uri 'none'", "form-action 'none'"])
 
 
 def chart_data(report: Report) -> dict[str, Any]:

@@ -63,6 +63,10 @@ class Watches:
     ) -> None:
         self._inotify.close()
 
+    def fileno(self) -> int:
+        """Returns the descriptor that can be read when something has happened."""
+        return int(self._inotify.fileno())
+
     def add_file(self, path: Path) -> bool:
         """Reports `path` from now on when it grows; returns False if there is no such file.
 
@@ -124,11 +128,19 @@ class FleetWatch:
     Args:
         places: run directories, or directories that hold some.
         on_event: gets each event with its run as it is written; also our own, `gone`, as in `follow_run`.
+        on_glance: gets what was read of a run whenever one is: when it is found, and when it is asked about.
     """
 
-    def __init__(self, places: Sequence[Path], on_event: Callable[[Followed, Event], None]) -> None:
-        self._places, self._on_event = places, on_event
+    def __init__(
+        self,
+        places: Sequence[Path],
+        on_event: Callable[[Followed, Event], None],
+        on_glance: Callable[[Followed, Glance], None] = lambda *_: None,
+    ) -> None:
+        self._places, self._on_event, self._on_glance = places, on_event, on_glance
         self.runs: dict[Path, Followed] = {}
+        self.idle: dict[Path, str] = {}
+        """State of those that cannot be followed (yet): prepared, or closed to us."""
         self.problem = ""
         """Why the scheduler did not answer."""
         # inotify does not report other machines' writes: the sizes are looked at.
@@ -149,9 +161,8 @@ class FleetWatch:
         """
         with Watches() as watches:
             # ---- find the runs, and ask once which of them still live
-            for place in self._places:
-                self._find(place, watches)
-            self._ask()
+            self.find(watches)
+            self.ask()
             on_turn()
             while any(run.alive for run in self.runs.values()):
                 told = self._turn(watches)
@@ -159,12 +170,30 @@ class FleetWatch:
                     on_turn()
         return max((run.exit_code or 0 for run in self.runs.values()), default=0)
 
+    @property
+    def must_look(self) -> bool:
+        """The kernel does not report all that is written: look every few seconds."""
+        return self._looks
+
+    def find(self, watches: Watches) -> None:
+        """Finds the runs that there are, and has `watches` report them from now on."""
+        for place in self._places:
+            self._find(place, watches)
+
     def _turn(self, watches: Watches) -> int:
         """Waits and reports new events; returns their number."""
         until_asked = max(self._asked + _ASK_S - time.monotonic(), 0.0)
         # Woken by the kernel; at the latest when the scheduler is due, or where sizes have to be looked at.
         changed = watches.wait(min(_LOOK_S, until_asked) if self._looks else until_asked)
         quiet = changed == set()
+        told = self.read(changed, watches)
+        # Also asked if other runs are never silent for a minute, and where sizes are polled (a network file system).
+        if (quiet and not self._looks) or time.monotonic() - self._asked >= _ASK_S:
+            told += self.ask()
+        return told
+
+    def read(self, changed: set[Path] | None, watches: Watches) -> int:
+        """Reports the new events of what `watches` says has changed; returns their number."""
         # Also where the kernel dropped events: look at everything.
         if self._looks or changed is None:
             changed = {*self._places, *(RunPaths(root).events for root in self.runs)}
@@ -175,9 +204,6 @@ class FleetWatch:
                 told += self._read(run)
             else:
                 told += self._find(path, watches)
-        # Also asked if other runs are never silent for a minute, and where sizes are polled (a network file system).
-        if (quiet and not self._looks) or time.monotonic() - self._asked >= _ASK_S:
-            told += self._ask()
         return told
 
     def _find(self, place: Path, watches: Watches) -> int:
@@ -189,7 +215,9 @@ class FleetWatch:
             self._hear(watches.add_directory, place)
             roots = find_runs(place, on_directory=lambda path: self._hear(watches.add_directory, path))
         for root, open_to_us in roots:
-            if open_to_us and root not in self.runs:
+            if not open_to_us:
+                self.idle[root] = "no permission"
+            elif root not in self.runs:
                 found += 1
                 self._take_up(root, watches)
         return found
@@ -200,13 +228,16 @@ class FleetWatch:
         if not self._hear(watches.add_file, paths.events):
             self._hear(watches.add_directory, root)
             if not self._hear(watches.add_file, paths.events):
-                return  # prepared; its journal comes with its first job
+                self.idle[root] = "prepared"  # its journal comes with its first job
+                return
+        self.idle.pop(root, None)
         # Before the glance: an event in between is told twice at worst, never missed.
         offset = _size(paths.events)
         seen = glance(root)
-        self.runs[root] = Followed(
+        self.runs[root] = run = Followed(
             root=root, state=state_of(seen, None), alive=not is_over(seen), offset=offset
         )
+        self._on_glance(run, seen)
 
     def _hear(self, add: Callable[[Path], bool], path: Path) -> bool:
         """Returns whether `path` exists. If the kernel accepts no more watches, falls back to looking at sizes."""
@@ -252,7 +283,7 @@ class FleetWatch:
         elif isinstance(event, Ended) and event.is_final:
             run.alive, run.exit_code = False, event.exit_code
 
-    def _ask(self) -> int:
+    def ask(self) -> int:
         """Asks whether the silent runs still live; returns how many do not."""
         self._asked = time.monotonic()
         glances: list[Glance] = [glance(run.root) for run in self.runs.values() if run.alive]
@@ -269,6 +300,7 @@ class FleetWatch:
                 # A lead that leaves by itself writes down its end; this one was killed.
                 run.alive, run.exit_code = False, int(ExitCode.CRASHED)
                 self._on_event(run, Gone("gone", job_id=one.job.job_id))
+            self._on_glance(run, one)
         return gone
 
 

@@ -58,6 +58,8 @@ class Glance(msgspec.Struct, kw_only=True):
     """The newest event that says whether the run goes on: submitted, started or ended. None: the run has a lead,
     which started longer ago than was read back.
     """
+    last: Event | None = None
+    """The newest event of all."""
     cause: Cause | None = None
     """The newest cause, unless it is longer ago than what was read back."""
     checkpoint: Newest | None = None
@@ -153,6 +155,7 @@ def glance(root: Path) -> Glance:
         job=job,
         # The newest of each: the events are the journal's end, oldest first.
         word=next((event for event in reversed(events) if isinstance(event, _DECISIVE)), None),
+        last=events[-1] if events else None,
         cause=next((event for event in reversed(events) if isinstance(event, Cause)), None),
         checkpoint=checkpoint,
     )

@@ -7,14 +7,17 @@ these limits gets its status as an answer, if possible, and the connection is cl
 
 Connections wait in the row of `connection_limits`: a newer one evicts the oldest. A connection that has brought the
 port's token leaves the row, and its body is kept from then on.
+
+A reply may be a stream (server-sent events). It ends when the peer closes its side, sends more bytes, or takes none.
 """
 
 import asyncio
+import contextlib
 import hmac
 import os
 import pwd
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +44,8 @@ __all__ = [
 
 _TOKEN = re.compile(r"[!-~]{32,256}")
 
-_REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,1023}) HTTP/1\.[01]")
+# Room for the path of a run three directories down, each name 255 bytes long, each byte as %XX.
+_REQUEST_LINE = re.compile(rb"([A-Z]{1,16}) (/[!-~]{0,2559}) HTTP/1\.[01]")
 # Any host that reaches the port chooses these bytes, and the match blocks the daemon's loop. So a pattern here has no
 # two neighbours that match the same byte; the blanks around a value are stripped, not matched. h11 matches them, and 8
 # KiB of blanks before a NUL block it for 0.3 s (docs/decisions/0001-dependencies.md).
@@ -58,7 +62,7 @@ _READ_BYTES = 16 * 1024
 
 
 class HttpRequest(msgspec.Struct, frozen=True):
-    """One request. Header names are in lower case; the path is without its query."""
+    """One request. Header names are in lower case; path and query are as they were sent, with their %XX."""
 
     method: str
     path: str
@@ -67,12 +71,17 @@ class HttpRequest(msgspec.Struct, frozen=True):
     """Empty on a port with a token if this request does not carry it."""
     bearer: bool = False
     """The request carries the port's token."""
+    query: str = ""
 
 
 class HttpReply(msgspec.Struct, frozen=True):
     status: int
     body: bytes = b""
     content_type: str = "text/plain; charset=utf-8"
+    headers: tuple[tuple[str, str], ...] = ()
+    """Beside those that every reply has. Printable ASCII, and not checked here."""
+    stream: AsyncGenerator[bytes, None] | None = None
+    """Pieces that follow the head, in place of `body`; closed when the peer is gone."""
 
 
 class Caps(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,7 +123,8 @@ def parse_head(head: bytes) -> HttpRequest:
         if not name or not _VALUE.fullmatch(value) or name in headers or name == "transfer-encoding":
             raise WireError("not a header that is taken", found=repr(line[:40]))
         headers[name] = value.strip(b" \t").decode()
-    return HttpRequest(found[1].decode(), found[2].decode().partition("?")[0], headers)
+    path, _, query = found[2].decode().partition("?")
+    return HttpRequest(found[1].decode(), path, headers, query=query)
 
 
 def has_token(request: HttpRequest, token: str) -> bool:
@@ -154,12 +164,19 @@ def replace_token(path: Path, token: str) -> None:
 
 
 async def serve_http(
-    host: str, port: int, handle: Handler, caps: Caps, token: str | None = None
+    host: str,
+    port: int,
+    handle: Handler,
+    caps: Caps,
+    token: str | None = None,
+    *,
+    carries: Callable[[HttpRequest, str], bool] = has_token,
 ) -> tuple[asyncio.Server, int]:
     """Listens, and passes every complete, well-formed request to `handle`; an error in `handle` is answered by a 500.
 
     Args:
         token: a request that carries it gets a place that no stranger takes. `handle` decides whether it is required.
+        carries: returns whether a request carries the token; by its Authorization header, if nothing else is given.
 
     Returns:
         The server, and its port (0 asks for any).
@@ -180,7 +197,7 @@ async def serve_http(
             # One limit for head and body together: a byte now and then extends nothing.
             async with asyncio.timeout(caps.patience_s):
                 read = await _head(reader, caps)
-                if isinstance(read, HttpRequest) and token is not None and has_token(read, token):
+                if isinstance(read, HttpRequest) and token is not None and carries(read, token):
                     # All places of bearers are taken.
                     if not limits.admit(transport):
                         return
@@ -193,6 +210,9 @@ async def serve_http(
             async with asyncio.timeout(caps.patience_s):
                 writer.write(_rendered(reply, caps))
                 await writer.drain()
+            if reply.stream is not None:
+                await _send_stream(reader, writer, reply.stream, caps)
+            async with asyncio.timeout(caps.patience_s):
                 writer.close()
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
@@ -257,22 +277,48 @@ async def _handled(handle: Handler, request: HttpRequest) -> HttpReply:
         return HttpReply(500)
 
 
+async def _send_stream(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    stream: AsyncGenerator[bytes, None],
+    caps: Caps,
+) -> None:
+    async def send() -> None:
+        async with contextlib.aclosing(stream):
+            async for piece in stream:
+                async with asyncio.timeout(caps.patience_s):
+                    writer.write(piece)
+                    await writer.drain()
+
+    # A stream that is silent notices no peer that has gone: its end is read beside it.
+    sending, leaving = asyncio.create_task(send()), asyncio.create_task(reader.read(1))
+    try:
+        await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (sending, leaving):
+            task.cancel()
+        await asyncio.gather(sending, leaving, return_exceptions=True)
+
+
 def _rendered(reply: HttpReply, caps: Caps) -> bytes:
     reason = HTTPStatus(reply.status).phrase
     body = reply.body if reply.status == 200 or reply.body else f"{reason}\n".encode()
     lines = [
         f"HTTP/1.1 {reply.status} {reason}",
         f"Content-Type: {reply.content_type}",
-        f"Content-Length: {len(body)}",
+        # Without it, a body lasts until the connection ends.
+        *([f"Content-Length: {len(body)}"] if reply.stream is None else []),
         "Connection: close",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
+        *(f"{name}: {value}" for name, value in reply.headers),
     ]
     if reply.status == 405:
         lines.append(f"Allow: {caps.method}")
     if reply.status == 401:
         lines.append("WWW-Authenticate: Bearer")
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    head = "\r\n".join([*lines, "", ""]).encode()
+    return head if reply.stream is not None else head + body
 
 
 # TCP_LISTEN of include/net/tcp_states.h.

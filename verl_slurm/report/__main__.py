@@ -1,0 +1,38 @@
+"""`python -m verl_slurm.report`: writes the live page of one run to standard output. The server starts it as a child.
+
+It is a process of its own, so that the facts of a long run are not in the server's memory, and a run that takes too
+long, or breaks the reader, ends no more than this.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.report.gather import gather, require_traces
+from verl_slurm.report.page import render_page
+from verl_slurm.report.serve import Task
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Reads the task from standard input; returns the exit code. Our own errors are one line on standard error."""
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=Task)
+    # A path of any bytes, which JSON cannot hold.
+    root = Path(os.fsdecode(task.root))
+    try:
+        run = require_traces(RunPaths(root))
+        facts = gather([run], known={root: (task.state, task.alive)})
+    except VerlSlurmError as error:
+        sys.stderr.write(f"{error.one_line()}\n")
+        return int(error.exit_code)
+    sys.stdout.buffer.write(render_page(facts, events=task.events).encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
