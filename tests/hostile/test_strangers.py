@@ -402,6 +402,7 @@ def test_every_secret_is_compared_in_constant_time() -> None:
     places = [
         "verl_slurm/wire/framing.py",
         "verl_slurm/wire/http.py",
+        "verl_slurm/report/serve.py",
         "daemon/verl_slurm_daemon/link/channel.py",
     ]
     secret = {"token", "mac", "theirs", "proof", "given", "_mac", "secret"}

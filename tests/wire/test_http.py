@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -130,6 +130,34 @@ def test_a_token_comes_from_a_private_file(tmp_path: Path) -> None:
 
 
 # ---- over a real socket
+
+
+def test_a_stream_is_closed_when_its_reader_has_gone() -> None:
+    async def story() -> None:
+        closed = asyncio.Event()
+
+        async def pieces() -> AsyncGenerator[bytes, None]:
+            try:
+                yield b"first"
+                await asyncio.Event().wait()
+            finally:
+                closed.set()
+
+        async def handle(_: HttpRequest) -> HttpReply:
+            return HttpReply(200, stream=pieces())
+
+        server, port = await serve_http("127.0.0.1", 0, handle, Caps())
+        async with server:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GOOD)
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert b"Content-Length" not in head
+            assert await reader.readexactly(5) == b"first"
+            assert not closed.is_set()
+            writer.close()
+            await asyncio.wait_for(closed.wait(), 10)
+
+    asyncio.run(story())
 
 
 async def _hello(request: HttpRequest) -> HttpReply:

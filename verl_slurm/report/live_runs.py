@@ -94,13 +94,13 @@ class LiveRuns:
         self.above = self.place.parent if (self.place / "run.yaml").exists() else self.place
         self.rows: dict[str, Row] = {}
         self.version = 0
-        """Grows with each `apply` that changes a row."""
+        """Grows with each `apply` that brings news."""
         self._versions: dict[str, int] = {}
         self._tell = tell
         self._made: dict[str, Row] = {}
         self._dirty: set[Path] = set()
         self._dropped: set[Path] = set()
-        self._trouble = ""
+        self._trouble = self._told = ""
         self._fleet = FleetWatch([self.place], lambda run, _: self._dirty.add(run.root), self._on_glance)
 
     @property
@@ -137,13 +137,15 @@ class LiveRuns:
         self._fleet.ask()
 
     def apply(self) -> bool:
-        """Takes over what was read; returns whether a row has changed."""
+        """Takes over what was read; returns whether it is news."""
         made, self._made = self._made, {}
         changed = [name for name, row in made.items() if self.rows.get(name) != row]
-        self.version += bool(changed)
+        is_news = bool(changed) or self.problem != self._told
+        self.version += is_news
         for name in changed:
             self.rows[name], self._versions[name] = made[name], self.version
-        return bool(changed)
+        self._told = self.problem
+        return is_news
 
     def removed(self) -> list[str]:
         """Returns the runs whose directories are gone: no journal says so."""

@@ -226,7 +226,9 @@ class Server:
         try:
             while True:
                 changed = self._changed
-                if rows := self._runs.changed_since(version, run):
+                rows = self._runs.changed_since(version, run)
+                # The list is also told what the scheduler's trouble is.
+                if rows or (run is None and self._runs.version > version):
                     version = self._runs.version
                     news = {"summary": self._runs.summary, "rows": rows}
                     yield b"id: %d\ndata: %s\n\n" % (version, json_line(news).rstrip())

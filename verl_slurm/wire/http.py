@@ -217,6 +217,8 @@ async def serve_http(
                 await writer.wait_closed()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
             pass  # gone or too slow: no answer is due
+        except asyncio.CancelledError:
+            pass  # the loop ends; asyncio's own callback would log it as an error of the task
         finally:
             if bearer:
                 limits.leave()
