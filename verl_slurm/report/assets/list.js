@@ -39,13 +39,15 @@
 
   function listen() {
     source = new EventSource(`/events?since=${encodeURIComponent(version)}`);
-    source.addEventListener("open", () => (news.textContent = ""));
+    source.addEventListener("open", () => {
+      news.textContent = "";
+      document.body.dataset.live = "";
+    });
     source.addEventListener("message", (event) => {
       version = event.lastEventId;
       const { rows: changed, summary } = JSON.parse(event.data);
       changed.forEach(update);
       document.getElementById("summary").textContent = summary;
-      performance.mark("updated");
     });
     source.addEventListener("error", () => (news.textContent = "The server does not answer: this is as of the last time it did."));
   }

@@ -36,7 +36,10 @@
 
   function listen() {
     source = new EventSource(document.body.dataset.events);
-    source.addEventListener("open", () => news.replaceChildren());
+    source.addEventListener("open", () => {
+      news.replaceChildren();
+      document.body.dataset.live = "";
+    });
     source.addEventListener("message", tell);
     source.addEventListener("error", () => news.replaceChildren("The server does not answer: these are the facts of the last time."));
   }
