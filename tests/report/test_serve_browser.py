@@ -92,6 +92,8 @@ def test_a_thousand_runs_fit_the_window_and_are_found(name: str, browser: Any, a
         assert page.evaluate("document.documentElement.scrollWidth") == WIDTHS[name]
         assert "token" not in page.url
         if folder := os.environ.get("VERL_SLURM_SCREENSHOTS"):
+            page.get_by_label("Show those with").fill("grpo")
+            page.evaluate("document.querySelector('.sub').textContent = '/home/me/runs'")
             page.screenshot(path=Path(folder) / f"serve-{name}.png")
         page.get_by_label("Show those with").fill("GRPO-0004")
         assert page.evaluate("[...document.querySelector('tbody').rows].filter(r => !r.hidden).length") == 1

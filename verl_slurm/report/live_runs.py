@@ -134,7 +134,10 @@ class LiveRuns:
     def ask(self) -> None:
         """Looks at the runs that have not ended, and asks the scheduler about them: one question for all."""
         self._forget()
-        self._fleet.ask()
+        try:
+            self._fleet.ask()
+        except OSError as error:
+            self._trouble = str(error)
 
     def apply(self) -> bool:
         """Takes over what was read; returns whether it is news."""
