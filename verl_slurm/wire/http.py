@@ -75,6 +75,8 @@ class HttpRequest(msgspec.Struct, frozen=True):
 
 
 class HttpReply(msgspec.Struct, frozen=True):
+    """The answer to one request."""
+
     status: int
     body: bytes = b""
     content_type: str = "text/plain; charset=utf-8"
