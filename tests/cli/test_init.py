@@ -1,4 +1,4 @@
-"""`init`: five questions on a terminal, none elsewhere, and a file that `submit --dry-run` takes."""
+"""`init`: up to five questions on a terminal, none elsewhere, and a file that `submit --dry-run` takes."""
 
 import json
 from collections.abc import Callable

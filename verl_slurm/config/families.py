@@ -12,7 +12,15 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
 from verl_slurm.config.schema import Attention, RunConfig
 
-__all__ = ["FAMILIES", "REFUSED", "Family", "family_complaints", "family_notes", "right_attentions"]
+__all__ = [
+    "FAMILIES",
+    "REFUSED",
+    "Family",
+    "family_complaints",
+    "family_notes",
+    "max_positions",
+    "right_attentions",
+]
 
 
 class Family(NamedTuple):
@@ -142,6 +150,14 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
             )
 
 
+def max_positions(said: Mapping[str, Any]) -> int | None:
+    """Returns the tokens of the longest sequence that a model was made for; None: it is not known. Pure."""
+    family = FAMILIES.get(str(said.get("model_type")))
+    key, usual = family.positions if family and family.positions else ("max_position_embeddings", None)
+    limit = said.get(key, usual)
+    return limit if isinstance(limit, int) else None
+
+
 def _not_causal(said: Mapping[str, Any]) -> str:
     if said.get("is_encoder_decoder"):
         return "an encoder with a decoder"
@@ -215,10 +231,10 @@ def family_notes(config: RunConfig, said: Mapping[str, Any]) -> list[str]:
             f"{family.name if family else kind} has no sdpa: "
             "its attention is computed by eager (model.attn_implementation)"
         )
-    limit, longest = said.get("max_position_embeddings"), max_model_len(config)
+    limit, longest = max_positions(said), max_model_len(config)
     # With embeddings for positions a longer sequence is refused above; computed ones run, beyond what was trained.
     computed = family is None or family.positions is None
-    if computed and isinstance(limit, int) and longest > limit:
+    if computed and limit is not None and longest > limit:
         notes.append(
             f"data.max_prompt_tokens and rollout.max_new_tokens allow {longest} tokens; the model was made for {limit}"
         )

@@ -10,7 +10,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError, NotFound, SlurmMissing
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.setup.first_config import Place
+from verl_slurm.cli.setup.first_config import MOST_NODES, MOST_RANKS, Place
 from verl_slurm.cli.show.render import span
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import judge_cluster
@@ -107,9 +107,10 @@ def place(text: str, given: Sequence[Offer]) -> Place:
         NotFound: no such partition.
     """
     match = re.fullmatch(r"\s*([0-9]{1,5})\s*[x*]\s*([0-9]{1,4})(?:[\s,]+([\w.-]+))?\s*", text, re.ASCII)
-    if match is None or not int(match[1]) or not int(match[2]):
-        raise ConfigError("not a place", found=text, expected="e.g. 1x8 or 2x8 gpu", remedy="write it so")
-    nodes, ranks, name = int(match[1]), int(match[2]), match[3]
+    nodes, ranks, name = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, None)
+    if not (1 <= nodes <= MOST_NODES and 1 <= ranks <= MOST_RANKS):
+        expected = f"e.g. 1x8 or 2x8 gpu, at most {MOST_NODES}x{MOST_RANKS}"
+        raise ConfigError("not a place", found=text, expected=expected, remedy="write it so")
     if not given:
         return Place(
             partition=name,

@@ -8,11 +8,25 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["CHANGE", "Answers", "Kind", "Place", "first_config", "first_reward", "name_of"]
+__all__ = [
+    "CHANGE",
+    "MAX_NEW_TOKENS",
+    "MOST_NODES",
+    "MOST_RANKS",
+    "Answers",
+    "Kind",
+    "Place",
+    "first_config",
+    "first_reward",
+    "name_of",
+]
 
 Kind = Literal["ppo", "grpo", "loop", "verl"]
 CHANGE = "CHANGE"
 """Marks a line that is the user's to fill in."""
+MAX_NEW_TOKENS = 256
+MOST_NODES, MOST_RANKS = 10_000, 1024
+"""The latter on one node."""
 _COMMENT_AT = 32
 _BATCH = 64
 """Prompts of a step of verl's, about."""
@@ -45,6 +59,8 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
     max_prompt_tokens: int = 512
+    max_tokens: int | None = None
+    """Of the longest sequence that the model was made for."""
     train_files: str = ""
     val_files: str = ""
     """The last two are verl's."""
@@ -108,6 +124,9 @@ def _native(answers: Answers) -> str:
     group = "1             # responses to one prompt" if ppo else "8             # GRPO's group: at least 2"
     critic = "  critic_lr: 1.0e-5\n" if ppo else ""
     files = f"  files: {_yaml(answers.data_files)}\n" if answers.data_files else ""
+    rest = 0 if answers.max_tokens is None else answers.max_tokens - answers.max_prompt_tokens
+    # If prompts leave no room, `submit` tells it.
+    new = rest if 0 < rest < MAX_NEW_TOKENS else MAX_NEW_TOKENS
     answer = "null" if answers.answer_key is None else _yaml(answers.answer_key)
     return f"""
 model:
@@ -126,7 +145,7 @@ data:
 rollout:
   micro_batch_size_per_device: 16   # responses sampled at once; a run can stop behind each
   samples_per_prompt: {group}
-  max_new_tokens: 256
+  max_new_tokens: {new}
 
 train:
   algorithm: {answers.kind}
@@ -155,6 +174,11 @@ def _verl(answers: Answers) -> str:
     ranks = _ranks(answers.place or Place())
     # Of the step and of an update: the number of ranks has to divide both.
     batch = max(_BATCH // ranks, 1) * ranks
+    held_out = "held out: verl evaluates on it"
+    if not answers.val_files:
+        held_out = f"{CHANGE}: {held_out}"
+    elif answers.val_files == answers.train_files:
+        held_out = f"{CHANGE}: the same file, so nothing is held out"
     return f"""
 trainer:
   backend: verl
@@ -165,7 +189,7 @@ verl:
   algorithm.adv_estimator: grpo
   data:
 {_line("    train_files", answers.train_files, "/path/to/train.parquet", "columns as verl wants them")}\
-{_line("    val_files", answers.val_files, "/path/to/test.parquet", "held out: verl evaluates on it")}\
+{_with_note(f"    val_files: {_yaml(answers.val_files or '/path/to/test.parquet')}", held_out)}\
     train_batch_size: {batch}        # prompts of a step
   actor_rollout_ref:
 {_line("    model.path", answers.model, "/path/to/model", "a directory, or a name of the Hugging Face hub")}\

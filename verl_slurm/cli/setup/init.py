@@ -1,11 +1,13 @@
-"""`verl-slurm init`: asks five questions, reads the cluster, and writes a first configuration.
+"""`verl-slurm init`: asks up to five questions, reads the cluster, and writes a first configuration.
 
 Without a terminal nothing is asked, and with an option that answers a question neither. Each answer is judged at once
 by the check that `submit` will make.
 """
 
+import errno
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,24 +16,45 @@ from typing import TYPE_CHECKING, Any
 import click
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, DataError, NotFound, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import ConfigError, DataError, NoRoom, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.shipped import shipped
+from verl_slurm.base.files import create_file
+from verl_slurm.base.shipped import example, shipped
 from verl_slurm.cli.options import PLACE, Whole, exits
-from verl_slurm.cli.setup.first_config import CHANGE, Answers, first_config, first_reward, name_of
+from verl_slurm.cli.setup.first_config import (
+    CHANGE,
+    MAX_NEW_TOKENS,
+    MOST_NODES,
+    MOST_RANKS,
+    Answers,
+    first_config,
+    first_reward,
+    name_of,
+)
 from verl_slurm.cli.show import render
 
 if TYPE_CHECKING:
     from verl_slurm.config.schema import RunConfig
+    from verl_slurm.verl.inputs import Kind
 
 __all__ = ["init"]
 
 _KINDS = ("ppo", "grpo", "loop", "verl")
 _REWARD = "python:reward.py:score"
+_GO_WITH = {
+    "model": ("ppo", "grpo", "verl"),
+    "data": ("ppo", "grpo", "verl"),
+    "reward": ("ppo", "grpo"),
+    "program": ("loop",),
+}
+"""The loops that an option has a meaning for."""
+_KEYS_OF_VERL: dict["Kind", str] = {"data": "data.train_files", "model": "actor_rollout_ref.model.path"}
+_SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
+"""As `RLHFDataset` of verl 0.9.1 tells files apart."""
 
 
 @click.command(
-    epilog=exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.PERMISSION, ExitCode.NOT_FOUND)
+    epilog=exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.PERMISSION, ExitCode.NOT_FOUND, ExitCode.NO_ROOM)
     + "\n\nThe file is the same as an answer of Enter to each question would make it, where an option is left out."
 )
 @click.argument("file", type=PLACE, default=Path("my.yaml"), metavar="[FILE]")
@@ -46,17 +69,19 @@ _REWARD = "python:reward.py:score"
 @click.option("--reward", help="python:FILE.py:FUNCTION, classifier:DIR, ...; for ppo and grpo.")
 @click.option("--program", help="For loop: your program and its arguments, as one word.")
 @click.option("--partition", help="Slurm's; default: Slurm's own default.")
-@click.option("--nodes", type=Whole(1, 10_000), help="Default: 1.")
-@click.option("--ranks", type=Whole(1, 1024), help="On each node, one a GPU; default: its GPUs.")
+@click.option("--nodes", type=Whole(1, MOST_NODES), help="Default: 1.")
+@click.option("--ranks", type=Whole(1, MOST_RANKS), help="On each node, one a GPU; default: its GPUs.")
 @click.option(
-    "--ask/--no-ask", default=None, help="Ask, or do not. Default: on a terminal, without other options."
+    "--ask/--no-ask",
+    default=None,
+    help="Ask, or do not. Default: on a terminal, if no option other than --for is given.",
 )
 def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
     """Write FILE (default my.yaml), a commented configuration for your own model and data.
 
-    On a terminal five questions are asked: the loop, the model, the data, the reward, and where to train. The defaults
-    come from this machine and from Slurm, if it is here: partitions, GPUs, time limits, what a preemption leaves. With
-    the answers in it the file passes `verl-slurm submit FILE --dry-run`.
+    On a terminal up to five questions are asked: the loop, its model, data and reward or its program, and where to
+    train. The defaults come from this machine and from Slurm, if it is here: partitions, GPUs, time limits, what a
+    preemption leaves. With the answers in it the file passes `verl-slurm submit FILE --dry-run`.
 
     Without a terminal nothing is asked. Then, if no option answers a question, lines marked CHANGE are yours to fill
     in. An existing file is never overwritten.
@@ -66,28 +91,35 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
     verl-slurm init my.yaml --for verl --no-ask      # with lines to fill in
     verl-slurm init my.yaml --model models/qwen --data data --partition gpu --nodes 2
     """
-    if file.is_symlink() or file.exists():
+    # By os.path, to which a name that is too long is one that is not there.
+    if os.path.lexists(file):
         raise _in_the_way(file)
-    if not file.parent.is_dir():
+    if not os.path.isdir(file.parent):
         raise PermissionRefused("no such directory", where=file.parent, remedy="make it first")
     answered = any(value is not None for value in given.values())
+    terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+    if ask and not terminal:
+        raise click.UsageError("--ask needs a terminal, and there is none.")
     if ask is None:
-        ask = not answered and sys.stdin.isatty() and sys.stderr.isatty()
+        ask = terminal and not answered
     asker = _Asker(file, given | {"kind": kind}, ask=ask)
     answers = _ask_all(asker) if ask or answered else _of_kind(asker, kind or "grpo")
     name = name_of(file.stem)
     text = _schema_line() + first_config(answers, name)
     beside = file.parent / "reward.py"
-    # O_EXCL decides, and no look before it: a file that appears in between is not overwritten either.
     _write(file, text)
     rows: list[tuple[str, object]] = [("written", file)]
     if answers.reward == _REWARD and not beside.exists():
-        _write(beside, first_reward(name))
+        try:
+            _write(beside, first_reward(name))
+        except BaseException:
+            file.unlink()  # it names a reward that is not there, and a retry would find it in the way
+            raise
         rows.append(("reward", f"{beside}: a first one, yours to change"))
     if CHANGE in text:
         rows.append(("fill in", f"the lines marked {CHANGE} (docs/first-run.md)"))
-    rows.append(("check it", f"verl-slurm submit {shlex.quote(str(file))} --dry-run"))
-    rows.append(("start it", f"verl-slurm submit {shlex.quote(str(file))} --wait"))
+    rows.append(("check it", f"{_submit(file, answers)} --dry-run"))
+    rows.append(("start it", f"{_submit(file, answers)} --wait"))
     render.fields(rows)
     return ExitCode.OK
 
@@ -107,10 +139,23 @@ def _in_the_way(file: Path) -> PermissionRefused:
 
 def _write(file: Path, text: str) -> None:
     try:
-        with file.open("x") as out:
-            out.write(text)
-    except FileExistsError:
-        raise _in_the_way(file) from None
+        made = create_file(file, text.encode())
+    except OSError as error:
+        refusal = NoRoom if error.errno in (errno.ENOSPC, errno.EDQUOT) else PermissionRefused
+        remedy = "choose another FILE"
+        raise refusal("it cannot be written", where=file, found=error.strerror, remedy=remedy) from None
+    if not made:
+        raise _in_the_way(file)
+
+
+def _submit(file: Path, answers: Answers) -> str:
+    """Returns the command that submits the file from here."""
+    word, place = str(file), answers.place
+    # Otherwise taken for an option, or for the shipped example of that name.
+    word = f"./{word}" if word.startswith("-") or example(word) else word
+    # With Slurm a place has a partition. Without one, an sbatch that reaches no cluster would be an error.
+    local = shutil.which("sbatch") is None if place is None else place.partition is None
+    return f"verl-slurm submit {shlex.quote(word)}{' --cluster local' * local}"
 
 
 class _Asker:
@@ -133,24 +178,38 @@ class _Asker:
         default: str | None,
         judge: Callable[["_Asker", str], Answers],
     ) -> None:
-        """Puts one more answer into `answers`; none without an option, a user and a default.
+        """Puts one more answer into `answers`; none without an option, a user and a default that fits.
 
         Raises:
             VerlSlurmError: the option's answer is refused. A user is told so, and asked again.
         """
-        text = default if self.given.get(option) is None else str(self.given[option])
-        if not self._ask or self.given.get(option) is not None:
-            self.answers = self.answers if text is None else judge(self, text)
+        if self.given.get(option) is not None:
+            self.answers = self._judged(judge, str(self.given[option]))
+            return
+        usual = self.answers
+        try:
+            usual = usual if default is None else self._judged(judge, default)
+        except VerlSlurmError:
+            default = None  # found by its name alone, not asked for
+        if not self._ask:
+            self.answers = usual
             return
 
         def judged(text: str) -> Answers:
             try:
-                return judge(self, text.strip())
+                return usual if text == default else self._judged(judge, text.strip())
             except VerlSlurmError as error:
+                error.remedy = None  # it names keys of a file that is not written yet
                 raise click.UsageError(error.one_line()) from None
 
         # On standard error, as all questions: standard output is for the answer.
         self.answers = click.prompt(question, default=default, value_proc=judged, err=True)
+
+    def _judged(self, judge: Callable[["_Asker", str], Answers], text: str) -> Answers:
+        try:
+            return judge(self, text)
+        except OSError as error:
+            raise PermissionRefused("it cannot be read", where=text, found=error.strerror) from None
 
     def say(self, text: str) -> None:
         """Shows what a user should know before the next question."""
@@ -177,12 +236,19 @@ def _ask_all(asker: _Asker) -> Answers:
     asker.say("ppo, grpo: our own trainer; loop: a PyTorch program of yours; verl: the package verl")
     asker.answer("kind", "1. Which loop trains", "grpo", _of_kind)
     kind = asker.answers.kind
+    for option, kinds in _GO_WITH.items():
+        if asker.given[option] is not None and kind not in kinds:
+            raise click.UsageError(f"--{option} does not go with --for {kind}.")
     if kind == "loop":
         program = "train.py" if Path("train.py").is_file() else None
         asker.answer("program", "2. Your program and its arguments", program, _program)
     else:
         models = sorted([*Path().glob("*/config.json"), *Path().glob("models/*/config.json")])
-        asker.answer("model", "2. Directory of the model", str(models[0].parent) if models else None, _model)
+        model = str(models[0].parent) if models else None
+        of_hub = (
+            "or its name on the hub" if kind == "verl" else "as `hf download NAME --local-dir DIR` makes it"
+        )
+        asker.answer("model", f"2. Directory of the model, {of_hub}", model, _model)
         data = "data" if Path("data").is_dir() else None
         asker.answer("data", "3. Directory or file of the data", data, _data)
     if kind in ("ppo", "grpo"):
@@ -207,9 +273,12 @@ def _ask_where(asker: _Asker, number: int) -> None:
         notes = cluster_places.notes(place, offers, _config(asker.with_answer(place=place)))
         return asker.with_answer(place=msgspec.structs.replace(place, notes=notes))
 
+    default = f"{given['nodes'] or 1}x{ranks} {named}".strip()
+    if given["nodes"] or given["ranks"] or given["partition"]:
+        given["place"] = default
     what = "Nodes x GPUs of each" if any(one.gpus for one in offers) else "Nodes x ranks on each"
     question = f"{number}. {what}{', partition' * bool(offers)}"
-    asker.answer("place", question, f"{given['nodes'] or 1}x{ranks} {named}".strip(), judge)
+    asker.answer("place", question, default, judge)
 
 
 def _config(answers: Answers) -> "RunConfig":
@@ -226,34 +295,58 @@ def _absolute(asker: _Asker, answers: Answers) -> "RunConfig":
 
 
 def _model(asker: _Asker, text: str) -> Answers:
+    from verl_slurm.config.families import max_positions
     from verl_slurm.config.schema import BUILTIN
+    from verl_slurm.submit.checks.inputs import check_names
+    from verl_slurm.submit.checks.model_families import said_of
     from verl_slurm.submit.checks.model_files import check_model
 
+    if asker.answers.kind == "verl":
+        return asker.with_answer(model=_of_verl(asker, "model", text))
+    if text.startswith(BUILTIN):
+        full, found = text, asker.with_answer(model=text)
+        check_names(_config(found))
+    else:
+        full = os.path.abspath(Path(text).expanduser())
+        check_model("model.path", Path(full), text)
+        found = asker.with_answer(model=asker.written(Path(full)))
+    if (limit := max_positions(said_of(full))) is None:
+        return found
+    # At least half of it; the data may need more.
+    prompt = min(found.max_prompt_tokens, max(limit // 2, limit - MAX_NEW_TOKENS))
+    return msgspec.structs.replace(found, max_tokens=limit, max_prompt_tokens=prompt)
+
+
+def _of_verl(asker: _Asker, kind: "Kind", text: str) -> str:
+    """Returns a place that verl is to read as it is written in the file."""
+    from verl_slurm.submit.checks.verl import check_input
+    from verl_slurm.verl.inputs import Input, is_remote
+
     place = Path(text).expanduser()
-    # A built-in, or for verl perhaps a name of the hub: submit says what it is taken for.
-    of_verl = asker.answers.kind == "verl"
-    if text.startswith(BUILTIN) or (of_verl and not place.exists()):
-        return asker.with_answer(model=text)
-    if of_verl and not (place / "config.json").is_file():
-        remedy = "name a directory made by save_pretrained, or a name of the Hugging Face hub"
-        raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
-    if of_verl:
-        return asker.with_answer(model=asker.written(place))
-    check_model("model.path", Path(os.path.abspath(place)), text)
-    return asker.with_answer(model=asker.written(place))
+    # Of a model, what is not here may be a name of the hub.
+    here = place.exists() or (kind == "data" and not is_remote(text))
+    full = os.path.abspath(place) if here else text
+    check_input(Input(kind=kind, key=_KEYS_OF_VERL[kind], place=full, is_default=False))
+    return asker.written(place) if here else text
 
 
 def _data(asker: _Asker, text: str) -> Answers:
+    from verl_slurm.config.schema import BUILTIN
     from verl_slurm.submit.checks.data import recognize
+    from verl_slurm.submit.checks.inputs import check_names
 
     place = Path(text).expanduser()
     if asker.answers.kind == "verl":
-        # Without a file that is held out, verl evaluates on what it trains on.
-        train, test = (place / "train.parquet", place / "test.parquet") if place.is_dir() else (place, place)
-        for path in (train, test):
-            if not path.is_file():
-                raise NotFound("no such data file", where=path, remedy="name a file, or one's directory")
-        return asker.with_answer(train_files=asker.written(train), val_files=asker.written(test))
+        names = [f"{text}/{name}.parquet" for name in ("train", "test")] if place.is_dir() else [text] * 2
+        train, test = [_of_verl(asker, "data", name) for name in names]
+        if not train.endswith(_SUFFIXES_OF_VERL):
+            expected = " or ".join(_SUFFIXES_OF_VERL)
+            raise DataError("verl cannot read it", where=text, found=Path(text).suffix, expected=expected)
+        return asker.with_answer(train_files=train, val_files=test)
+    if text.startswith(BUILTIN):
+        found = asker.with_answer(data_root=text)
+        check_names(_config(found))
+        return found
     root, files = (place.parent, place.name) if place.is_file() else (place, "")
     found = asker.with_answer(data_root=asker.written(root), data_files=files)
     data = recognize(_absolute(asker, found)).data

@@ -39,7 +39,7 @@ from verl_slurm.verl.overrides import (
 from verl_slurm.verl.releases import Entry, installed_verl, require_installed
 from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source_of
 
-__all__ = ["check_ranks", "check_verl"]
+__all__ = ["check_input", "check_ranks", "check_verl"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
@@ -104,7 +104,7 @@ def check_verl(
         require_possible(settings, said)
         _require_named(entry, said)
     for one in inputs_of(entry, settings, said):
-        note = _check_input(one)
+        note = check_input(one)
         notes += [note] if note else []
     checked.append("verl's data files and models")
     return checked, notes
@@ -264,8 +264,12 @@ def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
     return f"verl {version} is installed", ""
 
 
-def _check_input(one: Input) -> str:
-    """Raises DataError if the input does not exist; else returns a note about it."""
+def check_input(one: Input) -> str:
+    """Raises DataError if the input does not exist; else returns a note about it.
+
+    Args:
+        one: with an absolute path, if it is on a file system.
+    """
     place = Path(one.place).expanduser()
     # From what cannot be looked at here to what must exist: a URL and a name of the hub look like relative paths.
     if is_remote(one.place):
