@@ -1,6 +1,8 @@
 """`init`: up to five questions on a terminal, none elsewhere, and a file that `submit --dry-run` takes."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.terminal import on_a_terminal
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.setup import cluster_places
 from verl_slurm.cli.setup.cluster_places import Offer
@@ -52,6 +55,7 @@ def test_five_answers_make_a_file_that_the_dry_run_takes(workplace: Path, cli: C
     shown = on_a_terminal("init", "first.yaml", typed=typed, cwd=workplace, env=WITHOUT_SLURM)
     assert shown.code == ExitCode.OK, shown.text
     assert "no such model directory" in shown.text
+    assert "set model.path" not in shown.text, "a key of a file that is not there yet"
     assert "not a place (found 2by2" in shown.text
     assert "\x1b" not in shown.text
     numbers = [word for word in "12345" if f"{word}. " in shown.text]
@@ -87,16 +91,111 @@ def test_options_answer_the_questions(workplace: Path, cli: Cli, without_slurm: 
 
 
 def test_what_an_option_names_is_checked_before_anything_is_written(
-    workplace: Path, cli: Cli, without_slurm: None, nothing_left: None
+    workplace: Path, cli: Cli, without_slurm: None
 ) -> None:
+    (workplace / "model" / "tokenizer.txt").touch()
     for words, code in (
         (("--model", "modle"), ExitCode.DATA),
+        (("--model", "builtin:tinyy"), ExitCode.CONFIG),
+        (("--for", "verl", "--model", "builtin:tiny"), ExitCode.DATA),
         (("--model", "model", "--data", "dat"), ExitCode.DATA),
+        (("--model", "model", "--data", "builtin:sums"), ExitCode.CONFIG),
+        (("--for", "verl", "--model", "model", "--data", "model/tokenizer.txt"), ExitCode.DATA),
+        (("--model", "m" * 300), ExitCode.PERMISSION),
         (("--model", "model", "--reward", "rule:nosuch"), ExitCode.CONFIG),
         (("--for", "loop", "--program", "nosuch.py"), ExitCode.NOT_FOUND),
         (("--for", "loop", "--program", "train.py 'x"), ExitCode.CONFIG),
     ):
-        assert cli("init", "first.yaml", *words).code == code
+        result = cli("init", "first.yaml", *words)
+        assert (result.code, bool(result.error)) == (code, True)
+        assert not (workplace / "first.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--for", "loop", "--model", "model"),
+        ("--for", "verl", "--reward", "rule:arithmetic"),
+        ("--program", "train.py"),
+        ("--ask",),  # and nothing to ask on
+    ],
+)
+def test_an_option_that_cannot_be_heeded_is_a_usage_error(cli: Cli, words: tuple[str, ...]) -> None:
+    assert cli("init", "first.yaml", *words).code == ExitCode.USAGE
+    assert not Path("first.yaml").exists()
+
+
+@pytest.mark.parametrize("file", ["/proc/x.yaml", "x" * 300, f"{'x' * 300}/my.yaml"])
+def test_a_place_that_takes_no_file_is_refused_in_one_line(cli: Cli, file: str) -> None:
+    result = cli("init", file, "--no-ask")
+    assert result.code == ExitCode.PERMISSION
+    assert result.error
+
+
+@pytest.mark.parametrize("begun", [b"#", b'"""'], ids=["configuration", "reward"])
+def test_a_full_file_system_leaves_neither_file(
+    workplace: Path,
+    cli: Cli,
+    without_slurm: None,
+    nothing_left: None,
+    monkeypatch: pytest.MonkeyPatch,
+    begun: bytes,
+) -> None:
+    write = os.write
+
+    def full(fd: int, data: bytes) -> int:
+        if bytes(data).startswith(begun):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", full)
+    result = cli("init", "first.yaml", "--model", "model")
+    assert result.code == ExitCode.NO_ROOM
+    assert "No space left on device" in result.error
+
+
+@pytest.mark.parametrize("kind", ["verl", "grpo"])
+def test_what_is_found_and_does_not_fit_becomes_a_line_to_fill_in(
+    workplace: Path, cli: Cli, without_slurm: None, kind: str
+) -> None:
+    (workplace / "data" / "train.jsonl").unlink()
+    (workplace / "model" / "config.json").unlink()
+    (workplace / "models" / "stray").mkdir(parents=True)
+    (workplace / "models" / "stray" / "config.json").write_text("{")
+    (workplace / "reward.py").write_text("reward = 1\n")
+    assert cli("init", "first.yaml", "--for", kind, "--nodes", 2).code == ExitCode.OK
+    assert load(workplace / "first.yaml").distributed.nodes == 2
+    marked = (workplace / "first.yaml").read_text().count("CHANGE: ")
+    # verl's two data files and a model it takes as it is; our model, data and reward.
+    assert marked == (2 if kind == "verl" else 3)
+
+
+def test_built_ins_get_as_many_tokens_as_the_model_takes(
+    workplace: Path, cli: Cli, without_slurm: None
+) -> None:
+    words = ("--model", "builtin:tiny", "--data", "builtin:arithmetic")
+    assert cli("init", "first.yaml", *words).code == ExitCode.OK
+    assert "CHANGE" not in (workplace / "first.yaml").read_text()
+    config = load(workplace / "first.yaml")
+    assert config.data.root == "builtin:arithmetic"
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (64, 64), "of 128"
+
+
+@pytest.mark.parametrize("file", ["-x", "quickstart"])
+def test_the_next_steps_can_be_entered_as_printed(
+    workplace: Path, cli: Cli, without_slurm: None, file: str
+) -> None:
+    result = cli("init", "--model", "model", "--", file)
+    assert result.code == ExitCode.OK, result.err
+    assert f"verl-slurm submit ./{file} --cluster local --dry-run" in result.out
+    dry_run(cli, f"./{file}")
+
+
+def test_a_place_has_the_limits_of_the_options() -> None:
+    assert cluster_places.place("10000x1024", []).nodes == 10_000
+    for text in ("10001x1", "1x1025", "0x1", "1"):
+        with pytest.raises(ConfigError, match="10000x1024"):
+            cluster_places.place(text, [])
 
 
 def test_data_without_a_usual_column_is_refused_with_the_columns_it_has(
@@ -121,7 +220,9 @@ def test_a_file_of_data_may_be_named_alone(workplace: Path, cli: Cli, without_sl
 
 
 def test_the_cluster_says_partition_gpus_limit_and_warning(workplace: Path, cli: Cli, offer: Offer) -> None:
-    assert cli("init", "first.yaml", "--model", "model", "--nodes", 2).code == ExitCode.OK
+    result = cli("init", "first.yaml", "--model", "model", "--nodes", 2)
+    assert result.code == ExitCode.OK
+    assert "submit first.yaml --dry-run" in result.out, "on Slurm, which is here"
     config = load(workplace / "first.yaml")
     assert (config.distributed.dp_size, config.slurm.gpus_per_node, config.slurm.cpus_per_node) == (16, 8, 64)
     assert (config.slurm.partition, config.slurm.time_limit_min) == ("gpu", 60)
@@ -155,8 +256,17 @@ def test_data_of_verl_is_split_by_its_names(workplace: Path, cli: Cli, offer: Of
     verl = load(workplace / "first.yaml").verl
     assert (verl["data.train_files"], verl["data.val_files"]) == ("data/train.parquet", "data/test.parquet")
     assert verl["actor_rollout_ref.model.path"] == "Qwen/Qwen3-8B"
+    assert "CHANGE" not in (workplace / "first.yaml").read_text()
     sizes = {verl["data.train_batch_size"], verl["actor_rollout_ref.actor.ppo_mini_batch_size"]}
     assert sizes == {60}, "a multiple of the ranks"
+
+
+def test_one_file_for_verl_holds_nothing_out(workplace: Path, cli: Cli, without_slurm: None) -> None:
+    words = ("--for", "verl", "--model", "model", "--data", "data/train.jsonl")
+    assert cli("init", "first.yaml", *words).code == ExitCode.OK
+    marked = [line for line in (workplace / "first.yaml").read_text().splitlines() if "CHANGE: " in line]
+    assert len(marked) == 1
+    assert "nothing is held out" in marked[0]
 
 
 @pytest.mark.slurm
