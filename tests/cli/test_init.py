@@ -120,13 +120,15 @@ def test_what_an_option_names_is_checked_before_anything_is_written(
         ("--ask",),  # and nothing to ask on
     ],
 )
-def test_an_option_that_cannot_be_heeded_is_a_usage_error(cli: Cli, words: tuple[str, ...]) -> None:
+def test_an_option_that_cannot_be_heeded_is_a_usage_error(
+    workplace: Path, cli: Cli, words: tuple[str, ...]
+) -> None:
     assert cli("init", "first.yaml", *words).code == ExitCode.USAGE
     assert not Path("first.yaml").exists()
 
 
 @pytest.mark.parametrize("file", ["/proc/x.yaml", "x" * 300, f"{'x' * 300}/my.yaml"])
-def test_a_place_that_takes_no_file_is_refused_in_one_line(cli: Cli, file: str) -> None:
+def test_a_place_that_takes_no_file_is_refused_in_one_line(workplace: Path, cli: Cli, file: str) -> None:
     result = cli("init", file, "--no-ask")
     assert result.code == ExitCode.PERMISSION
     assert result.error
