@@ -118,6 +118,7 @@ class DataConfig(Section, frozen=True):
     """For prompts that are lists of {role, content}. `auto`: the tokenizer's own template. `none`: refuse such prompts.
     A path: that Jinja template. Prompts that are text are used as they are."""
     max_prompt_tokens: Positive = 16
+    """A longer prompt is refused, never cut."""
     shuffle: bool = True
     eval_root: str | None = None
     """Held-out prompts: a root of the same form, or `builtin:arithmetic` for the sums kept apart. A prompt that is in
@@ -166,6 +167,7 @@ class TrainConfig(Section, frozen=True):
     """`ppo`: a critic is the baseline. `grpo`: the mean reward of a prompt's responses is the baseline, and there is no
     critic."""
     steps: Positive = 30
+    """A step samples, scores and updates."""
     batch_size_per_device: Positive = 64
     """Responses that a rank samples for one step."""
     mini_batch_size_per_device: Positive = 32
@@ -195,7 +197,9 @@ class TrainConfig(Section, frozen=True):
     """0: greedy. Otherwise responses are sampled at this temperature, from a random stream of the evaluation's own."""
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: PositiveFloat = 1.0
+    """Gradients of a larger norm are scaled down to it."""
     clip_ratio: PositiveFloat = 0.2
+    """PPO's epsilon (Schulman et al. 2017, arXiv:1707.06347)."""
     clip_ratio_high: PositiveFloat | None = None
     """The upper bound is 1 + this ("clip-higher", DAPO, arXiv:2503.14476, section 3.1). null: as `clip_ratio`."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "fixed_length"] = "token_mean"
@@ -205,8 +209,11 @@ class TrainConfig(Section, frozen=True):
     advantage_scale: Literal["std", "none"] = "std"
     """GRPO: divide by the standard deviation of the group's rewards, or not (Dr. GRPO)."""
     value_clip: PositiveFloat = 0.2
+    """How far from the old value a new one counts."""
     gamma: Fraction = 1.0
+    """Discount of a reward per token."""
     gae_lambda: Fraction = 0.95
+    """Of generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438)."""
     entropy_coef: NonNegativeFloat = 0.0
     kl_coef: NonNegativeFloat = 0.02
     """First coefficient of the KL penalty against the reference model."""
@@ -243,6 +250,7 @@ class DistributedConfig(Section, frozen=True):
     """Keep the inputs and outputs of each layer, and compute the rest again in the backward pass: less memory, a third
     more time, the same numbers."""
     nodes: Positive = 2
+    """The ranks are spread over them evenly."""
     min_nodes: Positive | None = None
     """The fewest nodes to train on. Slurm may start the job with any number from this one to `nodes`, and a lost node
     that no spare one replaces leaves a smaller run. A step stays the same prompts in the same mini-batches; sums are
@@ -288,6 +296,7 @@ class StepInterval(Section, frozen=True):
     """One row of `checkpoint.intervals`: the interval between saves up to a step."""
 
     every: Positive
+    """Steps between two saves."""
     until_step: Positive | None = None
     """The last step of this row. The last row has none and holds for the rest."""
 
@@ -418,10 +427,12 @@ class RunConfig(Section, frozen=True):
     """Joins all sections."""
 
     name: str = "run"
+    """`{name}` in `run_dir` stands for it."""
     run_dir: str = "runs/{name}"
     """The directory of the run, on a file system that all its nodes see."""
     seed: NonNegative = 0
     deterministic: bool = True
+    """false: kernels may differ by rounding, and a run is not repeated bit for bit."""
     group: str | None = None
     """A Unix group of yours whose members may read the run's status, numbers and logs (docs/clusters.md); never its
     checkpoints, rollouts or keys. null: nobody but you."""
@@ -432,6 +443,7 @@ class RunConfig(Section, frozen=True):
     {WANDB_API_KEY: ~/.wandb_key}. Each node reads it at each start; the value is stored nowhere."""
     trainer: GuestConfig = GuestConfig()
     verl: VerlSection = {}
+    """Keys of verl's own, handed on as they are (docs/verl.md)."""
     code: CodeConfig = CodeConfig()
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()

@@ -14,9 +14,11 @@ class SlurmConfig(Section, frozen=True):
     """Sets what the run asks of Slurm."""
 
     partition: str | None = None
+    """null: Slurm's default one."""
     account: str | None = None
     qos: str | None = None
     time_limit_min: Positive = 60
+    """Of one job; a run that needs longer is requeued before it ends."""
     signal_lead_s: Annotated[int, msgspec.Meta(ge=10, le=65535)] = 120
     """Seconds before the time limit at which Slurm warns (`--signal=B:USR1@N`); a save must fit into them."""
     cpus_per_node: Positive = 1

@@ -21,6 +21,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The directory of a directory tier, as the job's first node sees it. It must exist, so that a missing mount is
     noticed; directories below it are made 0700."""
     bucket: str | None = None
+    """Of S3."""
     prefix: str = "verl-slurm"
     """Prefix of all of this tier's names, below `path` or in `bucket`."""
     endpoint: str | None = None
