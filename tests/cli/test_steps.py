@@ -9,6 +9,7 @@ import pytest
 from tests.cli.test_checkpoints import make_run
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.show.run_tables import steps_table
+from verl_slurm.cli.show.story import progress
 from verl_slurm.journal.steps import append_step
 
 Cli = Callable[..., Any]
@@ -38,6 +39,13 @@ def test_each_step_is_a_line_with_what_it_has() -> None:
         ["2", "0.250", "0.500", "-", "-0.5000", "12.5%", "0.0005", "1234", "2.0", "25%"],
     ]
     assert steps_table([], 80) == ([], [])
+
+
+def test_a_step_that_was_all_replayed_has_no_speed() -> None:
+    headings, lines = steps_table([ROW, ROW | {"step": 2.0, "tokens_per_second": 0.0}], 200)
+    assert [line[headings.index("tok/s")] for line in lines] == ["1234", "-"]
+    replayed = {"step": 2, "steps": 4, "metrics": {"reward": 0.5, "tokens_per_second": 0.0}}
+    assert "tok/s" not in progress(replayed)
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 40, 20])

@@ -89,7 +89,8 @@ _STEP_COLUMNS: tuple[tuple[str, str, _Form], ...] = (
     ("actor_grad_norm", "grad norm", "{:.2g}".format),
     ("learning_rate", "lr", "{:.2g}".format),
     ("response_tokens", "length", "{:.1f}".format),
-    ("tokens_per_second", "tok/s", "{:.0f}".format),
+    # A step whose responses were all replayed has sampled none.
+    ("tokens_per_second", "tok/s", lambda value: f"{value:.0f}" if value > 0 else "-"),
     ("step_s", "s", "{:.1f}".format),
     ("communication_share", "comm.", "{:.0%}".format),
 )

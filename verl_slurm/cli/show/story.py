@@ -113,7 +113,8 @@ def progress(status: dict[str, Any]) -> str:
     values = metrics if isinstance(metrics, dict) else {}
     for name, form in _SHOWN:
         value = values.get(name)
-        if isinstance(value, int | float):
+        # A step whose responses were all replayed has sampled none, and no speed.
+        if isinstance(value, int | float) and not (name == "tokens_per_second" and value <= 0):
             words.append(form.format(value))
     return "  ".join(words)
 
