@@ -1,9 +1,10 @@
 """Which rank is slow, by the seconds that ranks work between safe points."""
 
 import itertools
+import statistics
 
 import pytest
-from verl_slurm_daemon.decide.stragglers import Straggler, StragglerWatch
+from verl_slurm_daemon.decide.stragglers import Straggler, StragglerWatch, _median_without
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 
 from tests.builders import run_config
@@ -100,3 +101,20 @@ def test_a_straggler_is_told_by_its_node_when_it_begins_and_ends_and_is_named_me
         ("notice", "straggler"),
     ]
     assert told[0].text.startswith("n2: rank 2 works 3.0 times as long as the others")
+
+
+@pytest.mark.parametrize(
+    "values", [[1.0, 2.0], [1.0, 1.0, 5.0], [4.0, 1.0, 1.0, 9.0], [3.0, 2.0, 8.0, 8.0, 1.0]]
+)
+def test_the_others_median_is_that_of_a_plain_count(values: list[float]) -> None:
+    for place, own in enumerate(values):
+        others = [*values[:place], *values[place + 1 :]]
+        assert _median_without(sorted(values), own) == statistics.median(others)
+
+
+@pytest.mark.timeout(60)
+def test_thousands_of_ranks_are_compared_without_a_look_at_all_for_each_report() -> None:
+    """Found with 2,000 agents, whose reports kept the lead busy for more than a second each second."""
+    work_s = [10.0] * 4096
+    work_s[7] = 20.0
+    assert play((work_s, 40)) == [(7, True)]

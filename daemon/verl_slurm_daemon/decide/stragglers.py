@@ -6,9 +6,9 @@ wait. What differs is the work: each rank reports the seconds that it has spent 
 the slowest, and cannot be told apart here.
 """
 
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 __all__ = ["Straggler", "StragglerWatch"]
 
@@ -53,6 +53,10 @@ class StragglerWatch:
     num_ranks: int
     _marks: dict[int, tuple[int, float]] = field(default_factory=dict)
     _newest: dict[int, tuple[int, float]] = field(default_factory=dict)
+    _enough: set[int] = field(default_factory=set)
+    """Ranks that have passed `_LEAST_SAFE_POINTS` in this window."""
+    _longest_s: float = 0.0
+    """Work of the slowest rank in this window."""
     _in_a_row: dict[int, int] = field(default_factory=dict)
     _told: set[int] = field(default_factory=set)
 
@@ -67,25 +71,27 @@ class StragglerWatch:
             return []
         self._newest[rank] = (safe_points, own_s)
         # A window begins where all ranks train; loading and warming up belong to none.
-        self._marks.setdefault(rank, (safe_points, own_s))
-        if len(self._newest) < self.num_ranks:
+        marked_points, marked_s = self._marks.setdefault(rank, (safe_points, own_s))
+        # Of this rank alone: each of thousands reports once a second, and a look at all of them would be too much.
+        if safe_points - marked_points >= _LEAST_SAFE_POINTS:
+            self._enough.add(rank)
+        self._longest_s = max(self._longest_s, own_s - marked_s)
+        if len(self._enough) < self.num_ranks or self._longest_s < _LEAST_S:
             return []
-        spans = {
-            one: (points - self._marks[one][0], own - self._marks[one][1])
+        work_s = {
+            one: (own - self._marks[one][1]) / (points - self._marks[one][0])
             for one, (points, own) in self._newest.items()
         }
-        if min(points for points, _ in spans.values()) < _LEAST_SAFE_POINTS:
-            return []
-        if max(own for _, own in spans.values()) < _LEAST_S:
-            return []
-        self._marks = dict(self._newest)
-        return self._judge({one: own / points for one, (points, own) in spans.items()})
+        self._marks, self._longest_s = dict(self._newest), 0.0
+        self._enough.clear()
+        return self._judge(work_s)
 
     def _judge(self, work_s: Mapping[int, float]) -> list[Straggler]:
         news = []
+        ordered = sorted(work_s.values())
         for rank in sorted(work_s):
             own_s = work_s[rank]
-            others_s = median(other for one, other in work_s.items() if one != rank)
+            others_s = _median_without(ordered, own_s)
             slow = others_s > 0 and own_s > self.factor * others_s
             # Counted as long as it differs from what was told last.
             differs = slow is not (rank in self._told)
@@ -100,3 +106,13 @@ class StragglerWatch:
     def slow(self) -> tuple[int, ...]:
         """Returns the ranks that are slow now."""
         return tuple(sorted(self._told))
+
+
+def _median_without(ordered: Sequence[float], own: float) -> float:
+    """Returns the median of sorted values, `own`, which is one of them, left out. O(log n)."""
+    place, count = bisect_left(ordered, own), len(ordered) - 1
+
+    def at(number: int) -> float:
+        return ordered[number if number < place else number + 1]
+
+    return at(count // 2) if count % 2 else (at(count // 2 - 1) + at(count // 2)) / 2
