@@ -31,7 +31,8 @@ from verl_slurm_daemon.decide.model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
-from verl_slurm_daemon.link.channel import LeadLink, connect
+from verl_slurm_daemon.link.channel import LeadLink
+from verl_slurm_daemon.link.reach import reach_lead
 
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -68,7 +69,8 @@ class Crowd:
             await link.close()
 
     async def _join(self, address: LeadAddress, node_id: int) -> LeadLink:
-        link = await connect(address.host, address.port, bytes.fromhex(address.token), EPOCH)
+        # As an agent: thousands at once are more than a lead greets in its time limit.
+        link = await reach_lead(address, EPOCH, asyncio.Event())
         link.send(AgentReady(node=f"n{node_id}", node_id=node_id, address=link.own_host, free_port=29500))
         return link
 
