@@ -92,7 +92,7 @@ class Steps:
         return int(self._rows[-1]["step"]) if self._rows else 0
 
     def curves(self) -> list[Curve]:
-        """Of a loop whose columns nobody knows: the first four of its own."""
+        """Of a loop with unknown columns: its first four."""
         found = []
         for name, title, columns in _CURVES:
             column = next((one for one in columns if any(one in row for row in self._rows)), None)

@@ -74,8 +74,8 @@ def adopt(
     is broken is named with its reason and stays where it is, as does all of DIR.
 
     DIR's tracker (latest_checkpointed_iteration.txt) is pointed to the newest whole step: with an empty one verl
-    crashes for ever, without one it silently starts from step 0. Without RUN that is all that is done, so that plain
-    verl, too, resumes right. Done twice, it finds itself done.
+    crashes at every start, without one it silently starts from step 0. Without RUN that is all that is done, so that
+    plain verl, too, resumes right. Done twice, it finds itself done.
 
     \b
     verl-slurm adopt checkpoints/gsm8k/grpo --dry-run

@@ -27,7 +27,7 @@ def tiers(run: RunPaths, as_json: bool) -> int:
 
     \b
     verified      every byte was read back there and matched
-    unread        whole by its manifest, nobody has read it back yet
+    unread        whole by its manifest, not read back yet
     damaged       read back, and not what its manifest says
     refused       the run has a key, and this was not signed with it; it is not copied, and counts for nothing
     incomplete    an upload that broke off, or parts are missing; it counts for nothing

@@ -28,7 +28,7 @@ __all__ = ["prune", "scrub"]
 @click.option(
     "--keep-every",
     type=Whole(min=0),
-    help="One in every so many steps stays for ever, 0: none. Default: checkpoint.keep_every of the run.",
+    help="One in every so many steps stays permanently, 0: none. Default: checkpoint.keep_every of the run.",
 )
 @click.option(
     "--keep-best",

@@ -23,8 +23,8 @@ def serve(place: Path, port: int, as_json: bool) -> int:
     A table of all runs, and the page of `verl-slurm report` for each. The browser is told of what changes. Nothing is
     polled while no page is open; while one is, Slurm is asked once a minute, one question for all runs.
 
-    It listens on 127.0.0.1 alone, can change nothing, and answers nobody without the token in the printed address. To
-    open the page on another machine, forward the port there and open the same address:
+    It listens on 127.0.0.1 alone, can change nothing, and refuses each request without the token in the printed
+    address. To open the page on another machine, forward the port there and open the same address:
 
     \b
     verl-slurm serve runs --port 8123

@@ -53,7 +53,7 @@
   }
 
   filter.addEventListener("input", () => rows.forEach(show));
-  // A browser has six connections to a server: a tab that nobody sees keeps none.
+  // A browser has six connections to a server: a hidden tab keeps none.
   document.addEventListener("visibilitychange", () => {
     source?.close();
     if (!document.hidden) listen();

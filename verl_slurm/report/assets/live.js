@@ -1,5 +1,5 @@
 "use strict";
-// Loads the page again when the server tells of newer facts: at once while nobody uses the page, else on a button.
+// Loads the page again when the server tells of newer facts: at once while the page is not used, else on a button.
 (() => {
   const CALM_MS = 20_000;
   const news = document.querySelector(".news");
@@ -47,7 +47,7 @@
   for (const name of ["pointerdown", "pointermove", "keydown", "wheel", "touchstart"]) {
     addEventListener(name, () => (touched = performance.now()), { passive: true });
   }
-  // A browser has six connections to a server: a tab that nobody sees keeps none.
+  // A browser has six connections to a server: a hidden tab keeps none.
   document.addEventListener("visibilitychange", () => {
     source?.close();
     clearTimeout(waiting);
