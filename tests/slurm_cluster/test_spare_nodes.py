@@ -10,6 +10,7 @@ import pytest
 from tests.harness import LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
 from tests.loops.served import overrides
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
@@ -128,7 +129,8 @@ def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
     run: LiveRun, cluster: DevCluster, nodes: Nodes
 ) -> None:
     """Two nodes, then one, then two again: the prompts are those of an undisturbed run, and none is sampled twice."""
-    run.argv += ["distributed.min_nodes=1", "daemon.standby_after_s=1"]
+    # Without an end of its own: a node that is slow to come back would find the run done.
+    run.argv += ["distributed.min_nodes=1", "daemon.standby_after_s=1", "train.steps=1000"]
     run.submit()
     run.wait_phase("generate", step=1)
     first, second = _chosen(run)["train"]
@@ -138,12 +140,17 @@ def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
     run.wait(lambda: len(run.events("training")) > before)
     assert _chosen(run) == {"train": [first], "spare": []}
     assert run.facts().restarts == 0, "no requeue"
-    run.wait(lambda: run.status()["step"] > 2)
     restore_node(cluster, second, timeout_s=120)
+    alone = run.status()["step"]
+    run.wait(lambda: run.status()["step"] > alone)
     run.slurm("scontrol", "requeue", run.job_id)
     run.wait_event("started", requeues=1)
-    run.wait_end()
-    assert len(_chosen(run)["train"]) == 2
+    run.wait(lambda: len(run.events("training")) > before + 1)
+    assert len(_chosen(run)["train"]) == 2, run.story()
+    together = run.status()["step"]
+    run.wait(lambda: run.status()["step"] > together)
+    run.slurm("scancel", run.job_id)
+    run.wait_end(ExitCode.CANCELLED)
     stats = ledger_stats(run.paths)
     assert (stats.duplicates, stats.problems) == ((), ())
 
