@@ -328,6 +328,29 @@ def test_a_hostile_job_name_leaves_the_facts_alone(cluster: DevCluster, tmp_path
 
 
 @pytest.mark.slurm
+def test_a_job_that_gives_nodes_back_leaves_nothing_in_the_working_directory(
+    cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a job, scontrol writes scripts for the job's shell to where it runs."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+
+    async def story(client: SlurmClient) -> JobFacts:
+        job = await _submit(client, tmp_path, "--nodes=2", "--no-kill")
+        facts = await _until(client, job, lambda facts: facts.is_running)
+        await client.shrink(facts, facts.batch_host)
+        facts = await client.job(job)
+        await client.cancel(job)
+        await _until(client, job, lambda facts: facts.is_over)
+        return facts
+
+    facts = asyncio.run(story(SlurmClient({**cluster.client_env(), "SLURM_JOBID": "1", "SLURM_JOB_ID": "1"})))
+    assert facts.node_list == facts.batch_host
+    assert list(here.iterdir()) == []
+
+
+@pytest.mark.slurm
 def test_the_real_cluster_answers(cluster: DevCluster) -> None:
     async def story(client: SlurmClient) -> None:
         assert await client.expand("node[1-3]") == ["node1", "node2", "node3"]

@@ -8,6 +8,7 @@ import asyncio
 import math
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -94,11 +95,12 @@ class SlurmClient:
             self._programs[name] = os.path.abspath(found)
         return self._programs[name]
 
-    async def run(self, argv: list[str], within_s: float | None = None) -> Completed:
+    async def run(self, argv: list[str], within_s: float | None = None, cwd: str | None = None) -> Completed:
         """Runs one command to its end.
 
         Args:
             within_s: a shorter deadline than the client's.
+            cwd: its working directory; None: this process's.
 
         Raises:
             SlurmMissing: no such program, no answer in time, or an endless one. The command is dead then.
@@ -107,7 +109,7 @@ class SlurmClient:
         timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
         try:
             # In a thread: the runner blocks TERM for the command, and does without asyncio's watching of children.
-            return await asyncio.to_thread(run_command, command, self._env, timeout_s)
+            return await asyncio.to_thread(run_command, command, self._env, timeout_s, cwd)
         except RuntimeError as error:  # no thread is available
             raise SlurmMissing(
                 "Slurm cannot be asked",
@@ -396,7 +398,9 @@ class SlurmClient:
         Raises:
             SlurmMissing, SlurmRefused: it was not done.
         """
-        done = await self.run(commands.keep_node(job.target, node), _ASIDE_S)
+        # scontrol leaves two scripts where it runs, with variables for the shell of such a job.
+        with tempfile.TemporaryDirectory(prefix="vs-") as aside:
+            done = await self.run(commands.keep_node(job.target, node), _ASIDE_S, aside)
         if done.exit_code != 0:
             raise SlurmRefused(
                 "the job's other nodes were not taken", where=job.target, found=done.stderr.strip()

@@ -34,13 +34,16 @@ class Completed(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
 
 
-def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Completed:
+def run_command(
+    argv: list[str], env: Mapping[str, str], timeout_s: float, cwd: str | None = None
+) -> Completed:
     """Runs a command and reads its output.
 
     Args:
         argv: the program's absolute path and its arguments.
         env: its whole environment.
         timeout_s: seconds until it is killed.
+        cwd: its working directory; None: this process's.
 
     Raises:
         SlurmMissing: the command cannot be started, does not end in time, or prints endlessly. It is dead then.
@@ -51,7 +54,7 @@ def run_command(argv: list[str], env: Mapping[str, str], timeout_s: float) -> Co
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     try:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, cwd=cwd
         )
     except OSError as error:
         raise _no_answer(argv, str(error)) from error

@@ -434,7 +434,7 @@ class SlurmAllocation:
         FAILED: no agent runs on the others that could ask for the requeue.
         """
         # A precaution: without it the run goes on all the same.
-        with contextlib.suppress(VerlSlurmError):
+        with contextlib.suppress(VerlSlurmError, OSError):
             facts = await self._client.job(self._job.job_id)
             if facts.batch_host == node and facts.num_nodes > 1:
                 await self._client.shrink(facts, node)
