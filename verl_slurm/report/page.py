@@ -35,7 +35,7 @@ _MOST_CHECKPOINTS = 60
 _KIND_TITLES = {
     "training": "Training",
     "saving": "Saving",
-    "preempted": "Preempted",
+    "preempted": "Interrupted",
     "queued": "Queued",
     "starting": "Starting",
     "recovering": "Recovering",

@@ -416,7 +416,8 @@ class Effects:
         try:
             await link.messages(deliver)
         except (OSError, VerlSlurmError) as error:
-            self._journal.write(ev.Link(node, str(error)))
+            if not step.leaving.is_set():  # the end of a step that was told to end may be a reset, too
+                self._journal.write(ev.Link(node, str(error)))
         if self._services.gone(link):
             return
         step.part(link)
