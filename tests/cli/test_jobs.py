@@ -17,7 +17,7 @@ from tests.many_runs import Kind, make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.processes import birth_of
-from verl_slurm.runs.requests import way_on
+from verl_slurm.runs.liveness import way_on
 from verl_slurm.slurm.parse import parse_job
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -53,6 +53,17 @@ def on_a_cluster_with(job: str, place: Path, monkeypatch: pytest.MonkeyPatch) ->
         (place / "bin" / name).chmod(0o700)
     monkeypatch.setenv("PATH", str(place / "bin"), prepend=os.pathsep)
     return asked
+
+
+def test_status_says_how_a_job_that_is_held_goes_on(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slurm holds a job by itself, too, when a node refuses to launch it."""
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    job = re.sub(r"Reason=\S+", "Reason=launch_failed_requeued_held", (GOLDEN / "pending.txt").read_text())
+    on_a_cluster_with(job, tmp_path, monkeypatch)
+    said = cli("status", run).out
+    assert "PENDING, launch_failed_requeued_held; scontrol release 1" in said, said
 
 
 ASKING = (

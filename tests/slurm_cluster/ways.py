@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from tests.harness import LiveRun
+from verl_slurm.config.load import load_resolved
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
@@ -84,6 +85,9 @@ class Mischief:
         if way == "lose_lead_node":
             node = facts.batch_host
         elif way == "lose_node":
+            node = self._dice.choice(others) if others else None
+        elif load_resolved(self._run.paths.run_yaml).may_lose_nodes:
+            # Not the first one: Slurm 22.05 would hold the job (docs/limits.md).
             node = self._dice.choice(others) if others else None
         else:
             node = self._dice.choice([*others, facts.batch_host])

@@ -21,7 +21,7 @@ from verl_slurm.journal.folds.jobs import Submission
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle"]
+__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle", "way_on"]
 
 _BY_HAND = "local-"
 """Prefix of the job id of a lead that was started without submitit."""
@@ -79,10 +79,20 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail=facts.reason or "",
+        detail="; ".join(filter(None, (facts.reason, way_on(facts)))),
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
+
+
+def way_on(facts: JobFacts) -> str:
+    """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
+    # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
+    if facts.state == "SUSPENDED":
+        return f"scontrol resume {facts.target}"
+    if "held" in (facts.reason or "").lower():
+        return f"scontrol release {facts.target}"
+    return ""
 
 
 def runs_here(root: Path, job: JobFacts) -> bool:

@@ -12,13 +12,13 @@ from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
 from verl_slurm.journal.files import append_event
 from verl_slurm.journal.folds.jobs import Submission
 from verl_slurm.runs.glance import glance
-from verl_slurm.runs.liveness import job_state, leads, runs_here
+from verl_slurm.runs.liveness import job_state, leads, runs_here, way_on
 from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
 
-__all__ = ["ask_for_save", "cancel_run", "requeue_run", "way_on"]
+__all__ = ["ask_for_save", "cancel_run", "requeue_run"]
 
 
 def cancel_run(run: RunPaths) -> str:
@@ -101,16 +101,6 @@ def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
         found=f"{found}; {facts.reason}" if facts.reason else found,
         remedy=way_on(facts) or other,
     )
-
-
-def way_on(facts: JobFacts) -> str:
-    """Returns how to continue a job that stands still; empty: nothing of that kind holds it. Pure."""
-    # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
-    if facts.state == "SUSPENDED":
-        return f"scontrol resume {facts.target}"
-    if "held" in (facts.reason or "").lower():
-        return f"scontrol release {facts.target}"
-    return ""
 
 
 def _require_living(run: RunPaths) -> str:
