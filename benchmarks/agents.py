@@ -1,6 +1,6 @@
 """How long an emergency request takes to reach all agents of a large job: from the lead's decision to the last receipt.
 
-    python benchmarks/agents.py [--agents 1000] [--rounds 20] [--processes 4] [--json]
+    python benchmarks/agents.py [--agents 64 1024 4096] [--rounds 20] [--processes 4] [--figure FILE.svg] [--json]
 
 The lead's own half (`Effects`, its port, its policy) in this process, and as many agents' links in a few others, each
 a TCP connection of its own over the loopback, with handshake and MACs. Twice: in silence, and while every agent tells
@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
@@ -34,6 +35,7 @@ from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.link.channel import LeadLink
 from verl_slurm_daemon.link.reach import reach_lead
 
+from benchmarks.curves import lines
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import DistributedConfig, RunConfig
@@ -169,6 +171,24 @@ async def _rounds(
     }
 
 
+def figure(found: list[dict[str, Any]]) -> str:
+    """Seconds over the number of agents, as an SVG."""
+    curves = {
+        "until all have joined": [each["joined_s"] for each in found],
+        "until a request has reached the last, silent agents": [
+            each["silent"]["median_ms"] / 1e3 for each in found
+        ],
+        "the same, talking agents": [each["talking"]["median_ms"] / 1e3 for each in found],
+    }
+    powers = [math.log2(each["agents"]) for each in found]
+    return lines(
+        {name: list(zip(powers, values, strict=True)) for name, values in curves.items()},
+        title="A lead and its agents, all on one machine of two cores",
+        x="agents, as a power of two",
+        y="seconds",
+    )
+
+
 def table(found: dict[str, Any]) -> str:
     """For people."""
     lines = [f"{found['agents']} agents, joined in {found['joined_s']} s; load {found['load']}"]
@@ -182,9 +202,10 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--agents", type=int, nargs="+", default=[1000])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--figure", type=Path, help="an SVG of the sizes")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--crowd", nargs=3, metavar=("RUN", "FIRST", "NUMBER"), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -193,13 +214,17 @@ def main(argv: list[str] | None = None) -> int:
         crowd = Crowd(int(first), int(number))
         asyncio.run(crowd.live(read_lead_address(RunPaths(Path(root)))))
         return 0
-    with (
-        tempfile.TemporaryDirectory(prefix="vs-") as name,
-        open(os.devnull, "w") as nowhere,
-        contextlib.redirect_stdout(nowhere),  # the journal talks, too
-    ):
-        found = asyncio.run(measure(options.agents, options.rounds, options.processes, Path(name)))
-    print(json.dumps(found) if options.json else table(found))
+    found = []
+    for agents in options.agents:
+        with (
+            tempfile.TemporaryDirectory(prefix="vs-") as name,
+            open(os.devnull, "w") as nowhere,
+            contextlib.redirect_stdout(nowhere),  # the journal talks, too
+        ):
+            found.append(asyncio.run(measure(agents, options.rounds, options.processes, Path(name))))
+        print(json.dumps(found[-1]) if options.json else table(found[-1]), flush=True)
+    if options.figure:
+        options.figure.write_text(figure(found))
     return 0
 
 
