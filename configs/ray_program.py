@@ -5,10 +5,13 @@
 
 import argparse
 import random
+from itertools import cycle
 
 import ray
 
 import verl_slurm
+
+THROWS = 2  # of each step, dealt out to the actors
 
 
 class Total:
@@ -41,13 +44,14 @@ def main() -> None:
     ray.init()  # joins the Ray of the job
     throwers = [Thrower.remote() for _ in range(int(ray.cluster_resources()["GPU"]))]
     total = Total()
-    with verl_slurm.run(total=total) as run:
+    # any_ranks: a step is the same on any number of nodes, so the job may lose some (`distributed.min_nodes`).
+    with verl_slurm.run(any_ranks=True, total=total) as run:
         for step in run.steps(options.steps):
-            # Seeds of the step and the actor: a step that is done again is the same step.
-            seeds = [step * len(throwers) + number for number in range(len(throwers))]
-            asked = [one.throw.remote(seed, options.count) for one, seed in zip(throwers, seeds, strict=True)]
+            # Seeds of the step, not of the actor: a step that is done again is the same step.
+            seeds = range(step * THROWS, (step + 1) * THROWS)
+            asked = [one.throw.remote(seed, options.count) for one, seed in zip(cycle(throwers), seeds)]
             total.inside += sum(ray.get(asked))
-            total.thrown += options.count * len(throwers)
+            total.thrown += options.count * THROWS
             run.log(pi=4 * total.inside / total.thrown)
 
 
