@@ -233,7 +233,9 @@ def indexes() -> Sequence[bytes]:
         "w": TensorEntry(dtype="bfloat16", shape=(4, 2), pieces=halves),
         "step": TensorEntry(dtype="float32", shape=(), pieces=scalar),
     }
-    return [render_index(TensorIndex(tensors=tensors))]
+    run = Piece(file=tensor_file(0), at=192, offset=(0, 0), shape=(2, 1), count=3, every=2, axis=1)
+    runs = tensors | {"v": TensorEntry(dtype="int8", shape=(2, 3), pieces=(run,))}
+    return [render_index(TensorIndex.of(tensors)), render_index(TensorIndex.of(runs))]
 
 
 def from_saver() -> Sequence[bytes]:

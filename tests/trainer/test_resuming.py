@@ -270,7 +270,7 @@ def test_a_run_that_was_made_longer_goes_on_whatever_its_rates_would_have_been(
             return files[name]
 
     monkeypatch.setattr(resuming, "CheckpointReader", Reader)
-    monkeypatch.setattr(resuming, "load_tensors", lambda *_, **__: None)
+    monkeypatch.setattr(resuming, "read_tensors", lambda *_, **__: None)
     monkeypatch.setattr(resuming, "_my_runtime_state", lambda *_: SimpleNamespace(step=15))
     monkeypatch.setattr(resuming, "restore_state", lambda *_, where: where)
 

@@ -23,7 +23,7 @@ from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.save.ranks.loader import load_tensors, read_runtime_state
+from verl_slurm.save.ranks.loader import read_runtime_state, read_tensors
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.objective.optimizers import schedule_record
@@ -149,14 +149,14 @@ def load_state(
     """Fill `tensors` and return the rest of the state; the generators are put back. Collective.
 
     Args:
-        near: this node's own part of it, if there is one (`load_tensors`).
+        near: this node's own part of it, if there is one (`read_tensors`).
 
     Raises:
         CheckpointCorrupt: something in it does not fit this model or contradicts itself.
         ConfigError: the learning rates, or the responses to a prompt, are not those of the configuration.
     """
-    load_tensors(directory, tensors, ranks, keys, near=near)
     reader = CheckpointReader(directory, keys)
+    read_tensors(reader, tensors, ranks, near=near)
     saved = _my_runtime_state(reader, shape, grid, ranks)
     try:
         recorded = msgspec.json.decode(reader.read("scheduler.json"))

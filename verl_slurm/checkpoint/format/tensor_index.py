@@ -3,8 +3,14 @@
 ```
 actor/index.json       {"format": 1, "tensors": {NAME: {"dtype": "float32", "shape": [64, 32], "pieces": [PIECE, ...]}}}
       PIECE            {"file": "rank_0000.bin", "at": 4096, "offset": [0, 0], "shape": [32, 32]}
+      PIECE, format 2  {"file": "rank_0003.bin", "at": 0, "offset": [0, 0], "shape": [2, 32], "count": 32, "every": 8}
 actor/rank_0000.bin    the pieces that rank 0 wrote, one after the other
 ```
+
+Format 2 has runs: a PIECE with a `count` stands for so many of one shape, each at `at` in its file. The next one lies
+in the file of the rank that is `every` higher (1 if absent), and begins where the one before it ends along `axis` (0
+if absent). So an index is as long for 10,000 ranks as for a hundred. It is of format 1, which older releases read, if
+it has no run: runs of fewer than SHORTEST_RUN pieces are written piece by piece.
 
 A piece is a box of a tensor: `offset` and `shape` have its number of dimensions (none for a scalar). Its elements lie
 at `at` in the file, row by row (C order), little-endian, without gaps. Every element of a tensor is in exactly one
@@ -18,22 +24,26 @@ and no part is believed before the manifest's digests were checked.
 import math
 import re
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Self
 
 import msgspec
 
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.checkpoint.format.specification import MAX_FILES
 
 __all__ = [
     "DTYPE_BYTES",
     "FILE_ALIGNMENT",
     "INDEX",
+    "MAX_INDEX_BYTES",
     "PIECE_ALIGNMENT",
+    "SHORTEST_RUN",
     "Piece",
     "TensorEntry",
     "TensorIndex",
     "parse_index",
+    "rank_of",
     "render_index",
     "slabs",
     "tensor_file",
@@ -43,7 +53,8 @@ INDEX = "index.json"
 PIECE_ALIGNMENT = 64
 FILE_ALIGNMENT = 4096
 MAX_INDEX_BYTES = bounded.INDEX.num_bytes
-_FORMAT = 1
+SHORTEST_RUN = 16
+_FORMAT, _FORMAT_WITH_RUNS = 1, 2
 # ASCII: without it `\d` matches the digits of all scripts.
 _FILE = re.compile(r"rank_\d{4,}\.bin", re.ASCII)
 
@@ -69,18 +80,50 @@ _Size = Annotated[int, msgspec.Meta(ge=0, le=2**56)]
 _Shape = Annotated[tuple[_Size, ...], msgspec.Meta(max_length=16)]
 
 
-class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Locates a box of a tensor and its bytes."""
+class Piece(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Locates a box of a tensor and its bytes, or a run of such boxes."""
 
     file: str
     at: _Size
     """Bytes from the start of the file."""
     offset: _Shape
     shape: _Shape
+    # Each has a file of its own.
+    count: Annotated[int, msgspec.Meta(ge=1, le=MAX_FILES)] = 1
+    """Boxes of the run."""
+    every: Annotated[int, msgspec.Meta(ge=1, le=2**31)] = 1
+    """From one box's rank to the next one's."""
+    axis: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
+    """The dimension along which the boxes of a run follow each other."""
 
     @property
     def numel(self) -> int:
+        """Returns the elements of one box."""
         return math.prod(self.shape)
+
+    @property
+    def ranks(self) -> range:
+        """Returns the ranks whose files have the boxes, in their order."""
+        first = rank_of(self.file)
+        return range(first, first + self.count * self.every, self.every)
+
+    def one(self, number: int) -> "Piece":
+        """Returns a box of the run as a piece by itself, counted from 0."""
+        if self.count == 1:
+            return self
+        offset = list(self.offset)
+        offset[self.axis] += number * self.shape[self.axis]
+        return Piece(file=tensor_file(self.ranks[number]), at=self.at, offset=tuple(offset), shape=self.shape)
+
+    def between(self, low: int, high: int) -> Iterator["Piece"]:
+        """Yields the boxes, each by itself, that may have elements from `low` to below `high` along `axis`; all of a
+        piece that is no run."""
+        if self.count == 1:
+            yield self
+            return
+        begin, size = self.offset[self.axis], self.shape[self.axis]
+        for number in range(max(0, (low - begin) // size), min(self.count, -((begin - high) // size))):
+            yield self.one(number)
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,6 +137,17 @@ class TensorEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def num_pieces(self) -> int:
+        return sum(piece.count for piece in self.pieces)
+
+    def without_runs(self) -> Self:
+        """Returns this with each box as a piece by itself."""
+        if self.num_pieces == len(self.pieces):
+            return self
+        pieces = (piece.one(number) for piece in self.pieces for number in range(piece.count))
+        return msgspec.structs.replace(self, pieces=tuple(pieces))
+
 
 class TensorIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Lists all tensors of a domain."""
@@ -101,10 +155,21 @@ class TensorIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     tensors: dict[str, TensorEntry]
     format: int = _FORMAT
 
+    @classmethod
+    def of(cls, tensors: dict[str, TensorEntry]) -> Self:
+        """Returns the index of these, of the oldest format that can say it."""
+        runs = any(piece.count > 1 for entry in tensors.values() for piece in entry.pieces)
+        return cls(tensors=tensors, format=_FORMAT_WITH_RUNS if runs else _FORMAT)
+
 
 def tensor_file(rank: int) -> str:
     """Returns the name of the file that `rank` wrote."""
     return f"rank_{rank:04d}.bin"
+
+
+def rank_of(file: str) -> int:
+    """Returns the rank that wrote a file of this name."""
+    return int(file[5:-4])
 
 
 def render_index(index: TensorIndex) -> bytes:
@@ -123,8 +188,10 @@ def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.IN
         # An index in our own rendering has no key twice; the search for doubled keys takes as long as all the rest.
         if render_index(index) != data:
             bounded.refuse_doubled_keys(data)
-        if index.format != _FORMAT:
-            raise ValueError(f"format {index.format}, this code reads {_FORMAT}")
+        if index.format not in (_FORMAT, _FORMAT_WITH_RUNS):
+            raise ValueError(f"format {index.format}, this code reads {_FORMAT} and {_FORMAT_WITH_RUNS}")
+        if index.format < TensorIndex.of(index.tensors).format:
+            raise ValueError(f"runs in format {index.format}")
         for name, entry in index.tensors.items():
             _check(name, entry)
     except (ValueError, RecursionError, OverflowError, msgspec.MsgspecError) as error:
@@ -147,6 +214,7 @@ def slabs(entry: TensorEntry, num_bytes: int) -> Iterator[TensorEntry]:
     if entry.num_bytes <= num_bytes or not entry.shape:
         yield entry
         return
+    entry = entry.without_runs()
     row = entry.num_bytes // entry.shape[0]
     for part in _cut(entry, max(1, num_bytes // row)):
         if part.num_bytes <= num_bytes:
@@ -201,16 +269,36 @@ def _check(name: str, entry: TensorEntry) -> None:
         # The name becomes a path below the domain, so it may hold no separator.
         if not _FILE.fullmatch(piece.file):
             raise ValueError(f"{name}: a file named {piece.file!r}")
+        # Before `_run_shape` counts along it. Boxes without extent would all lie at one place.
+        if piece.count > 1 and (piece.axis >= len(piece.shape) or not piece.numel):
+            raise ValueError(f"{name}: a run of {piece.shape} along {piece.axis}")
+        if piece.count > 1 and piece.file != tensor_file(rank_of(piece.file)):
+            raise ValueError(f"{name}: a run from a file named {piece.file!r}")
         inside = len(piece.offset) == len(piece.shape) == len(entry.shape) and all(
-            at + size <= whole for at, size, whole in zip(piece.offset, piece.shape, entry.shape, strict=True)
+            at + size <= whole
+            for at, size, whole in zip(piece.offset, _run_shape(piece), entry.shape, strict=True)
         )
         if not inside or piece.at % PIECE_ALIGNMENT:
             raise ValueError(f"{name}: a piece {piece.offset} + {piece.shape} at {piece.at}")
     # Boxes that lie within the whole, do not overlap and have as many elements as it cover all of it.
-    if sum(piece.numel for piece in entry.pieces) != math.prod(entry.shape):
+    if sum(piece.count * piece.numel for piece in entry.pieces) != math.prod(entry.shape):
         raise ValueError(f"{name}: its pieces do not make {entry.shape}")
-    # A box without elements lies in no other, wherever it begins.
-    _refuse_overlap(name, [piece for piece in entry.pieces if piece.numel])
+    # A box without elements lies in no other, wherever it begins. The boxes of a run make one, without gaps.
+    _refuse_overlap(
+        name,
+        [
+            msgspec.structs.replace(piece, shape=_run_shape(piece), count=1)
+            for piece in entry.pieces
+            if piece.numel
+        ],
+    )
+
+
+def _run_shape(piece: Piece) -> _Shape:
+    """Returns the shape of the box that all boxes of a run make."""
+    if piece.count == 1:
+        return piece.shape
+    return tuple(size * piece.count if axis == piece.axis else size for axis, size in enumerate(piece.shape))
 
 
 def _refuse_overlap(name: str, pieces: list[Piece]) -> None:

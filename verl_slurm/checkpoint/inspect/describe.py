@@ -170,7 +170,7 @@ def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, 
             "dtype": entry.dtype,
             "shape": list(entry.shape),
             "bytes": entry.num_bytes,
-            "pieces": len(entry.pieces),
+            "pieces": entry.num_pieces,
         }
 
 

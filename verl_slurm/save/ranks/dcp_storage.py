@@ -53,15 +53,16 @@ class CheckpointReaderForDCP(StorageReader):
         described: dict[str, Any] = {}
         places: dict[MetadataIndex, Piece] = {}
         for name, entry in self._whole.index.tensors.items():
+            pieces = entry.without_runs().pieces
             chunks = [
                 ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
-                for piece in entry.pieces
+                for piece in pieces
             ]
             properties = TensorProperties(dtype=getattr(torch, entry.dtype))
             described[name] = TensorStorageMetadata(
                 properties=properties, size=torch.Size(entry.shape), chunks=chunks
             )
-            for number, piece in enumerate(entry.pieces):
+            for number, piece in enumerate(pieces):
                 places[MetadataIndex(name, torch.Size(piece.offset), number)] = piece
         return Metadata(state_dict_metadata=described, storage_data=places)
 

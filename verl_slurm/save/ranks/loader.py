@@ -22,13 +22,14 @@ from verl_slurm.checkpoint.format.tensor_index import (
     TensorEntry,
     TensorIndex,
     parse_index,
+    tensor_file,
 )
 from verl_slurm.checkpoint.store.chunks import Wanted, read_checked
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
-from verl_slurm.save.ranks.boxes import Overlap, dtype_name, local_part, overlap
+from verl_slurm.save.ranks.boxes import Box, Overlap, dtype_name, local_part, overlap
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.tensors import Tensors, left_as_it_is
 
@@ -40,6 +41,7 @@ __all__ = [
     "read_index",
     "read_parts",
     "read_runtime_state",
+    "read_tensors",
     "read_whole",
 ]
 
@@ -69,13 +71,22 @@ def load_tensors(
         CheckpointCorrupt: a tensor is missing, left over, or of another shape or type.
         RanksFailed: reading failed on some rank.
     """
+    read_tensors(CheckpointReader(directory, keys), domains, ranks, near=near)
+
+
+def read_tensors(
+    reader: CheckpointReader,
+    domains: Mapping[str, Tensors],
+    ranks: Collective,
+    *,
+    near: Path | None = None,
+) -> None:
+    """As `load_tensors`, where more is read of the checkpoint: each reader parses its manifest."""
     # Every rank checks for itself against the same files, so all refuse or none.
-    reader = CheckpointReader(directory, keys)
     indexes = {domain: _index(reader, domain) for domain in domains}
-    # Over all ranks: what is left over can only be told against the names of every pipeline stage.
-    known = _names_anywhere(domains, ranks)
+    _check_names(reader, indexes, domains, ranks)
     for domain, tensors in domains.items():
-        _check(directory / domain, indexes[domain], tensors, known[domain])
+        _check(reader.directory / domain, indexes[domain], tensors)
     parts = [part for domain in domains for part in _parts(domain, indexes[domain].tensors, domains[domain])]
     # Together: storage may fail for one rank alone, and the others would train on without it.
     ranks.together("reading tensors", lambda: read_parts(reader, parts, near))
@@ -157,27 +168,52 @@ def read_runtime_state(reader: CheckpointReader, rank: int, world_size: int) -> 
     return state
 
 
-def _names_anywhere(domains: Mapping[str, Tensors], ranks: Collective) -> dict[str, set[str]]:
-    """Each domain's tensors over all ranks: a pipeline's stage has some of them."""
-    mine = {domain: list(tensors) for domain, tensors in domains.items()}
-    known: dict[str, set[str]] = {domain: set() for domain in domains}
-    for part in ranks.gather(msgspec.msgpack.encode(mine)):
-        for domain, names in msgspec.msgpack.decode(part, type=dict[str, list[str]]).items():
-            known[domain].update(names)
-    return known
+class _Lacking(msgspec.Struct, frozen=True, array_like=True):
+    """What each rank tells all others of the checkpoint that it reads."""
+
+    manifest: str
+    """Its digest."""
+    names: dict[str, list[str]]
+    """Domain → this rank's tensors that it does not have."""
 
 
-def _check(where: Path, index: TensorIndex, tensors: Tensors, known: set[str]) -> None:
-    """Hold names, shapes and types in `index` to those of `tensors`: nothing is cast, nothing is skipped."""
-    saved = index.tensors
-    # Against the names of all ranks, so that every rank finds the same fault and refuses.
-    missing, left_over = known - saved.keys(), saved.keys() - known
-    for what, names in (("missing", missing), ("left over", left_over)):
-        if names:
-            some = ", ".join(sorted(names)[:3])
-            raise _unfit(where, f"{len(names)} {what}: {some}", "the tensors of this model")
+def _check_names(
+    reader: CheckpointReader,
+    indexes: Mapping[str, TensorIndex],
+    domains: Mapping[str, Tensors],
+    ranks: Collective,
+) -> None:
+    """Refuse, on all ranks alike, a tensor that the checkpoint lacks or that no rank holds. Collective.
+
+    A pipeline's stage has some of the tensors, so what is left over can only be told over all ranks. None of them tells
+    its names: of 10,000 ranks they would be gigabytes.
+    """
+    lacking = {name: sorted(domains[name].keys() - indexes[name].tensors.keys()) for name in domains}
+    mine = _Lacking(reader.manifest.digest, {domain: names for domain, names in lacking.items() if names})
+    words = [
+        msgspec.msgpack.decode(part, type=_Lacking) for part in ranks.gather(msgspec.msgpack.encode(mine))
+    ]
+    # The same manifest, so the same indexes: the vector below is as long on every rank.
+    if any(word.manifest != mine.manifest for word in words):
+        raise _unfit(reader.directory, "another manifest on some ranks", "the same on all of them")
+    names = [(domain, name) for domain in domains for name in sorted(indexes[domain].tensors)]
+    held = ranks.max([name in domains[domain] for domain, name in names]) if names else []
+    for domain in domains:
+        missing = {name for word in words for name in word.names.get(domain, ())}
+        left_over = {
+            name for (place, name), anyone in zip(names, held, strict=True) if place == domain and not anyone
+        }
+        for what, those in (("missing", missing), ("left over", left_over)):
+            if those:
+                some = ", ".join(sorted(those)[:3])
+                found = f"{len(those)} {what}: {some}"
+                raise _unfit(reader.directory / domain, found, "the tensors of this model")
+
+
+def _check(where: Path, index: TensorIndex, tensors: Tensors) -> None:
+    """Hold shapes and types in `index` to those of `tensors`: nothing is cast."""
     for name, tensor in tensors.items():
-        found = (saved[name].dtype, saved[name].shape)
+        found = (index.tensors[name].dtype, index.tensors[name].shape)
         expected = (dtype_name(tensor.dtype), tuple(tensor.shape))
         # Nothing is cast: a resume must continue with the same bits.
         if found != expected:
@@ -207,11 +243,16 @@ class Part:
 def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
     where = reader.directory / domain / INDEX
     index = parse_index(reader.read(f"{domain}/{INDEX}"), where=where)
-    claimed: dict[str, int] = {}
+    # Most runs lie in the same files, which are looked up once.
+    runs: dict[tuple[str, range], int] = {}
     for entry in index.tensors.values():
         for piece in entry.pieces:
-            size = piece.numel * DTYPE_BYTES[entry.dtype]
-            claimed[piece.file] = claimed.get(piece.file, 0) + size
+            place = (piece.file, piece.ranks if piece.count > 1 else range(1))
+            runs[place] = runs.get(place, 0) + piece.numel * DTYPE_BYTES[entry.dtype]
+    claimed: dict[str, int] = {}
+    for (first, those), num_bytes in runs.items():
+        for file in [first] if len(those) == 1 else map(tensor_file, those):
+            claimed[file] = claimed.get(file, 0) + num_bytes
     for file, num_bytes in claimed.items():
         # Pieces that share their bytes would let a small file stand for any number of large tensors.
         if num_bytes > max(0, reader.plain_size(f"{domain}/{file}")):
@@ -222,11 +263,18 @@ def _index(reader: CheckpointReader, domain: str) -> TensorIndex:
 def _parts(domain: str, entries: Mapping[str, TensorEntry], tensors: Tensors) -> Iterator[Part]:
     for name, tensor in tensors.items():
         local, box = local_part(tensor)
-        for piece in entries[name].pieces:
+        for piece in _near(entries[name], box):
             common = overlap(piece, box, local.element_size())
             if common is not None and piece.numel:
                 target = local.detach()[common.target] if common.target else local.detach()
                 yield Part(f"{domain}/{piece.file}", piece, common, target)
+
+
+def _near(entry: TensorEntry, box: Box) -> Iterator[Piece]:
+    """Yields the pieces that may have something of `box`: of a run of thousands, those around it."""
+    for piece in entry.pieces:
+        low, size = (box.offset[piece.axis], box.shape[piece.axis]) if box.shape else (0, 1)
+        yield from piece.between(low, low + size)
 
 
 def read_parts(reader: CheckpointReader, parts: Iterable[Part], near: Path | None = None) -> None:
