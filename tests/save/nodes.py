@@ -36,6 +36,13 @@ class Ranks(Collective):
     def gather(self, payload: bytes) -> list[bytes]:
         return [bytes(one) for one in self._all(list(payload))]
 
+    def gather_to_first(self, payload: bytes) -> list[bytes]:
+        parts = self.gather(payload)
+        return [] if self.rank else parts
+
+    def share(self, payload: bytes, *, source: int) -> bytes:
+        return self.gather(payload)[source]
+
     def _all(self, numbers: list[int]) -> list[list[int]]:
         import torch
 

@@ -57,6 +57,16 @@ def plain_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     def all_to_all_single(output: Any, given: Any, coming: Any, going: Any, *, group: Any) -> None:
         group.alltoall_base(output, given, coming, going, dist.AllToAllOptions()).wait()
 
+    def gather(tensor: Any, outputs: list[Any] | None, *, group: Any, group_dst: int) -> None:
+        options = dist.GatherOptions()
+        options.rootRank = group_dst
+        group.gather([outputs] if outputs is not None else [], [tensor], options).wait()
+
+    def broadcast(tensor: Any, *, group: Any, group_src: int) -> None:
+        group.broadcast(tensor, group_src).wait()
+
+    monkeypatch.setattr(dist, "gather", gather)
+    monkeypatch.setattr(dist, "broadcast", broadcast)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_gather", all_gather)
@@ -73,6 +83,30 @@ def test_bytes_of_any_length_are_gathered_in_rank_order() -> None:
         expected = [bytes([rank]) * size for rank, size in enumerate(sizes)]
         gathered = _on_all_ranks(lambda ranks, parts=expected: ranks.gather(parts[ranks.rank]))  # type: ignore[misc]
         assert gathered == [expected] * WORLD
+
+
+def test_what_grows_with_the_ranks_is_gathered_on_the_first_alone() -> None:
+    for sizes in ((0, 0, 0), (3, 0, 70000)):
+        expected = [bytes([rank]) * size for rank, size in enumerate(sizes)]
+        gathered = _on_all_ranks(lambda ranks, parts=expected: ranks.gather_to_first(parts[ranks.rank]))  # type: ignore[misc]
+        assert gathered == [expected, [], []]
+
+
+def test_what_the_first_rank_says_takes_the_room_of_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest of 10,000 ranks has 6 MB: a gather of it would take 64 GB of each rank."""
+    room: list[int] = []
+    real = dist.all_gather
+
+    def all_gather(outputs: list[Any], tensor: Any, *, group: Any) -> None:
+        room.append(sum(output.numel() * output.element_size() for output in outputs))
+        real(outputs, tensor, group=group)
+
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    assert (
+        _on_all_ranks(lambda ranks: ranks.on_first("naming", lambda: bytes(1 << 20)))
+        == [bytes(1 << 20)] * WORLD
+    )
+    assert max(room) <= 8 * WORLD, "lengths alone"
 
 
 def test_rows_go_to_whom_they_are_for() -> None:
@@ -120,6 +154,7 @@ def test_the_first_rank_works_for_all() -> None:
 def test_a_single_process_needs_no_group() -> None:
     alone = Collective(None)
     assert (alone.max([3]), alone.sum([0.5]), alone.gather(b"x")) == ([3], [0.5], [b"x"])
+    assert alone.gather_to_first(b"x") == [b"x"]
     assert alone.exchange(torch.ones(2, 1), [2], [2]).tolist() == [[1.0], [1.0]]
     with pytest.raises(RanksFailed, match="rank 0: ValueError"):
         alone.together("it", lambda: int("no"))

@@ -47,7 +47,7 @@ Generators = dict[str, bytes | np.ndarray]
 def write_state(
     objects: Objects, work: Path, step: int, ranks: Collective, *, name: str = _DIRECTORY
 ) -> tuple[FileEntry, ...]:
-    """Writes this rank's part of the state into `work/NAME`; returns the entries of all ranks' files. Collective.
+    """Writes this rank's part of the state into `work/NAME`; returns what `seal_own` does. Collective.
 
     Args:
         work: a directory of the run, seen by all ranks.
@@ -204,12 +204,13 @@ def restore_rng(generators: Generators) -> None:
 
 
 def _alike(digests: list[bytes], ranks: Collective) -> list[bool]:
-    everyone = [
-        msgspec.msgpack.decode(raw, type=list[bytes]) for raw in ranks.gather(msgspec.msgpack.encode(digests))
-    ]
-    # A digest includes the path, so sets are enough: a tensor is common if every rank has the same one at that place.
-    there = [set(theirs) for theirs in everyone]
-    return [all(digest in theirs for theirs in there) for digest in digests]
+    # What all ranks have, rank 0 has as well: each says which of its digests it lacks, and nobody hears all of them.
+    first = msgspec.msgpack.decode(ranks.share(msgspec.msgpack.encode(digests), source=0), type=list[bytes])
+    # A digest includes the path, so a set is enough: a tensor is common if every rank has the same one at that place.
+    mine = set(digests)
+    lacking = ranks.max([digest not in mine for digest in first]) if first else []
+    common = {digest for digest, lacks in zip(first, lacking, strict=True) if not lacks}
+    return [digest in common for digest in digests]
 
 
 def _rank_file(rank: int) -> str:

@@ -44,7 +44,7 @@ class Collective:
     """
 
     waited_s: float = 0.0
-    """Seconds in `max`, `sum`, `gather`, `share` and `exchange` so far, with what was waited there for slower ranks."""
+    """Seconds in the methods below but `together` so far, with what was waited there for slower ranks."""
 
     def __init__(self, group: "dist.ProcessGroup | None") -> None:
         self._group = group
@@ -108,6 +108,24 @@ class Collective:
             buffer[: int(length.item())].numpy().tobytes()
             for buffer, length in zip(buffers, lengths, strict=True)
         ]
+
+    def gather_to_first(self, payload: bytes) -> list[bytes]:
+        """Every rank's bytes, in rank order, on rank 0 alone; the others get an empty list.
+
+        For what grows with the number of ranks: each of 10,000 would hold all of it, eight times a node.
+        """
+        if self._group is None:
+            return [payload]
+        longest = self.max([len(payload)])[0]
+        # The length travels with the bytes: what others hold is of no use to any rank but the first.
+        mine = torch.zeros(8 + longest, dtype=torch.uint8)
+        framed = bytearray(len(payload).to_bytes(8, "little") + payload)
+        mine[: len(framed)] = torch.frombuffer(framed, dtype=torch.uint8)
+        buffers = [torch.empty_like(mine) for _ in range(self.world_size)] if self.rank == 0 else None
+        with self._waiting():
+            dist.gather(mine, buffers, group=self._group, group_dst=0)
+        framed_parts = (buffer.numpy().tobytes() for buffer in buffers or ())
+        return [part[8 : 8 + int.from_bytes(part[:8], "little")] for part in framed_parts]
 
     def share(self, payload: bytes, *, source: int) -> bytes:
         """The bytes of rank `source`, on every rank; the others' are not looked at."""
@@ -174,4 +192,5 @@ class Collective:
         Raises:
             RanksFailed: on all ranks, if it raised.
         """
-        return self.gather(self.together(what, work if self.rank == 0 else bytes))[0]
+        # A broadcast: a gather would give each rank room for as many copies as there are ranks.
+        return self.share(self.together(what, work if self.rank == 0 else bytes), source=0)

@@ -10,6 +10,7 @@ from concurrent.futures import wait
 import msgspec
 
 from verl_slurm.base.files import make_private
+from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.pending_save import Medium, MediumResult, PendingSave, problems_of
 from verl_slurm.save.writer.metadata_files import write_small
@@ -26,7 +27,7 @@ def write_to_medium(
         first: done before anything else; an exception of it fails the save.
 
     Returns:
-        The same on every rank: the entries of all ranks' files, and why not all of them are durable there.
+        Why not all ranks' files are durable there, on every rank; and on rank 0 the entries of all of them.
 
     Raises:
         RanksFailed: a rank failed with more than its storage.
@@ -57,12 +58,13 @@ def write_to_medium(
             save.on_part()
         return MediumResult(entries=(*(entry for entry, _ in small), *written.files), problem=problem)
 
-    # Two exchanges: `together` first, so that a rank that raises is known to all before any waits in the gather.
+    # Three exchanges: `together` first, so that a rank that raises is known to all before any waits in the next one.
     mine = ranks.together("writing the checkpoint", write)
-    results = [
-        msgspec.msgpack.decode(part, type=MediumResult) for part in ranks.gather(msgspec.msgpack.encode(mine))
-    ]
+    problems = [part.decode(errors="replace") for part in ranks.gather(mine.problem.encode())]
+    parts = ranks.gather_to_first(msgspec.msgpack.encode(mine.entries))
     return MediumResult(
-        entries=tuple(entry for result in results for entry in result.entries),
-        problem=problems_of([result.problem for result in results]),
+        entries=tuple(
+            entry for part in parts for entry in msgspec.msgpack.decode(part, type=tuple[FileEntry, ...])
+        ),
+        problem=problems_of(problems),
     )

@@ -52,10 +52,10 @@ class Medium(StrEnum):
 
 
 class MediumResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a save on one medium, of one rank or of all. Ranks gather and broadcast it.
+    """The result of a save on one medium, of one rank or of all.
 
     Attributes:
-        entries: of the files that are written, the same on each medium.
+        entries: of the files that are written, the same on each medium. Of all ranks' files on rank 0 alone.
         num_bytes: of the committed checkpoint, over all ranks; 0 before the commit.
         problem: why not all files are durable there, or are not committed; empty: they are.
     """

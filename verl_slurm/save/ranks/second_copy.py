@@ -36,6 +36,13 @@ class _PartReport(msgspec.Struct, frozen=True):
     """Shared storage has the checkpoint: the part need not be read back. Rank 0's counts."""
 
 
+class _Whole(msgspec.Struct, frozen=True, array_like=True):
+    """Rank 0 broadcasts it: the manifest of the whole checkpoint, and the bytes of all files in it."""
+
+    num_bytes: int
+    manifest: bytes
+
+
 class SecondCopy:
     """Saves to the nodes' disks. Collective; made on the main thread of every rank."""
 
@@ -120,23 +127,24 @@ class SecondCopy:
         # The result is the same on every rank, so all leave here together and none waits in the next collective.
         if result.problem:
             return result, True
-        whole = parse(
-            # The manifest travels as bytes and is parsed again on each node: every part then holds the same signed
-            # bytes.
-            self._ranks.on_first("committing the second copy", lambda: render(manifest(result.entries))),
-            where=directory,
-        )
+
+        def made() -> bytes:
+            whole = manifest(result.entries)
+            return msgspec.msgpack.encode(_Whole(whole.num_bytes, render(whole)))
+
+        told = msgspec.msgpack.decode(self._ranks.on_first("committing the second copy", made), type=_Whole)
         problem = ""
         if self._place.is_first:
             try:
                 # Storage errors are a value here: one node's disk must not stop ranks whose shared storage is fine.
-                save.part = commit_part(directory, whole)
+                # Parsed on each node: every part then holds the same signed bytes.
+                save.part = commit_part(directory, parse(told.manifest, where=directory))
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
         # Whether to read back must be decided alike on every rank, because reading back is collective. So rank 0's view
         # counts, though another rank may see `on_shared` a moment later.
         reports = self._gather(_PartReport(problem, save.on_shared.is_set()))
-        result = MediumResult(entries=whole.files, num_bytes=whole.num_bytes, problem=_problems(reports))
+        result = MediumResult(num_bytes=told.num_bytes, problem=_problems(reports))
         return result, reports[0].unneeded
 
     def _read_back(self, save: PendingSave) -> str:
