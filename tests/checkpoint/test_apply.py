@@ -1,15 +1,20 @@
 import os
+import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import PrunePlan, Reasoned, plan_prune
+from verl_slurm.checkpoint.store import pruning
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.checkpoint.store.verify import verify
 
 Save = Callable[..., Path]
@@ -88,3 +93,52 @@ def test_a_plan_that_names_no_checkpoint_is_refused(save: Save, paths: RunPaths)
     )
     with pytest.raises(ValueError, match="no checkpoint's name"):
         apply_prune(paths, plan)
+
+
+def test_a_save_before_the_end_does_not_wait_for_the_files_of_an_old_checkpoint(
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found with the files of 10,000 ranks: their removal took longer than the grace time."""
+    for step in (1, 2, 3):
+        save(step)
+    may_remove = threading.Event()
+    removed: list[str] = []
+
+    def slow(name: str, *, dir_fd: int) -> None:
+        assert may_remove.wait(30)
+        shutil.rmtree(paths.checkpoints / name)
+        removed.append(name)
+
+    monkeypatch.setattr(pruning, "shutil", SimpleNamespace(rmtree=slow))
+    removing = pruning.Removing()
+    plan = plan_prune(list_checkpoints(paths), 1)
+    assert apply_prune(paths, plan, remove=removing.remove) == ["step_000001", "step_000002"]
+    assert names(paths) == ["step_000003"], "none of them is a checkpoint any more"
+    assert removed == []
+    assert len(list(paths.checkpoints.glob(".step_*.tmp"))) == 2, (
+        "as a staging directory, which a start sweeps"
+    )
+    may_remove.set()
+    removing.close()
+    assert len(removed) == 2
+    assert not list(paths.checkpoints.glob(".step_*.tmp"))
+
+
+def test_what_could_not_be_removed_later_is_said_at_the_next_removal(
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed = threading.Event()
+
+    def fails(name: str, *, dir_fd: int) -> None:
+        failed.set()
+        raise PermissionError(13, "not yours", name)
+
+    monkeypatch.setattr(pruning, "shutil", SimpleNamespace(rmtree=fails))
+    removing = pruning.Removing()
+    for step in (1, 2):
+        save(step)
+    apply_prune(paths, plan_prune(list_checkpoints(paths), 1), remove=removing.remove)
+    assert failed.wait(30)
+    removing.close()
+    with open_directory(paths.checkpoints) as folder, pytest.raises(PermissionError, match="not yours"):
+        removing.remove(folder, "any")

@@ -428,7 +428,7 @@ class _Saves:
             )
         return done
 
-    def close(self) -> None:
+    def close(self, *, hurry: bool = False) -> None:
         """Nothing to do."""
 
 

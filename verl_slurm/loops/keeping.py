@@ -13,7 +13,7 @@ from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.medium import StorageWatch
-from verl_slurm.checkpoint.store.pruning import apply_prune
+from verl_slurm.checkpoint.store.pruning import Removing, apply_prune
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.loops.session import Session
@@ -32,6 +32,7 @@ class Keeper:
         self._session, self._config, self._paths = session, config, session.paths
         # Verified by the lead, or written and hashed by this start: retention may rely on these.
         self._assured = {session.resume.name} if session.resume is not None else set()
+        self._removing = Removing()
         self._watch = StorageWatch("shared storage", self._paths.checkpoints, estimate=_first_need(session))
 
     def before_save(self) -> Room | None:
@@ -68,6 +69,10 @@ class Keeper:
         for notice in self._watch.failed(reason):
             self._session.notice(notice.text, topic="storage", loud=notice.loud)
 
+    def close(self) -> None:
+        """Waits until all that is let go is removed."""
+        self._removing.close()
+
     def _prune(self) -> None:
         epoch = self._session.epoch
         plan = plan_prune(
@@ -80,7 +85,12 @@ class Keeper:
         )
         # Checked at each removal: a process that slept since its plan must not remove what a newer attempt resumes
         # from.
-        apply_prune(self._paths, plan, epoch_check=lambda: require_epoch(self._paths, epoch))
+        apply_prune(
+            self._paths,
+            plan,
+            epoch_check=lambda: require_epoch(self._paths, epoch),
+            remove=self._removing.remove,
+        )
 
 
 def _first_need(session: Session) -> Need:

@@ -378,6 +378,9 @@ class StepEndSaver:
         self.settle()
         if self._pool is not None:
             self._pool.shutdown()
+        # Before a stop every second counts, and the next start removes what is left.
+        if self._keeper is not None and self.stopping is None:
+            self._keeper.close()
 
     def _is_busy(self) -> bool:
         # Read once: the main thread may set it to None between the two questions.
@@ -447,17 +450,20 @@ class StepEndSaver:
 
 
 def seal_own(root: Path, names: Callable[[], Sequence[str]], ranks: Collective) -> tuple[FileEntry, ...]:
-    """Makes this rank's files durable and hashes them; returns the entries of all ranks' files. Collective.
+    """Makes this rank's files durable and hashes them; returns the entries of all ranks' files on rank 0. Collective.
 
     Args:
         names: of its files, below `root`.
+
+    Returns:
+        Nothing on the other ranks: the manifest is rank 0's.
 
     Raises:
         RanksFailed: some rank could not.
     """
     # `together`: a full disk on one node must stop all ranks here, not leave the others waiting in the gather.
     made = ranks.together("making the files durable", lambda: door.seal(root, list(names())))
-    everyone = ranks.gather(msgspec.msgpack.encode(made))
+    everyone = ranks.gather_to_first(msgspec.msgpack.encode(made))
     return tuple(entry for raw in everyone for entry in msgspec.msgpack.decode(raw, type=list[FileEntry]))
 
 

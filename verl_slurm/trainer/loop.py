@@ -128,7 +128,7 @@ class Loop:
                 return Ending.FINISHED
             if request is not None and request.stop:
                 self._settle()
-                self._checkpointer.close()
+                self._checkpointer.close(hurry=True)
                 self._session.stopped(request.request_id)
                 return Ending.STOPPED
             # After a stop: a run that leaves replaces its reward in the next attempt, from the request or its record.

@@ -17,7 +17,7 @@ from verl_slurm.checkpoint.format.components import Components
 from verl_slurm.checkpoint.format.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.pruning import apply_prune
+from verl_slurm.checkpoint.store.pruning import Removing, apply_prune
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
@@ -79,6 +79,7 @@ class Checkpointer:
         # Now, while shared storage is there: a save to the nodes' own disks must not need it.
         self._orchestration = read_regular(paths.orchestration, DATA_FILES) if rank == 0 else b""
         # Retention keeps ASSURED_KEPT of these, so it drops nothing that might be the last good checkpoint.
+        self._removing = Removing()
         self._assured = {resumed_from} - {""}
         """Known to be whole without being read: verified before we loaded it, or committed by ourselves."""
 
@@ -114,9 +115,15 @@ class Checkpointer:
         world_size = self._config.distributed.world_size
         return capture_state(state, self._shape, rank=self._rank, world_size=world_size)
 
-    def close(self) -> None:
-        """Once nothing is being saved any more: end the saver process."""
+    def close(self, *, hurry: bool = False) -> None:
+        """Once nothing is being saved any more: end the saver process.
+
+        Args:
+            hurry: what is still being removed is left to the next start.
+        """
         self._saver.close()
+        if not hurry:
+            self._removing.close()
 
     def _remember(self, _: Collective, done: SavedCheckpoint) -> None:
         # A copy on the nodes' disks cannot stand in for an older checkpoint on shared storage.
@@ -153,7 +160,12 @@ class Checkpointer:
                 verified={done.name},
                 num_verified=1,
             )
-            apply_prune(paths, plan, verifier=lambda path: verify(path, keys=self._keys))
+            apply_prune(
+                paths,
+                plan,
+                verifier=lambda path: verify(path, keys=self._keys),
+                remove=self._removing.remove,
+            )
             return b""
 
         try:
@@ -178,6 +190,7 @@ class Checkpointer:
             plan,
             verifier=lambda path: verify(path, keys=self._keys),
             epoch_check=lambda: require_epoch(self._paths, self._epoch),
+            remove=self._removing.remove,
         )
         # Asked again after the removals, which may take long: a newer attempt may need these records by now.
         require_epoch(self._paths, self._epoch)

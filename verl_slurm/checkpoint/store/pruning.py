@@ -7,8 +7,10 @@ looks like a checkpoint (`commit.sweep` finishes it).
 """
 
 import os
+import queue
 import secrets
 import shutil
+import threading
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +27,7 @@ from verl_slurm.checkpoint.store.quarantine import is_set_aside
 from verl_slurm.checkpoint.store.tree import open_own
 from verl_slurm.checkpoint.store.verify import verify
 
-__all__ = ["Look", "apply_prune", "carry_out", "look"]
+__all__ = ["Look", "Removing", "apply_prune", "carry_out", "look"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +161,7 @@ def apply_prune(
     *,
     verifier: Callable[[Path], Verdict] = verify,
     epoch_check: Callable[[], None] = lambda: None,
+    remove: Callable[[int, str], None] | None = None,
 ) -> list[str]:
     """Removes what `plan` drops, oldest first; returns the names removed. Runs on rank 0.
 
@@ -168,6 +171,7 @@ def apply_prune(
     Args:
         epoch_check: raises `Fenced` when this attempt no longer owns the run. It is called before each removal, because
             a plan that slept for a while may drop what a newer attempt resumes from.
+        remove: removes a renamed directory, by its name below a descriptor, now or later (`Removing`). None: now.
 
     Raises:
         Fenced: by `epoch_check`; those before it are gone.
@@ -200,6 +204,53 @@ def apply_prune(
             # The rename is durable before the files go: after a power cut a half-removed directory must not have a
             # checkpoint's name.
             os.fsync(folder)  # noqa: TID251 - by descriptor
-            shutil.rmtree(doomed, dir_fd=folder)
+            (remove or _remove)(folder, doomed)
             removed.append(name)
     return removed
+
+
+class Removing:
+    """Removes the files of pruned checkpoints on a thread of its own, one after the other.
+
+    The 40,000 files of 10,000 ranks take a minute, and a save before the end of the job must not wait for that. What is
+    left when the process ends has the name of a staging directory, which the next start sweeps.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        # A daemon thread: it must not keep a process that has to leave.
+        self._thread = threading.Thread(target=self._run, name="removing", daemon=True)
+        self._error: OSError | None = None
+
+    def remove(self, folder: int, name: str) -> None:
+        """Removes the directory `name` below the descriptor `folder`, which may be closed afterwards; returns at once.
+
+        Raises:
+            OSError: an earlier one could not be removed.
+        """
+        error, self._error = self._error, None
+        if self._thread.ident is None:
+            self._thread.start()
+        self._queue.put((os.dup(folder), name))
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Waits until all are removed."""
+        if self._thread.ident is not None:
+            self._queue.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            folder, name = item
+            try:
+                _remove(folder, name)
+            except OSError as error:
+                self._error = error
+            finally:
+                os.close(folder)
+
+
+def _remove(folder: int, name: str) -> None:
+    shutil.rmtree(name, dir_fd=folder)
