@@ -67,10 +67,10 @@ class Limit:
 
 
 MANIFEST = Limit(num_bytes=64 << 20, num_values=1_250_000)
-"""manifest.json: a leaf of 67 bytes for each 4 MiB of tensors, enough for 3.7 TB. With 4096 ranks (16,384 files) it
-needs 3.5 MB, and 17 MB for each TB of tensors."""
+"""manifest.json: a leaf of 67 bytes for each 4 MiB of tensors, enough for 3.7 TB. With 10,000 ranks (40,000 files) it
+needs 6.4 MB, and 17 MB for each TB of tensors."""
 INDEX = Limit(num_bytes=256 << 20, num_values=36_000_000)
-"""index.json for a load: about 100 bytes and 9 values per piece."""
+"""index.json for a load: about 100 bytes and 9 values per piece, or per run of pieces."""
 SHOWN_INDEX = Limit(num_bytes=32 << 20, num_values=4_500_000)
 """index.json for a look (`inspect`, `diff`): 300,000 pieces. A larger index is not listed."""
 DATA_FILES = Limit(num_bytes=32 << 20, num_values=1_250_000)
