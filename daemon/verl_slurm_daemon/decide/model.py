@@ -92,15 +92,16 @@ class Model(msgspec.Struct, frozen=True):
     """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
     started: bool = False
     """A rank of this restart has sent a message."""
-    finished: frozenset[int] = frozenset()
+    finished: int = 0
+    """The ranks that have done all steps, a bit for each: a set of thousands would be copied for each rank's word."""
     unverified: str = ""
     """The newest checkpoint whose read-back has no result yet."""
     lost: str = ""
     """The result of the newest checkpoint's read-back, if not good: a run that ends with it is not done."""
-    came: frozenset[int] = frozenset()
-    """The ranks that have come to the save before the end."""
-    wrote: frozenset[int] = frozenset()
-    """Those of them whose own part of it is durable."""
+    came: int = 0
+    """The ranks that have come to the save before the end, a bit for each."""
+    wrote: int = 0
+    """Those of them whose own part of it is durable, a bit for each."""
     on_nodes: SavedOnNodes | None = None
     """What the nodes' disks have of the save before the end, while shared storage does not have it."""
     failure: str = ""
@@ -125,7 +126,7 @@ class Model(msgspec.Struct, frozen=True):
             self,
             state=State.LAUNCHING,
             generation=self.generation + 1,
-            finished=frozenset(),
+            finished=0,
             failure="",
             failure_kind="crash",
             failure_node="",
@@ -145,15 +146,19 @@ class Model(msgspec.Struct, frozen=True):
     @property
     def all_finished(self) -> bool:
         # `Ready` has not come while `world_size` is 0: nobody has finished then.
-        return self.world_size > 0 and len(self.finished) == self.world_size
+        return self.world_size > 0 and self.finished.bit_count() == self.world_size
 
     def further(self, message: SaveStarted | PartSaved) -> "Model":
         """Returns this with a rank's progress in the save before the end."""
         if self.state is not State.SAVING or message.request_id != self.request_id:
             return self
         if isinstance(message, SaveStarted):
-            return msgspec.structs.replace(self, came=self.came | {message.rank})
-        return msgspec.structs.replace(self, wrote=self.wrote | {message.rank})
+            return msgspec.structs.replace(self, came=self.came | self.bit(message.rank))
+        return msgspec.structs.replace(self, wrote=self.wrote | self.bit(message.rank))
+
+    def bit(self, rank: int) -> int:
+        """Returns the bit of a rank; none of a number that no rank has, which could be of any size."""
+        return 1 << rank if 0 <= rank < self.world_size else 0
 
     @property
     def saves_unbounded(self) -> bool:

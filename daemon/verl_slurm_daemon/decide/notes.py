@@ -35,11 +35,12 @@ def late_ranks(model: Model) -> str:
     """Names the ranks that the save before the end still waits for; empty: none."""
     if model.state is not State.SAVING:
         return ""
-    absent, writing = frozenset(range(model.world_size)) - model.came, model.came - model.wrote
+    absent = [rank for rank in range(model.world_size) if not model.came & model.bit(rank)]
+    writing = [rank for rank in range(model.world_size) if model.came & ~model.wrote & model.bit(rank)]
     late, what = (absent, "not come to it") if absent else (writing, "not written its part")
     if not late:
         return ""
-    named = ", ".join(str(rank) for rank in sorted(late)[:_MOST_NAMED])
+    named = ", ".join(str(rank) for rank in late[:_MOST_NAMED])
     more = f" and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
     return f": rank {named}{more} has {what}"
 

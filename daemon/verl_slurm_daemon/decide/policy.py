@@ -245,9 +245,7 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
         return _leave(model, note)  # no rank is there to save
     if model.state is State.RUNNING:
         request_id = model.request_id + 1
-        model = msgspec.structs.replace(
-            model, state=State.SAVING, request_id=request_id, came=frozenset(), wrote=frozenset()
-        )
+        model = msgspec.structs.replace(model, state=State.SAVING, request_id=request_id, came=0, wrote=0)
         request = act.SaveRequest(request_id=request_id, stop=True, seconds_left=event.seconds_left)
         return Decision(model, (note, request))
     if model.state in (State.SAVING, State.CHECKING) and event.seconds_left is not None:
@@ -311,7 +309,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
         case Refused():
             return _on_refused(model, message)
         case Finished():
-            return Decision(msgspec.structs.replace(model, finished=model.finished | {message.rank}))
+            return Decision(msgspec.structs.replace(model, finished=model.finished | model.bit(message.rank)))
         case _:
             assert_never(message)
 
