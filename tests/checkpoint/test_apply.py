@@ -9,6 +9,7 @@ import pytest
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import PrunePlan, Reasoned, plan_prune
+from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.store import pruning
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import sweep
@@ -114,6 +115,7 @@ def test_a_save_before_the_end_does_not_wait_for_the_files_of_an_old_checkpoint(
     plan = plan_prune(list_checkpoints(paths), 1)
     assert apply_prune(paths, plan, remove=removing.remove) == ["step_000001", "step_000002"]
     assert names(paths) == ["step_000003"], "none of them is a checkpoint any more"
+    removing.leave_room(paths.checkpoints, need_of_next(1, 1))
     assert removed == []
     assert len(list(paths.checkpoints.glob(".step_*.tmp"))) == 2, (
         "as a staging directory, which a start sweeps"
@@ -122,6 +124,18 @@ def test_a_save_before_the_end_does_not_wait_for_the_files_of_an_old_checkpoint(
     removing.close()
     assert len(removed) == 2
     assert not list(paths.checkpoints.glob(".step_*.tmp"))
+
+
+def test_a_save_that_has_no_room_beside_them_waits_for_the_files_of_an_old_checkpoint(
+    save: Save, paths: RunPaths
+) -> None:
+    removing = pruning.Removing()
+    for step in (1, 2):
+        save(step)
+    apply_prune(paths, plan_prune(list_checkpoints(paths), 1), remove=removing.remove)
+    removing.leave_room(paths.checkpoints, need_of_next(1 << 60, 1))
+    assert not list(paths.checkpoints.glob(".step_*.tmp"))
+    removing.close()
 
 
 def test_what_could_not_be_removed_later_is_said_at_the_next_removal(

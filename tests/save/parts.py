@@ -26,6 +26,8 @@ ALONE = Collective(None)
 class Net(nn.Module):
     """Two layers that share a weight, a buffer, and a frozen parameter."""
 
+    scale: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(3, 3)

@@ -58,6 +58,8 @@ class Keeper:
             return
         try:
             self._prune()
+            need = need_of_next(done.num_bytes, done.num_files)
+            self._removing.leave_room(self._paths.checkpoints, need)
         # A fenced start has to end: the run and its checkpoints belong to a newer attempt.
         except Fenced:
             raise

@@ -13,6 +13,7 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, metrics_of
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT, plan_prune
+from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.components import Components
 from verl_slurm.checkpoint.format.schema import SchemaVersion, render_schema
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION
@@ -137,7 +138,9 @@ class Checkpointer:
             return  # what is there is all there is
         try:
             # Checkpoints first: the ledger may forget what no kept one needs, never more.
-            oldest = msgspec.json.decode(ranks.on_first("pruning checkpoints", self._prune), type=int)
+            oldest = msgspec.json.decode(
+                ranks.on_first("pruning checkpoints", lambda: self._prune(done)), type=int
+            )
             # Each rank compacts the segment that it writes itself. Segments of former attempts fell to rank 0 in
             # `_prune`.
             ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
@@ -174,8 +177,8 @@ class Checkpointer:
             if self._rank == 0:
                 console.complain(error.one_line())
 
-    def _prune(self) -> bytes:
-        """Rank 0's part; returns the step from which on the ledger is still needed."""
+    def _prune(self, done: SavedCheckpoint) -> bytes:
+        """Does rank 0's part after the commit of `done`; returns the step from which on the ledger is still needed."""
         # No checkpoint is read for it: reading one back here would take the disk from the training.
         plan = plan_prune(
             list_checkpoints(self._paths),
@@ -198,6 +201,7 @@ class Checkpointer:
         kept = [info for info in list_checkpoints(self._paths) if info.name in plan.working]
         oldest = min((info.step for info in kept), default=0)
         prune_ledger(self._paths, oldest, current_epoch=self._epoch)
+        self._removing.leave_room(self._paths.checkpoints, need_of_next(done.num_bytes, done.num_files))
         return msgspec.json.encode(oldest)
 
     def _contents(self, state: TrainState) -> SaveContents:

@@ -20,9 +20,11 @@ from verl_slurm.base.errors import CheckpointCorrupt, NotFound
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.decide.retention import PrunePlan, plan_prune
+from verl_slurm.checkpoint.decide.storage import Need
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.quarantine import is_set_aside
 from verl_slurm.checkpoint.store.tree import open_own
 from verl_slurm.checkpoint.store.verify import verify
@@ -212,12 +214,13 @@ def apply_prune(
 class Removing:
     """Removes the files of pruned checkpoints on a thread of its own, one after the other.
 
-    The 40,000 files of 10,000 ranks take a minute, and a save before the end of the job must not wait for that. What is
-    left when the process ends has the name of a staging directory, which the next start sweeps.
+    The 40,000 files of 10,000 ranks take a minute, and a save before the end of the job must not wait for that, unless
+    it needs their room. What is left when the process ends has the name of a staging directory, which the next start
+    sweeps.
     """
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
+        self._queue: queue.Queue[tuple[int, str] | None] = queue.Queue()
         # A daemon thread: it must not keep a process that has to leave.
         self._thread = threading.Thread(target=self._run, name="removing", daemon=True)
         self._error: OSError | None = None
@@ -235,8 +238,13 @@ class Removing:
         if error is not None:
             raise error
 
+    def leave_room(self, place: Path, need: Need) -> None:
+        """Waits until all are removed if `place` has no room for the next save before that."""
+        if room_for(place, need).enough is False:
+            self._queue.join()
+
     def close(self) -> None:
-        """Waits until all are removed."""
+        """Waits until all are removed, and ends the thread."""
         if self._thread.ident is not None:
             self._queue.put(None)
             self._thread.join()
@@ -250,6 +258,7 @@ class Removing:
                 self._error = error
             finally:
                 os.close(folder)
+                self._queue.task_done()
 
 
 def _remove(folder: int, name: str) -> None:
