@@ -33,7 +33,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[RunPaths]:
         told.append(run)
         return "7"
 
-    monkeypatch.setattr("verl_slurm.runs.requests.ask_for_save", ask)
+    monkeypatch.setattr("verl_slurm.cli.run.alert_receiver.ask_for_save", ask)
     return told
 
 
@@ -90,10 +90,10 @@ def test_where_slurm_does_not_answer_alertmanager_is_to_come_again(
 
     receiver = receiver_of(run)
     with monkeypatch.context() as patch:
-        patch.setattr("verl_slurm.runs.requests.ask_for_save", away)
+        patch.setattr("verl_slurm.cli.run.alert_receiver.ask_for_save", away)
         reply = post(receiver, KNOWN)
         assert (reply.status, b"failed" in reply.body) == (503, True)
-    monkeypatch.setattr("verl_slurm.runs.requests.ask_for_save", lambda run: "7")
+    monkeypatch.setattr("verl_slurm.cli.run.alert_receiver.ask_for_save", lambda run: "7")
     assert post(receiver, KNOWN).status == 200
 
 
@@ -101,7 +101,7 @@ def test_a_run_without_a_running_job_is_told_so_and_may_be_asked_again(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter(["", "8"])
-    monkeypatch.setattr("verl_slurm.runs.requests.ask_for_save", lambda run: next(answers))
+    monkeypatch.setattr("verl_slurm.cli.run.alert_receiver.ask_for_save", lambda run: next(answers))
     receiver = receiver_of(run)
     assert json.loads(post(receiver, KNOWN).body) == {KNOWN: "no job of it is running"}
     assert json.loads(post(receiver, KNOWN).body) == {KNOWN: "asked job 8"}
@@ -119,7 +119,7 @@ def test_it_does_not_start_with_a_token_that_is_none(
     def never(*args: object) -> Callable[..., None]:
         raise AssertionError("it listened")
 
-    monkeypatch.setattr("verl_slurm.wire.http.serve_http", never)
+    monkeypatch.setattr("verl_slurm.cli.run.alert_receiver.serve_http", never)
     result = cli("alert-receiver", workplace / "runs" / "demo", "--token-file", token)
     assert result.code == code
     assert "t" * 64 not in result.err + result.out

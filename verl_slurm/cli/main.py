@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+from click.shell_completion import CompletionItem
 
 from verl_slurm import __version__
 from verl_slurm.base.exit_codes import ExitCode
@@ -128,6 +129,12 @@ class _LazyGroup(click.Group):
             hint = f" Did you mean {near[0]}?" if near else ""
             ctx.fail(f"No such command {args[0]!r}.{hint}")
         return super().resolve_command(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # From the table, too, and for the same reason as in `format_commands`.
+        found = [CompletionItem(name, help=entry.help) for name, entry in COMMANDS.items()]
+        options = click.Command.shell_complete(self, ctx, incomplete)
+        return [item for item in found if item.value.startswith(incomplete)] + options
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         super().format_epilog(ctx, formatter)

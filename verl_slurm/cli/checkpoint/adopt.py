@@ -2,20 +2,32 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import require_safe_folder
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.cli.options import KEY_VALUE, PLACE, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.submit.plan import SubmissionPlan
-    from verl_slurm.verl.adopt import Adoption, Row
-    from verl_slurm.verl.shards import Judged
-    from verl_slurm.verl.tracker import Tracker
+from verl_slurm.journal.events import Adopted
+from verl_slurm.journal.files import append_event
+from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.verl.adopt import (
+    Adoption,
+    Row,
+    adopt_steps,
+    is_adopted,
+    plan_adoption,
+    refuse_if_nothing_fits,
+)
+from verl_slurm.verl.layout import step_of
+from verl_slurm.verl.shards import Judged, judge_all, list_steps, step_bytes
+from verl_slurm.verl.tracker import Tracker, look_at_tracker, write_tracker
 
 __all__ = ["adopt"]
 
@@ -82,10 +94,6 @@ def adopt(
     verl-slurm adopt checkpoints/gsm8k/grpo my.yaml name=grpo
     verl-slurm submit my.yaml name=grpo
     """
-    from verl_slurm.base.files import require_safe_folder
-    from verl_slurm.verl.shards import judge_all, list_steps, step_bytes
-    from verl_slurm.verl.tracker import look_at_tracker, write_tracker
-
     directory = _require_directory(directory)
     if run is not None:
         # Other users could choose the steps, even though each is judged. `copying` ensures that the judged bytes are
@@ -128,9 +136,6 @@ def adopt(
 
 
 def _require_directory(directory: Path) -> Path:
-    from verl_slurm.checkpoint.format.specification import MANIFEST
-    from verl_slurm.verl.layout import step_of
-
     here = directory.resolve()
     if not here.is_dir():
         raise NotFound("no such directory", where=directory, expected="verl's trainer.default_local_dir")
@@ -151,7 +156,7 @@ def _require_directory(directory: Path) -> Path:
     return here
 
 
-def _planned(run: Path, overrides: tuple[str, ...]) -> "SubmissionPlan":
+def _planned(run: Path, overrides: tuple[str, ...]) -> SubmissionPlan:
     from verl_slurm.submit.submission import plan_verl_run
 
     return plan_verl_run(run, overrides)
@@ -159,20 +164,15 @@ def _planned(run: Path, overrides: tuple[str, ...]) -> "SubmissionPlan":
 
 def _into_run(
     held: ExitStack,
-    plan: "SubmissionPlan",
-    judged: "list[Judged]",
+    plan: SubmissionPlan,
+    judged: list[Judged],
     bar: render.Bar,
     *,
     take_all: bool,
     link: bool,
     dry_run: bool,
-) -> "tuple[list[Row], list[Adoption]]":
-    from verl_slurm.base.paths import RunPaths
-    from verl_slurm.checkpoint.store.catalog import list_checkpoints
-    from verl_slurm.journal.events import Adopted
-    from verl_slurm.journal.files import append_event
+) -> tuple[list[Row], list[Adoption]]:
     from verl_slurm.submit.submission import hold_run
-    from verl_slurm.verl.adopt import adopt_steps, is_adopted, plan_adoption, refuse_if_nothing_fits
 
     config, paths = plan.config, RunPaths(plan.run_dir)
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
@@ -217,11 +217,11 @@ class _Counter:
 
 def _say(
     directory: Path,
-    judged: "list[Judged]",
-    rows: "list[Row]",
-    done: "list[Adoption]",
-    tracker: "Tracker",
-    plan: "SubmissionPlan | None",
+    judged: list[Judged],
+    rows: list[Row],
+    done: list[Adoption],
+    tracker: Tracker,
+    plan: SubmissionPlan | None,
     *,
     repaired: bool,
     dry_run: bool,
@@ -274,7 +274,7 @@ def _say(
         render.line(f"go on with: verl-slurm submit {plan.run_dir}")
 
 
-def _say_tracker(tracker: "Tracker", *, repaired: bool, dry_run: bool) -> None:
+def _say_tracker(tracker: Tracker, *, repaired: bool, dry_run: bool) -> None:
     if not tracker.needs_repair:
         render.line(tracker.line)
     elif repaired:
@@ -286,7 +286,7 @@ def _say_tracker(tracker: "Tracker", *, repaired: bool, dry_run: bool) -> None:
 
 
 def _listed(
-    judged: "list[Judged]", rows: "list[Row]", done: "list[Adoption]", *, dry_run: bool
+    judged: list[Judged], rows: list[Row], done: list[Adoption], *, dry_run: bool
 ) -> list[dict[str, Any]]:
     """Returns one entry per step, newest first, as JSON shows it."""
     adopted = {one.judged.step: one for one in done}

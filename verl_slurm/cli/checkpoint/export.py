@@ -2,7 +2,6 @@
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -10,12 +9,18 @@ from verl_slurm.base.errors import DataError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.components import require_own
+from verl_slurm.checkpoint.format.specification import REQUIRED_DIRECTORIES
+from verl_slurm.checkpoint.format.tensor_index import INDEX
+from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
+from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role, Wish
+from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role
+from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
+from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
 __all__ = ["export"]
 
@@ -46,10 +51,10 @@ _EXITS = exits(
 @json_option
 def export(
     checkpoint: Path,
-    to: "Layout",
+    to: Layout,
     out: Path,
     run: RunPaths | None,
-    role: "Role | None",
+    role: Role | None,
     dtype: str,
     model: Path | None,
     key_file: Path | None,
@@ -71,14 +76,6 @@ def export(
     A part that the checkpoint does not hold (components, include_optimizer) is left out of the .pt layouts.
     Memory: hf needs one shard (5 GB) at a time, the .pt layouts one file (the largest: the optimizer's).
     """
-    from verl_slurm.checkpoint.format.components import require_own
-    from verl_slurm.checkpoint.format.specification import REQUIRED_DIRECTORIES
-    from verl_slurm.checkpoint.format.tensor_index import INDEX
-    from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
-    from verl_slurm.checkpoint.inspect.export import Wish
-    from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
-    from verl_slurm.checkpoint.store.run_config import keys_for
-
     directory = one_checkpoint(checkpoint, run)
     keys = keys_for(directory, key_file)
     manifest = known_manifest(directory, keys)
@@ -123,7 +120,7 @@ def export(
     return ExitCode.OK
 
 
-def _roles(to: "Layout", asked: "Role | None", there: set[str], where: Path) -> "tuple[Role, ...]":
+def _roles(to: Layout, asked: Role | None, there: set[str], where: Path) -> tuple[Role, ...]:
     """Returns the models to export: the requested one; else the actor (hf), or all that the checkpoint holds."""
     both: tuple[Role, ...] = ("actor", "critic")
     # A Hugging Face directory holds one model, so there it is the actor unless another one is asked for.
@@ -139,7 +136,7 @@ def _roles(to: "Layout", asked: "Role | None", there: set[str], where: Path) -> 
     return wanted
 
 
-def _show(bar: render.Bar, progress: "Progress") -> None:
+def _show(bar: render.Bar, progress: Progress) -> None:
     words = {
         "verify": "verifying every byte",
         "model": "looking at the base model",
@@ -155,9 +152,6 @@ def _base_model(directory: Path, path: object) -> Path:
     """Returns the directory of config and tokenizer: the one that config.yaml names. A missing built-in model is
     built.
     """
-    from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
-    from verl_slurm.submit.checks.inputs import build_builtins, check_names
-
     # config.yaml is as it was saved, by whichever version: its values have no types here.
     if not isinstance(path, str) or not path:
         raise DataError(

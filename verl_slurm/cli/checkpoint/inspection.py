@@ -9,6 +9,9 @@ import click
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.describe import describe, sparkline
+from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
@@ -38,9 +41,6 @@ def inspect(
     CKPT is a checkpoint directory, a run (its newest one), or a name with --run. The files that are shown are held
     to their digests; the tensors are listed, not read (`verl-slurm verify` reads every byte).
     """
-    from verl_slurm.checkpoint.inspect.describe import describe
-    from verl_slurm.checkpoint.store.run_config import keys_for
-
     directory = one_checkpoint(checkpoint, run)
     facts = describe(directory, keys_for(directory, key_file))
     if as_json:
@@ -169,8 +169,6 @@ def _rank_row(state: dict[str, Any]) -> list[object]:
 
 
 def _curves(curves: list[dict[str, Any]]) -> None:
-    from verl_slurm.checkpoint.inspect.describe import sparkline
-
     render.table(
         ["metric", f"last {max(len(c['values']) for c in curves)} steps", "least", "greatest", "last"],
         [
@@ -201,9 +199,6 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
     Each is a checkpoint directory, a run (its newest one), or a name with --run. Values of weights and states are
     not looked at: `verl-slurm compare A B` does that, bit for bit. Exit code 0 says the same, 19 different.
     """
-    from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
-    from verl_slurm.checkpoint.store.run_config import keys_for
-
     left, right = one_checkpoint(a, run), one_checkpoint(b, run)
     # A key for each side, since A and B may be of two runs.
     found = difference(left, right, keys_for(left, key_file), keys_for(right, key_file))

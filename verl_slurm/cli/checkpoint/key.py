@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.cli.options import exits, json_option
 from verl_slurm.cli.show import render
 
@@ -31,8 +32,6 @@ def key() -> None:
 @json_option
 def new(file: Path, as_json: bool) -> int:
     """Make a key of 32 random bytes in FILE, 0600. A file that is there is never overwritten."""
-    from verl_slurm.base.keys import new_key_file
-
     return _show(file, new_key_file(file).id, as_json)
 
 
@@ -41,8 +40,6 @@ def new(file: Path, as_json: bool) -> int:
 @json_option
 def show_id(file: Path, as_json: bool) -> int:
     """The id of the key in FILE, as manifests name it. It tells nothing about the key."""
-    from verl_slurm.base.keys import read_key_file
-
     return _show(file, read_key_file(file).id, as_json)
 
 

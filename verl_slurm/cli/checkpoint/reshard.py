@@ -1,20 +1,31 @@
 """`verl-slurm reshard`."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.specification import MANIFEST
+from verl_slurm.checkpoint.store.commit import StagingDirectory
+from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.verl.reshard.checkpoint import Made, Source
-    from verl_slurm.verl.reshard.plan import ReshardPlan
+from verl_slurm.verl.layout import step_of
+from verl_slurm.verl.reshard.apply import work_bytes
+from verl_slurm.verl.reshard.checkpoint import (
+    Made,
+    Source,
+    open_source,
+    plan_source,
+    require_room,
+    write_checkpoint,
+    write_step,
+)
+from verl_slurm.verl.reshard.plan import ReshardPlan
 
 __all__ = ["reshard"]
 
@@ -48,10 +59,6 @@ def reshard(
     verl-slurm reshard RUN/checkpoints/step_000120 --ranks 3 --out divided
     verl-slurm submit my.yaml checkpoint.resume_from=divided/step_000120 distributed.dp_size=3
     """
-    from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
-    from verl_slurm.verl.reshard.apply import work_bytes
-    from verl_slurm.verl.reshard.checkpoint import open_source, plan_source, require_room
-
     directory = _named(checkpoint, run)
     out = out.parent.resolve() / out.name
     # Before every byte is read.
@@ -77,9 +84,6 @@ def reshard(
 
 def _named(place: Path, run: RunPaths | None) -> Path:
     """Returns the checkpoint, or the step of plain verl, that a word names."""
-    from verl_slurm.checkpoint.format.specification import MANIFEST
-    from verl_slurm.verl.layout import step_of
-
     if run is not None or step_of(place.name) is None or not place.is_dir():
         return one_checkpoint(place, run)
     step = place.resolve()
@@ -87,10 +91,7 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _make(source: "Source", plan: "ReshardPlan", staging: Path, counter: "_Counter") -> "Made":
-    from verl_slurm.checkpoint.store.commit import StagingDirectory
-    from verl_slurm.verl.reshard.checkpoint import write_checkpoint, write_step
-
+def _make(source: Source, plan: ReshardPlan, staging: Path, counter: "_Counter") -> Made:
     if source.manifest is None:
         return write_step(source, plan, staging, counter)
     inner = staging / ".writing"
@@ -118,7 +119,7 @@ class _Counter:
 
 
 def _say(
-    source: "Source", plan: "ReshardPlan", made: "Made | None", *, as_json: bool, out: Path | None = None
+    source: Source, plan: ReshardPlan, made: Made | None, *, as_json: bool, out: Path | None = None
 ) -> None:
     path = None if made is None or out is None else out / made.path.name
     roles = [

@@ -1,7 +1,5 @@
 """`verl-slurm tiers`, `offload` and `fetch-back`."""
 
-from typing import TYPE_CHECKING
-
 import click
 import msgspec
 
@@ -11,10 +9,10 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.cli.options import RUN, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.tiers.mover import Pass
-    from verl_slurm.tiers.plan import TierCopy
+from verl_slurm.config.load import load_resolved
+from verl_slurm.tiers.fetch import fetch, fetch_newest
+from verl_slurm.tiers.mover import Pass, look, sync
+from verl_slurm.tiers.plan import TierCopy, last_good
 
 __all__ = ["fetch_back", "offload", "tiers"]
 
@@ -43,10 +41,6 @@ def tiers(run: RunPaths, as_json: bool) -> int:
     A tier that does not answer is said, and the exit code is 29. Credentials of a bucket are found where every
     AWS tool finds them.
     """
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.tiers.mover import look
-    from verl_slurm.tiers.plan import last_good
-
     # A look needs no key: on a login node it says what it could not check, where a pass would refuse.
     seen = look(run, load_resolved(run.run_yaml))
     best = last_good(seen.states)
@@ -109,9 +103,6 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
     verl-slurm offload runs/big --dry-run
     verl-slurm offload runs/big --json
     """
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.tiers.mover import sync
-
     did = sync(run, load_resolved(run.run_yaml), dry_run=dry_run)
     # A plan names a checkpoint once a tier, so the two tell which of its actions failed.
     problems = {(d.action.tier, d.action.name): d.problem for d in did.done if d.problem}
@@ -177,9 +168,6 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
     \b
     verl-slurm fetch-back runs/big step_003000
     """
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.tiers.fetch import fetch, fetch_newest
-
     config = load_resolved(run.run_yaml)
     fetched = fetch_newest(run, config) if name is None else fetch(run, config, name)
     # Without NAME alone: a name that no tier has is refused by `fetch` itself.
@@ -195,7 +183,7 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
     return ExitCode.OK
 
 
-def _word(copy: "TierCopy") -> str:
+def _word(copy: TierCopy) -> str:
     # In this order: an incomplete upload is not asked for its signature, and what is refused counts for nothing else.
     if not copy.committed:
         return "incomplete"
@@ -204,11 +192,11 @@ def _word(copy: "TierCopy") -> str:
     return {True: "verified", False: "damaged", None: "unread"}[copy.verified]
 
 
-def _unchecked(seen: "Pass") -> dict[str, str]:
+def _unchecked(seen: Pass) -> dict[str, str]:
     return {"signature": f"not checked: no key ({seen.unchecked})"} if seen.unchecked else {}
 
 
-def _warn(run: RunPaths, seen: "Pass") -> None:
+def _warn(run: RunPaths, seen: Pass) -> None:
     for word, text in _unchecked(seen).items():
         render.warning(f"{word} {text}")
     for state in seen.states:
@@ -219,5 +207,5 @@ def _warn(run: RunPaths, seen: "Pass") -> None:
         render.line(f"no tiers in {run.run_yaml}; see verl-slurm tiers --help")
 
 
-def _code(seen: "Pass") -> ExitCode:
+def _code(seen: Pass) -> ExitCode:
     return ExitCode.OK if seen.ok else ExitCode.TIER

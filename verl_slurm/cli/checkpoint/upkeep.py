@@ -2,18 +2,24 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.frozen import frozen_digests
+from verl_slurm.checkpoint.store.pruning import carry_out, look
+from verl_slurm.checkpoint.store.run_config import keys_at_hand
+from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
+from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option, key_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.checkpoint.store.scrub import Scrubbed
+from verl_slurm.config.load import load_resolved
+from verl_slurm.dataset.fingerprint import record as prints
 
 __all__ = ["prune", "scrub"]
 
@@ -61,12 +67,6 @@ def prune(
     verl-slurm prune runs/big --dry-run
     verl-slurm prune runs/big --keep-last 1 --keep-every 1000
     """
-    from verl_slurm.base.keys import load_keys
-    from verl_slurm.checkpoint.decide.best import Best
-    from verl_slurm.checkpoint.store.pruning import carry_out, look
-    from verl_slurm.checkpoint.store.verify import verify
-    from verl_slurm.config.load import load_resolved
-
     # The run's own retention, of which each option replaces one number.
     config = load_resolved(run.run_yaml).checkpoint
     # A checkpoint that is not signed with them is no reason to remove anything.
@@ -147,11 +147,6 @@ def scrub(
     verl-slurm scrub runs/big --rate 200
     verl-slurm scrub runs/big --dry-run --no-data --json
     """
-    from verl_slurm.checkpoint.store.catalog import list_checkpoints
-    from verl_slurm.checkpoint.store.frozen import frozen_digests
-    from verl_slurm.checkpoint.store.run_config import keys_at_hand
-    from verl_slurm.checkpoint.store.scrub import scrub_frozen, scrub_one
-
     # A login node may lack the key. Damage is found without it, and what was not asked is said.
     keys, missing = keys_at_hand(run.root, key_file)
     infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
@@ -207,7 +202,7 @@ def scrub(
     return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
 
 
-def _shown(path: Path, one: "Scrubbed") -> dict[str, object]:
+def _shown(path: Path, one: Scrubbed) -> dict[str, object]:
     return {
         "path": str(path),
         "ok": one.verdict.ok,
@@ -229,9 +224,6 @@ def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
 
 def _drift(run: RunPaths) -> list[str]:
     """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.dataset.fingerprint import record as prints
-
     old = prints.read(run)
     if old is None:
         return []  # not submitted yet

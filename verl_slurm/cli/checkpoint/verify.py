@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -12,12 +12,19 @@ from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, Verl
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
+from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.run_config import keys_for
+from verl_slurm.checkpoint.store.verify import verify as verify_directory
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.checkpoint.decide.best import Rank
-    from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.config.load import load_resolved
+from verl_slurm.config.roles import data_root
+from verl_slurm.dataset.fingerprint import record as prints
+from verl_slurm.dataset.fingerprint.cache import default_path
 
 __all__ = [
     "checkpoints",
@@ -54,10 +61,6 @@ def checkpoints(run: RunPaths, as_json: bool) -> int:
 
 def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     """Prints the table of `checkpoints RUN` and `list RUN`."""
-    from verl_slurm.checkpoint.decide.best import Best, rank_best
-    from verl_slurm.checkpoint.store.catalog import list_checkpoints
-    from verl_slurm.config.load import load_resolved
-
     found = list_checkpoints(run)
     try:
         best = Best.of(load_resolved(run.run_yaml).checkpoint)
@@ -80,7 +83,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
 
 
 def checkpoints_table(
-    found: "Sequence[CheckpointInfo]", places: "Mapping[str, Rank]", metric: str | None, width: int
+    found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None, width: int
 ) -> tuple[list[str], list[list[str]]]:
     """Returns headings and cells; columns that have no room are left out.
 
@@ -107,7 +110,7 @@ def checkpoints_table(
     return render.fitting(columns, _FIRST_TO_GO, width)
 
 
-def _metric_words(value: float | None, place: "Rank | None") -> str:
+def _metric_words(value: float | None, place: Rank | None) -> str:
     if value is None:
         return "-"
     mark = "" if place is None else " best" if place.number == 1 else f" best {place.number}"
@@ -126,9 +129,6 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
     that is missing, extra, cut, altered or a link is named. Where the run has a key, each manifest must be signed
     with it. Encrypted files are checked as they lie on disk.
     """
-    from verl_slurm.checkpoint.store.run_config import keys_for
-    from verl_slurm.checkpoint.store.verify import verify as verify_directory
-
     paths = _checkpoints_of(place)
     # Before the first byte is read: a key that is missing would otherwise show after hours.
     keys = None if without_key else keys_for(place, key_file)
@@ -173,8 +173,6 @@ def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_js
     first. Of what a loop that is not ours saved (docs/guests.md) the files are compared. Exit code 0 says the same,
     19 different.
     """
-    from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
-
     try:
         # Both are verified first: damage must not look like a difference.
         found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
@@ -220,11 +218,6 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     minute, another node's write. --full reads every byte all the same, and names the files whose content
     changed behind an unchanged stamp.
     """
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.config.roles import data_root
-    from verl_slurm.dataset.fingerprint import record as prints
-    from verl_slurm.dataset.fingerprint.cache import default_path
-
     # A directory by itself has its cache in the user's own; a run keeps it beside its fingerprint.
     root, cache = place, default_path(place)
     if (place / "run.yaml").is_file():
@@ -284,8 +277,6 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
 
 
 def _checkpoints_of(place: Path) -> list[Path]:
-    from verl_slurm.checkpoint.store.catalog import list_checkpoints
-
     if (place / "run.yaml").is_file():
         # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
@@ -317,8 +308,6 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
     Raises:
         NotFound: there is no such checkpoint.
     """
-    from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
-
     # With --run a word is a name and never a path: a directory of that name may lie beside the caller.
     if run is not None:
         if not CHECKPOINT_NAME.fullmatch(str(place)):

@@ -4,23 +4,38 @@ Of everything in an alert, three things are read: that it fires, that its rule s
 and the run it is about (`run_id`). No text in it is taken as a command, a path or a job.
 """
 
+import asyncio
+import errno
+import secrets
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import click
 import msgspec
 
-from verl_slurm.base.errors import UNREADABLE, WireError
+from verl_slurm.base.errors import UNREADABLE, VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.run_id import RUN_ID
+from verl_slurm.base.run_id import RUN_ID, run_id
 from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.wire.http import HttpReply, HttpRequest
+from verl_slurm.journal.events import AlertSaveAsked
+from verl_slurm.journal.files import append_event
+from verl_slurm.runs.requests import ask_for_save
+from verl_slurm.wire.http import (
+    Caps,
+    HttpReply,
+    HttpRequest,
+    listener_of,
+    read_token,
+    replace_token,
+    serve_http,
+)
 
 __all__ = ["ACTION", "Verdict", "alert_receiver", "decide_saves", "runs_to_save"]
 
@@ -67,11 +82,6 @@ def alert_receiver(
     \b
     verl-slurm alert-receiver runs/big runs/small --token-file ~/.config/verl-slurm/alerts.token
     """
-    import asyncio
-
-    from verl_slurm.base.run_id import run_id
-    from verl_slurm.wire.http import read_token
-
     # Refused here, before a loop runs: a token that others can read is no token.
     read_token(token_file)
     receiver = _Receiver({run_id(run): run for run in runs}, token_file, pause_s, as_json)
@@ -85,12 +95,6 @@ class _Receiver:
         self._asked_at: dict[str, float] = {}
 
     async def serve(self, port: int) -> None:
-        import asyncio
-        import secrets
-        import signal
-
-        from verl_slurm.wire.http import Caps, read_token, replace_token, serve_http
-
         caps = Caps(method="POST", body_bytes=_BODY_BYTES, bearers=8)
         # A file and not a variable: the receiver that finds the port taken ends, and a later one has to know.
         leaked = self._token_file.with_name(self._token_file.name + ".leaked")
@@ -115,11 +119,6 @@ class _Receiver:
             await enough.wait()
 
     def _taken(self, port: int, error: OSError, leaked: Path) -> WireError:
-        import errno
-
-        from verl_slurm.base.files import write_file
-        from verl_slurm.wire.http import listener_of
-
         where, remedy = f"{_HOST}:{port}", "choose another one with --port"
         if error.errno != errno.EADDRINUSE:
             return WireError("cannot listen", where=where, found=error.strerror, remedy=remedy)
@@ -139,11 +138,7 @@ class _Receiver:
         else:
             render.line(text)
 
-    async def _answer(self, request: "HttpRequest") -> "HttpReply":
-        import time
-
-        from verl_slurm.wire.http import HttpReply
-
+    async def _answer(self, request: HttpRequest) -> HttpReply:
         # Before path and body: without the token no answer tells what is served here.
         if not request.bearer:
             return HttpReply(401)
@@ -171,13 +166,6 @@ class _Receiver:
         return HttpReply(503 if failed else 200, msgspec.json.encode(told) + b"\n", "application/json")
 
     async def _save(self, number: str) -> str:
-        import asyncio
-
-        from verl_slurm.base.errors import VerlSlurmError
-        from verl_slurm.journal.events import AlertSaveAsked
-        from verl_slurm.journal.files import append_event
-        from verl_slurm.runs.requests import ask_for_save
-
         run = self._runs[number]
         try:
             # In a thread: Slurm may take seconds to answer, in which other alerts are to be heard.

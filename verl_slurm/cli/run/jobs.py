@@ -6,6 +6,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, exits, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.runs.requests import cancel_run, requeue_run
 
 __all__ = ["cancel", "requeue"]
 
@@ -21,8 +22,6 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
     `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
     """
-    from verl_slurm.runs.requests import cancel_run
-
     job_id = cancel_run(run)
     _say(as_json, run, job_id, "cancelled", f"job {job_id} is being cancelled; it will not be requeued")
     return ExitCode.OK
@@ -42,8 +41,6 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     not answer: the ranks are ended after Slurm's KillWait, saved or not. A job that is over is started again by
     `verl-slurm submit RUN`.
     """
-    from verl_slurm.runs.requests import requeue_run
-
     job_id, detail = requeue_run(run, at_once=at_once)
     _say(as_json, run, job_id, "requeued", f"job {job_id} is being requeued: {detail}")
     return ExitCode.OK

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -13,11 +13,10 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
-from verl_slurm.cli.show import render
+from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.render import ago, span
-
-if TYPE_CHECKING:
-    from verl_slurm.runs.glance import Glance, Seen
+from verl_slurm.journal.events import Ended
+from verl_slurm.runs.glance import Glance, Seen, ask_for, glance_at_all, is_over, state_of, steps_done
 
 __all__ = ["STATE_COLOURS", "list_runs", "runs_table"]
 
@@ -54,8 +53,6 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         from verl_slurm.cli.checkpoint.verify import print_checkpoints
 
         return print_checkpoints(RunPaths(place.resolve()), as_json)
-    from verl_slurm.runs.glance import ask_for, glance_at_all, state_of
-
     runs = glance_at_all(place.resolve())
     # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
     if not runs and not place.is_dir():
@@ -84,7 +81,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
 
 
 def runs_table(
-    told: "Sequence[tuple[Glance, str]]", place: Path, width: int
+    told: Sequence[tuple[Glance, str]], place: Path, width: int
 ) -> tuple[list[str], list[list[str]]]:
     """Returns headings and cells. Columns that have no room are left out; as a last resort the run's name is cut.
 
@@ -92,8 +89,6 @@ def runs_table(
         told: each run with its state.
         width: characters of a line.
     """
-    from verl_slurm.runs.glance import steps_done
-
     columns: dict[str, list[str]] = {
         "run": [os.path.relpath(run.root, place) for run, _ in told],
         "job": ["-" if run.job is None else run.job.job_id for run, _ in told],
@@ -116,25 +111,21 @@ def _reward(status: Mapping[str, Any]) -> str:
     return f"{reward:.3f}" if isinstance(reward, int | float) else "-"
 
 
-def _interrupted(run: "Glance") -> str:
+def _interrupted(run: Glance) -> str:
     if not run.interruptions:
         return "-"
     cause = str(run.last_interruption.get("cause", "?")).replace("_", " ")
     return f"{run.interruptions}, {cause}"
 
 
-def _cost(run: "Glance") -> str:
+def _cost(run: Glance) -> str:
     if not run.interruptions:
         return "-"
     lasts = "" if run.last_interruption.get("seconds") is not None else "+"
     return f"{span(run.interrupted_s)}{lasts}"
 
 
-def _facts(run: "Glance", state: str, seen: "Seen | None") -> dict[str, Any]:
-    from verl_slurm.cli.show import story
-    from verl_slurm.journal.events import Ended
-    from verl_slurm.runs.glance import is_over, steps_done
-
+def _facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
     ended = run.word if isinstance(run.word, Ended) else None
     return {
         "run_dir": str(run.root),

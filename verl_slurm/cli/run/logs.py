@@ -17,6 +17,8 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.config.load import load_resolved
+from verl_slurm.runs.record import last_job
 
 __all__ = ["logs"]
 
@@ -142,8 +144,6 @@ def _mark(found: re.Match[bytes]) -> bytes:
 
 
 def _node_of(run: RunPaths, rank: int) -> int:
-    from verl_slurm.config.load import load_resolved
-
     shape = load_resolved(run.run_yaml).distributed
     if rank >= shape.world_size:
         raise NotFound(
@@ -184,7 +184,5 @@ def _rank_logs(run: RunPaths) -> list[Path]:
 
 
 def _lead_log(run: RunPaths) -> Path:
-    from verl_slurm.runs.record import last_job
-
     job_id = last_job(run).job_id  # from the journal: in a run that was handed over it may name any path
     return run.logs / f"{job_id.replace('/', '_')}_0_log.out"

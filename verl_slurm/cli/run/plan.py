@@ -1,24 +1,34 @@
 """`verl-slurm plan`: what to expect of a run, and what a change would buy."""
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from random import Random
+from typing import Any
 
 import click
+import msgspec
 
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.config.schema import RunConfig
-    from verl_slurm.journal.events import Event
-    from verl_slurm.plan.advice import Option, Plan, Spread
-    from verl_slurm.plan.inputs import Inputs, Known
-    from verl_slurm.plan.simulate import Strikes
+from verl_slurm.config.load import load, load_resolved
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.steps import every_row
+from verl_slurm.plan.advice import Option, Plan, Spread, make_plan
+from verl_slurm.plan.calibrate import happened, measure, measured_goodput, strikes_again
+from verl_slurm.plan.facts import from_slurm, from_storage
+from verl_slurm.plan.inputs import LABELS, Inputs, Known, complete
+from verl_slurm.plan.simulate import Strikes
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.relative_paths import Places
 
 __all__ = ["plan"]
 
@@ -92,8 +102,6 @@ def plan(
     verl-slurm plan my.yaml --like runs/trial distributed.nodes=8 distributed.dp_size=64
     verl-slurm plan runs/big --price-per-hour 24
     """
-    from verl_slurm.plan.inputs import Known, complete
-
     config, run = _configured(source, list(overrides))
     source_of_times = like or run
     events, rows = _journal(source_of_times) if source_of_times else ([], [])
@@ -125,13 +133,8 @@ def plan(
     return ExitCode.OK
 
 
-def _configured(source: Path, overrides: Sequence[str]) -> "tuple[RunConfig, RunPaths | None]":
+def _configured(source: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunPaths | None]:
     """Returns the configuration, paths absolute, and the run that `source` is."""
-    from verl_slurm.base.errors import ConfigError
-    from verl_slurm.config.load import load, load_resolved
-    from verl_slurm.submit.checks.inputs import absolute
-    from verl_slurm.submit.relative_paths import Places
-
     if source.is_dir():
         paths = RunPaths(source.resolve())
         if overrides:
@@ -145,58 +148,39 @@ def _configured(source: Path, overrides: Sequence[str]) -> "tuple[RunConfig, Run
     return absolute(load(source, overrides), Places(Path.cwd(), source)), None
 
 
-def _asked(config: "RunConfig", *, storage: bool) -> "tuple[dict[str, Known], list[str]]":
-    from verl_slurm.plan.facts import from_slurm, from_storage
-    from verl_slurm.slurm.client import SlurmClient
-
+def _asked(config: RunConfig, *, storage: bool) -> tuple[dict[str, Known], list[str]]:
     stored, about_storage = from_storage(config, RunPaths(config.run_dir)) if storage else ({}, [])
     told, about_slurm = asyncio.run(from_slurm(config, SlurmClient()))
     return stored | told, about_storage + about_slurm
 
 
-def _journal(run: RunPaths) -> "tuple[list[Event], list[dict[str, Any]]]":
-    from verl_slurm.journal.files import read_events
-    from verl_slurm.journal.steps import every_row
-
+def _journal(run: RunPaths) -> tuple[list[Event], list[dict[str, Any]]]:
     return read_events(run), list(every_row(run, []))
 
 
-def _measured(events: "list[Event]", rows: list[dict[str, Any]], config: "RunConfig") -> "dict[str, Known]":
-    from verl_slurm.plan.calibrate import measure
-
+def _measured(events: list[Event], rows: list[dict[str, Any]], config: RunConfig) -> dict[str, Known]:
     return measure(events, rows, config.checkpoint.expected_mtbi_h)
 
 
 def _make(
-    inputs: "Inputs",
-    config: "RunConfig",
+    inputs: Inputs,
+    config: RunConfig,
     simulations: int,
     price: float | None,
-    again: "Callable[[float], Strikes] | None" = None,
-) -> "Plan":
-    from random import Random
-
-    from verl_slurm.plan.advice import make_plan
-
+    again: Callable[[float], Strikes] | None = None,
+) -> Plan:
     return make_plan(inputs, config, Random, simulations=simulations, price_per_hour=price, again=again)
 
 
 def _looked_back(
-    inputs: "Inputs",
-    config: "RunConfig",
+    inputs: Inputs,
+    config: RunConfig,
     simulations: int,
     price: float | None,
-    events: "list[Event]",
+    events: list[Event],
     rows: list[dict[str, Any]],
-) -> "dict[str, Any] | None":
+) -> dict[str, Any] | None:
     """Returns the run as it was, and its interruptions simulated again; None: it was never interrupted."""
-    import math
-
-    import msgspec
-
-    from verl_slurm.plan.calibrate import happened, measured_goodput, strikes_again
-    from verl_slurm.plan.inputs import Known
-
     past, goodput = happened(events, rows), measured_goodput(events, rows)
     if goodput is None or not past.strikes or not past.steps:
         return None
@@ -209,9 +193,7 @@ def _looked_back(
     return {"measured": measured, "plan": again}
 
 
-def _print(plan: "Plan", notes: Sequence[str]) -> None:
-    from verl_slurm.plan.inputs import LABELS
-
+def _print(plan: Plan, notes: Sequence[str]) -> None:
     every = {name: getattr(plan.inputs, name) for name in LABELS}
     cells = {
         "input": [LABELS[name][0] for name in _SHOWN],
@@ -253,7 +235,7 @@ def _print_back(back: dict[str, Any]) -> None:
     _print_options(back["plan"], "simulated as it was")
 
 
-def _print_options(plan: "Plan", first: str) -> None:
+def _print_options(plan: Plan, first: str) -> None:
     rows = [_cells(option, first) for option in plan.options]
     cells = dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
     if plan.options[0].cost is None:
@@ -261,7 +243,7 @@ def _print_options(plan: "Plan", first: str) -> None:
     render.plain_table(*render.fitting(cells, ("ETTR", "node hours", "takes"), render.width()))
 
 
-def _cells(option: "Option", first: str) -> tuple[str, ...]:
+def _cells(option: Option, first: str) -> tuple[str, ...]:
     base = not option.change
     return (
         option.change or first,
@@ -275,13 +257,13 @@ def _cells(option: "Option", first: str) -> tuple[str, ...]:
     )
 
 
-def _range(spread: "Spread", form: Callable[[float], str], center: float | None = None) -> str:
+def _range(spread: Spread, form: Callable[[float], str], center: float | None = None) -> str:
     low, high = form(spread.low), form(spread.high)
     middle = form(spread.median if center is None else center)
     return middle if low == middle == high else f"{middle} ({low} to {high})"
 
 
-def _signed(spread: "Spread", form: Callable[[float], str]) -> str:
+def _signed(spread: Spread, form: Callable[[float], str]) -> str:
     def one(value: float) -> str:
         return form(value) if value >= 0 or form(-value) == form(0.0) else f"-{form(-value)}"
 
@@ -289,7 +271,7 @@ def _signed(spread: "Spread", form: Callable[[float], str]) -> str:
     return _range(spread, one, spread.mean)
 
 
-def _value(known: "Known", unit: str) -> str:
+def _value(known: Known, unit: str) -> str:
     if unit == "s":
         return f"{known.value * 1000:.0f} ms" if known.value < 0.1 else render.span(known.value)
     if unit == "bytes":

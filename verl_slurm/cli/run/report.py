@@ -1,18 +1,19 @@
 """`verl-slurm report`: one page about one run or several."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.report.facts import Report
+from verl_slurm.report.facts import Report
+from verl_slurm.report.gather import gather
+from verl_slurm.report.page import render_page
 
 __all__ = ["report"]
 
@@ -57,8 +58,6 @@ def report(
     verl-slurm report runs/a runs/b --out ab.html --price-per-hour 2.50
     verl-slurm report runs/my --json | jq '.runs[0].time_use'
     """
-    from verl_slurm.report.gather import gather
-
     # One that is named twice would be compared with itself.
     facts = gather(
         list({run.root: run for run in runs}.values()), price_per_hour=price_per_hour, num_samples=samples
@@ -80,8 +79,6 @@ def _require_page(out: Path) -> None:
     Raises:
         PermissionRefused: something else is there.
     """
-    from verl_slurm.base.bounded import TooMuch, open_regular
-
     try:
         with open(open_regular(out), "rb") as there:
             is_page = there.read(len(_BEGINNING)).lower() == _BEGINNING
@@ -93,10 +90,7 @@ def _require_page(out: Path) -> None:
         raise PermissionRefused("something else is in the way", where=out, remedy="choose another --out")
 
 
-def _write(out: Path, facts: "Report") -> list[tuple[str, object]]:
-    from verl_slurm.base.files import write_file
-    from verl_slurm.report.page import render_page
-
+def _write(out: Path, facts: Report) -> list[tuple[str, object]]:
     data = render_page(facts).encode()
     # A link is followed: its target is replaced, and not the link.
     out = out.resolve()

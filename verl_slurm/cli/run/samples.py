@@ -1,18 +1,19 @@
 """`verl-slurm samples`: responses of the policy."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import msgspec
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.options import RUN, Whole, exits, json_option, key_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.runtime_state.samples import Sample, StepSamples
+from verl_slurm.config.load import load_resolved
+from verl_slurm.runtime_state.samples import Sample, StepSamples, read_samples
 
 __all__ = ["samples"]
 
@@ -45,9 +46,6 @@ def samples(
     verl-slurm samples runs/my --step 40 --best --limit 3
     verl-slurm samples runs/my --json --limit 100 | jq -r 'select(.reward < 0.1) | .response'
     """
-    from verl_slurm.checkpoint.store.run_config import keys_for
-    from verl_slurm.runtime_state.samples import read_samples
-
     # Sealed like the run's checkpoints: they hold what the policy was asked and said.
     kept = read_samples(run, keys_for(run.root, key_file))
     if not kept:
@@ -86,7 +84,7 @@ def samples(
     return ExitCode.OK
 
 
-def _chosen(samples: "list[Sample]", which: str | None, limit: int) -> "list[Sample]":
+def _chosen(samples: list[Sample], which: str | None, limit: int) -> list[Sample]:
     """Returns the best first; without a choice, half of each kind."""
     ordered = sorted(samples, key=lambda sample: -sample.reward)
     if which == "best":
@@ -100,9 +98,7 @@ def _chosen(samples: "list[Sample]", which: str | None, limit: int) -> "list[Sam
     return ordered[:best] + ordered[len(ordered) - (limit - best) :]
 
 
-def _facts(found: "StepSamples", sample: "Sample") -> dict[str, Any]:
-    import msgspec
-
+def _facts(found: StepSamples, sample: Sample) -> dict[str, Any]:
     return {"step": found.step, "attempt": found.epoch, **msgspec.to_builtins(sample)}
 
 
@@ -116,14 +112,12 @@ def _text(name: str, text: str) -> None:
         render.line(f"  {'':<9} ({len(lines) - _MOST_LINES} more lines: --json)")
 
 
-def _steps(kept: "dict[int, StepSamples]") -> str:
+def _steps(kept: dict[int, StepSamples]) -> str:
     first, last = min(kept), max(kept)
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _none_kept(run: RunPaths) -> NotFound:
-    from verl_slurm.config.load import load_resolved
-
     config = load_resolved(run.run_yaml)
     if config.trainer.is_guest:
         found, remedy = (

@@ -1,5 +1,9 @@
 """`verl-slurm serve`: the runs below a directory, live in a browser."""
 
+import asyncio
+import contextlib
+import errno
+import signal
 from pathlib import Path
 
 import click
@@ -8,7 +12,9 @@ from verl_slurm.base.errors import NotFound, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.cli.options import PLACE, Whole, exits, json_option
-from verl_slurm.cli.show import render
+from verl_slurm.cli.show import render, story
+from verl_slurm.report.serve import HOST, Server
+from verl_slurm.wire.http import listener_of
 
 __all__ = ["serve"]
 
@@ -32,15 +38,6 @@ def serve(place: Path, port: int, as_json: bool) -> int:
 
     docs/serve.md tells who may read what.
     """
-    import asyncio
-    import contextlib
-    import errno
-    import signal
-
-    from verl_slurm.cli.show import story
-    from verl_slurm.report.serve import HOST, Server
-    from verl_slurm.wire.http import listener_of
-
     if not place.is_dir():
         raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
 

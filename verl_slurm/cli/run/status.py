@@ -2,7 +2,7 @@
 
 import os
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -12,11 +12,24 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
+from verl_slurm.cli.run.listing import STATE_COLOURS
 from verl_slurm.cli.show import render, story
+from verl_slurm.cli.show.pace import bar, curve_of, curve_words, left_words, node_words, steps_words
 from verl_slurm.cli.show.render import ago
-
-if TYPE_CHECKING:
-    from verl_slurm.journal.events import Event
+from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table, steps_table
+from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted, Warned
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.jobs import avoided_nodes, newest_job
+from verl_slurm.journal.folds.nodes import lost_nodes, node_states
+from verl_slurm.journal.folds.outages import Outages, interruption_facts
+from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
+from verl_slurm.journal.status import read_status
+from verl_slurm.journal.steps import last_steps
+from verl_slurm.program.record import read_record
+from verl_slurm.runs.glance import newest_to_see, steps_done
+from verl_slurm.runs.liveness import JobState, job_state
+from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
 __all__ = ["status"]
 
@@ -54,14 +67,6 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     row of `steps` has every number there is of a step: rewards, losses, KL, gradients, learning rates, those of an
     evaluation (`eval/...`), and seconds, tokens per second and memory.
     """
-    from verl_slurm.cli.run.listing import STATE_COLOURS
-    from verl_slurm.cli.show.pace import curve_of, node_words
-    from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table, steps_table
-    from verl_slurm.journal.files import read_events
-    from verl_slurm.journal.folds.outages import Outages, interruption_facts
-    from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
-    from verl_slurm.journal.steps import last_steps
-
     # The facts: files of the run, and one question to the scheduler. The rest of the function shows them.
     events, now = read_events(run), datetime.now(UTC)
     facts, outages = _facts(run, events), Outages(events)
@@ -134,8 +139,6 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
 
 def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, object]]:
     """Returns the bar of steps, the time that is left and the curve. A bar or a curve is for a terminal."""
-    from verl_slurm.cli.show.pace import bar, curve_words, left_words, steps_words
-
     pace, curve = facts["pace"], facts["curve"]
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
     before = f"{bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
@@ -154,13 +157,7 @@ def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, obj
     return lines
 
 
-def _nodes(
-    run: RunPaths, facts: dict[str, Any], events: "list[Event]", now: datetime
-) -> dict[str, list[str]]:
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.journal.folds.jobs import avoided_nodes
-    from verl_slurm.journal.folds.nodes import lost_nodes, node_states
-
+def _nodes(run: RunPaths, facts: dict[str, Any], events: list[Event], now: datetime) -> dict[str, list[str]]:
     try:
         avoid_s = load_resolved(run.run_yaml).daemon.avoid_node_s
     # A file that cannot be read costs this part of the answer, and not the others.
@@ -180,14 +177,8 @@ def _state_words(facts: dict[str, Any]) -> str:
     return f"{state}, as of {since}"
 
 
-def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
+def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
     """Returns all facts about a run, and the scheduler's present answer."""
-    from verl_slurm.journal.events import Cause, Ended, Started, Submitted
-    from verl_slurm.journal.folds.jobs import newest_job
-    from verl_slurm.journal.status import read_status
-    from verl_slurm.runs.glance import newest_to_see, steps_done
-    from verl_slurm.runs.liveness import JobState, job_state
-
     job = newest_job(events)
     answer: JobState | None = None
     if job is not None:
@@ -223,11 +214,8 @@ def _facts(run: RunPaths, events: "list[Event]") -> dict[str, Any]:
     }
 
 
-def _code_words(run: RunPaths, events: "list[Event]") -> list[str]:
+def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
     """Describes the code that the attempts run, and what the newest of them was warned of."""
-    from verl_slurm.journal.events import Started, Submitted, Warned
-    from verl_slurm.program.record import read_record
-
     try:
         record = read_record(run, to_look=True)
     # A file that cannot be read costs this line of the answer, and not the others.
@@ -249,9 +237,6 @@ def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
 
     Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
     """
-    from verl_slurm.config.load import load_resolved
-    from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
-
     try:
         config = load_resolved(run.run_yaml)
         if config.trainer.is_guest:

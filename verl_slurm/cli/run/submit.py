@@ -3,7 +3,7 @@
 import os
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import click
 import msgspec
@@ -11,14 +11,17 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.shipped import shipped
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, json_option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.config.schema import RunConfig
-    from verl_slurm.dataset.fingerprint.record import Drift
-    from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.record import Drift
+from verl_slurm.slurm.batch import batch_script, sbatch_options
+from verl_slurm.submit.checks.inputs import needs_building
+from verl_slurm.submit.checks.rank_environment import show_rank_environment
+from verl_slurm.submit.executor import local_command, render_script
+from verl_slurm.submit.plan import SubmissionPlan
 
 __all__ = ["submit"]
 
@@ -137,7 +140,6 @@ def submit(
             dry_run=dry_run,
             as_json=as_json,
         )
-    from verl_slurm.submit.checks.inputs import needs_building
     from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 
     if prepare_only and (wait or cluster == "local"):
@@ -200,10 +202,7 @@ def submit(
     return ExitCode.OK
 
 
-def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
-    from verl_slurm.submit.checks.rank_environment import show_rank_environment
-    from verl_slurm.submit.executor import local_command, render_script
-
+def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
     ranks = show_rank_environment(plan.config)
     text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
     if as_json:
@@ -238,11 +237,11 @@ def _print_plan(plan: "SubmissionPlan", as_json: bool) -> None:
         render.line(part)
 
 
-def _checked(plan: "SubmissionPlan") -> list[str]:
+def _checked(plan: SubmissionPlan) -> list[str]:
     return [*plan.checked, *(["the data is that of the first start"] if plan.begun else [])]
 
 
-def _beginning(plan: "SubmissionPlan") -> str:
+def _beginning(plan: SubmissionPlan) -> str:
     if plan.new_run:
         return "a new run"
     if not plan.begun:
@@ -257,17 +256,14 @@ def _beginning(plan: "SubmissionPlan") -> str:
     return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies"
 
 
-def _sbatch_words(plan: "SubmissionPlan", paths: RunPaths) -> list[str]:
+def _sbatch_words(plan: SubmissionPlan, paths: RunPaths) -> list[str]:
     """Returns the command that queues a prepared run."""
-    from verl_slurm.base.shipped import shipped
-    from verl_slurm.slurm.batch import batch_script, sbatch_options
-
     # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
     return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
 
 
-def _nodes(config: "RunConfig") -> str:
+def _nodes(config: RunConfig) -> str:
     if not config.may_lose_nodes:
         return counted(config.all_nodes, "node")
     return f"{config.least_nodes} to {counted(config.all_nodes, 'node')}"
@@ -279,7 +275,7 @@ class _Confirm:
     def __init__(self, yes: bool) -> None:
         self._yes = yes
 
-    def __call__(self, drift: "Drift") -> bool:
+    def __call__(self, drift: Drift) -> bool:
         for kind, names in (("added", drift.added), ("removed", drift.removed), ("changed", drift.changed)):
             for name in names:
                 render.warning(f"data {kind}: {name}")

@@ -2,17 +2,16 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.submit.checks.code import TreesRead
-    from verl_slurm.submit.plan import SubmissionPlan
-    from verl_slurm.submit.sweep import SweptRun
+from verl_slurm.config.load import load
+from verl_slurm.submit.checks.code import TreesRead
+from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.sweep import SweptRun, swept_runs
 
 __all__ = ["submit_sweep"]
 
@@ -37,7 +36,6 @@ def submit_sweep(
         VerlSlurmError: of one run. Those before it are queued, and named.
     """
     from verl_slurm.submit.submission import carry_out
-    from verl_slurm.submit.sweep import swept_runs
 
     runs = swept_runs(words)
     plans = _plans(config, runs, verl, cluster)
@@ -78,9 +76,8 @@ def submit_sweep(
 
 
 def _plans(
-    config: Path, runs: "Sequence[SweptRun]", verl: Sequence[str], cluster: Literal["auto", "slurm", "local"]
-) -> "list[SubmissionPlan]":
-    from verl_slurm.config.load import load
+    config: Path, runs: Sequence[SweptRun], verl: Sequence[str], cluster: Literal["auto", "slurm", "local"]
+) -> list[SubmissionPlan]:
     from verl_slurm.submit.submission import plan_submission
 
     plans: list[SubmissionPlan] = []

@@ -9,6 +9,11 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.journal.events import RewardAsked
+from verl_slurm.journal.files import append_event
+from verl_slurm.runs.requests import ask_for_save
+from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
+from verl_slurm.wire.reward_plan import ask_for_reward
 
 __all__ = ["update_reward"]
 
@@ -61,11 +66,6 @@ def update_reward(
     A run without a living job gets NEW at its next start. So does one whose job could not be told, because Slurm
     refused that or gave no answer: the wish is written down by then, a warning says so, and the exit code is 0.
     """
-    from verl_slurm.journal.events import RewardAsked
-    from verl_slurm.journal.files import append_event
-    from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
-    from verl_slurm.wire.reward_plan import ask_for_reward
-
     if checkpoint is not None and new_model is not None and run is None:
         # click has converted no RUN here, so its checks are made by hand.
         run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
@@ -107,6 +107,4 @@ def _wake(run: RunPaths) -> str:
     Raises:
         SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.
     """
-    from verl_slurm.runs.requests import ask_for_save
-
     return "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -13,19 +13,22 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
+from verl_slurm.cli.show.pace import curve_of, live_line
 from verl_slurm.journal.events import Crash, Event, NodesChosen, Restart, Started
 from verl_slurm.journal.files import to_json
-
-if TYPE_CHECKING:
-    from verl_slurm.runs.follow_many import Followed
+from verl_slurm.journal.folds.nodes import lost_nodes, node_states
+from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
+from verl_slurm.journal.steps import last_steps
+from verl_slurm.runs.follow import follow_run
+from verl_slurm.runs.follow_many import FleetWatch, Followed
+from verl_slurm.runs.glance import find_runs
+from verl_slurm.runs.record import last_job, require_run
 
 __all__ = ["tell_until_end", "watch"]
 
 
 def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
     """Tells a run's story from byte `offset` of its journal until it ends; returns its exit code."""
-    from verl_slurm.runs.follow import follow_run
-
     if as_json:
         # As they are in the journal, repetitions included: a story is for people.
         return follow_run(paths, offset, lambda event: render.json_value(to_json(event)))
@@ -71,11 +74,6 @@ class _Gauge:
 
     def line(self, status: dict[str, Any]) -> str:
         """Returns the line for a snapshot, with a bar and a curve if the terminal draws them."""
-        from verl_slurm.cli.show.pace import curve_of, live_line
-        from verl_slurm.journal.folds.nodes import lost_nodes, node_states
-        from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
-        from verl_slurm.journal.steps import last_steps
-
         step = int(status.get("step", 0))
         if step != self._step:
             self._step, self._rows = step, last_steps(self._paths, LOOKED_AT)
@@ -106,8 +104,6 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     lives any more; runs that come into the directory meanwhile are followed, too. The exit code is then 0, or the
     highest one with which a run ended meanwhile.
     """
-    from verl_slurm.runs.record import last_job, require_run
-
     roots = [place.resolve() for place in places]
     for root in roots:
         # Before anything is followed: a mistyped name would otherwise count as a directory without runs.
@@ -126,8 +122,6 @@ def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
 
 
 def _holds_runs(place: Path) -> bool:
-    from verl_slurm.runs.glance import find_runs
-
     try:
         return not (place / "run.yaml").exists() and any(find_runs(place))
     except PermissionError:
@@ -145,13 +139,11 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
     Raises:
         NotFound: there are no runs.
     """
-    from verl_slurm.runs.follow_many import FleetWatch
-
     bottom = render.Progress()
     tellers: dict[Path, story.Story] = {}
     turns = 0
 
-    def on_event(run: "Followed", event: Event) -> None:
+    def on_event(run: Followed, event: Event) -> None:
         if as_json:
             render.json_value({"run_dir": str(run.root), **to_json(event)})
             return

@@ -1,7 +1,6 @@
 """`verl-slurm config`: every key with its meaning, and one key with all that the code tells of it."""
 
 import shlex
-from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -9,9 +8,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.options import KEY, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.config.explain import Explained, Key
+from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 
 __all__ = ["config"]
 
@@ -40,8 +37,6 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
     verl-slurm config explain train.kl_in   # one key, with all that the code says of it
     verl-slurm config --schema > schema.json    # docs/configuration.md says how an editor finds it
     """
-    from verl_slurm.config.explain import Explained, all_keys, explain, explain_fully
-
     if schema:
         from verl_slurm.config.json_schema import json_schema
 
@@ -78,7 +73,7 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
     return ExitCode.OK
 
 
-def _facts(key: "Explained") -> list[tuple[str, object]]:
+def _facts(key: Explained) -> list[tuple[str, object]]:
     rows: list[tuple[str, object]] = []
     if key.example:
         # A key of an entry of a list or map has no word for the command line.

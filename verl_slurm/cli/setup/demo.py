@@ -8,9 +8,11 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
+from verl_slurm.base.shipped import shipped
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.story import Story, progress
+from verl_slurm.devcluster.machine import real_gpus
 from verl_slurm.journal.events import Event
 
 __all__ = ["demo"]
@@ -24,8 +26,6 @@ def _on_a_gpu() -> list[str]:
     none, which means two ranks on CPUs.
     """
     from importlib.metadata import version
-
-    from verl_slurm.devcluster.machine import real_gpus
 
     if not real_gpus() or version("torch").endswith("+cpu"):
         return []
@@ -64,7 +64,6 @@ def demo(
     undisturbed, and compares all weights bit for bit. Without Slurm: the same on this machine alone. With a GPU the
     quick start runs on one; `demo distributed.device=cpu` does not.
     """
-    from verl_slurm.base.shipped import shipped
     from verl_slurm.demo import Teller, run_demo
 
     chosen = [*words]

@@ -2,7 +2,7 @@
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -11,10 +11,10 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.cli.options import ParamType, Whole
 from verl_slurm.cli.show import render
+from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
+from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
-
-if TYPE_CHECKING:
-    from verl_slurm.devcluster.cluster import ClusterStatus
 
 __all__ = ["command"]
 
@@ -184,9 +184,6 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
 
     Does nothing if it runs already, whatever the options: stop it first to change them.
     """
-    from verl_slurm.devcluster.cluster import DevCluster
-    from verl_slurm.devcluster.conf import ClusterOptions
-
     try:
         # The ranges stand in the struct, so that a caller from Python is held to the same ones.
         options = msgspec.convert(chosen, ClusterOptions)
@@ -213,8 +210,6 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
 @_JSON
 def _stop(directory: Path | None, as_json: bool) -> None:
     """End the cluster and everything that runs on it. Logs stay in its directory."""
-    from verl_slurm.devcluster.cluster import DevCluster
-
     status = DevCluster(directory).stop()
     text = f"stopped after {status.seconds:.1f} s; the logs are in {status.directory}/log"
     if status.left:
@@ -227,8 +222,6 @@ def _stop(directory: Path | None, as_json: bool) -> None:
 @_JSON
 def _status(directory: Path | None, as_json: bool) -> None:
     """Whether it runs, and how Slurm sees its nodes."""
-    from verl_slurm.devcluster.cluster import DevCluster
-
     status = DevCluster(directory).status()
     lines = [f"{name}  {state}" for name, state in status.nodes.items()]
     head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
@@ -254,9 +247,6 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     Submits a short job of higher priority that needs JOB's nodes. Slurm warns JOB, waits the grace time, ends
     and requeues it, unless it has saved and requeued itself by then.
     """
-    from verl_slurm.devcluster.cluster import DevCluster
-    from verl_slurm.devcluster.faults import preempt
-
     done = preempt(DevCluster(directory), job, hold_s=hold_s)
     # By the preemption mode: with a grace time Slurm sets PreemptTime; else the job is suspended, or queued again.
     if done.seen == "preempt_time":
@@ -274,9 +264,6 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
 @_JSON
 def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
     """Cut NODE's power: SIGKILL its slurmd and every process of every job on it, at once."""
-    from verl_slurm.devcluster.cluster import DevCluster
-    from verl_slurm.devcluster.faults import fail_node
-
     failure = fail_node(DevCluster(directory), node)
     _say(
         as_json,
@@ -291,9 +278,6 @@ def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
 @_JSON
 def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
     """Start NODE again after fail-node, and wait until Slurm uses it."""
-    from verl_slurm.devcluster.cluster import DevCluster
-    from verl_slurm.devcluster.faults import restore_node
-
     state = restore_node(DevCluster(directory), node)
     _say(as_json, {"node": node, "state": state}, f"{node} is {state}")
 
@@ -303,13 +287,11 @@ def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
 @_JSON
 def _env(directory: Path | None, as_json: bool) -> None:
     """Print what a shell must export to use the cluster: eval "$(verl-slurm devcluster env)"."""
-    from verl_slurm.devcluster.cluster import DevCluster
-
     env = DevCluster(directory).env()
     _say(as_json, env, _exports(env))
 
 
-def _gpus(status: "ClusterStatus", *, asked: int | str = 0) -> str:
+def _gpus(status: ClusterStatus, *, asked: int | str = 0) -> str:
     """Returns a line about the GPUs, or nothing without any."""
     if not status.gpus:
         return "no GPU is granted: this machine has none\n" if asked == "auto" else ""
@@ -318,7 +300,7 @@ def _gpus(status: "ClusterStatus", *, asked: int | str = 0) -> str:
     return f"{kind}: {each}\n"
 
 
-def _accounting(status: "ClusterStatus") -> str:
+def _accounting(status: ClusterStatus) -> str:
     return "accounting: jobs of the QOS urgent preempt those of normal\n" if status.accounting else ""
 
 

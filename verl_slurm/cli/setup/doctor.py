@@ -2,17 +2,27 @@
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.shipped import shipped
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.config.schema import RunConfig
-    from verl_slurm.doctor import Finding
+from verl_slurm.config.load import load
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.doctor import Finding, bad, good, warn, worst
+from verl_slurm.doctor.cluster_rules import judge_cluster
+from verl_slurm.doctor.places import judge_place, probe_place
+from verl_slurm.health.bad_nodes import folder, recall
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.checks.preflight import partition_complaint
+from verl_slurm.submit.relative_paths import Places
 
 __all__ = ["doctor"]
 
@@ -65,9 +75,6 @@ def doctor(
     verl-slurm doctor
     verl-slurm doctor --config my.yaml --fire-drill
     """
-    from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
-    from verl_slurm.doctor import bad, worst
-
     config = _config(source, partition, nodes)
     findings = _look(config)
     silent: NotFound | SlurmMissing | SlurmRefused | None = None
@@ -87,12 +94,7 @@ def doctor(
     return ExitCode.UNFIT if verdict == "bad" else ExitCode.OK
 
 
-def _config(source: Path | None, partition: str | None, nodes: int | None) -> "RunConfig":
-    from verl_slurm.base.shipped import shipped
-    from verl_slurm.config.load import load
-    from verl_slurm.submit.checks.inputs import absolute
-    from verl_slurm.submit.relative_paths import Places
-
+def _config(source: Path | None, partition: str | None, nodes: int | None) -> RunConfig:
     overrides = [f"slurm.partition={partition}"] if partition else []
     if nodes is not None:
         overrides.append(f"distributed.nodes={nodes}")
@@ -104,13 +106,8 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> "R
     return absolute(load(source, overrides), Places(Path.cwd(), source))
 
 
-def _look(config: "RunConfig") -> "list[Finding]":
+def _look(config: RunConfig) -> list[Finding]:
     """Runs the checks that need no Slurm: storage and keys."""
-    from verl_slurm.base.errors import VerlSlurmError
-    from verl_slurm.base.keys import load_keys
-    from verl_slurm.doctor import bad, good
-    from verl_slurm.doctor.places import judge_place, probe_place
-
     # Tried, not read from tables of file systems: writes, renames, locks and modes on the very place.
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
     for tier in config.tiers:
@@ -127,17 +124,8 @@ def _look(config: "RunConfig") -> "list[Finding]":
     return findings
 
 
-async def _ask_slurm(
-    config: "RunConfig", drill: bool, preempt_by: str | None, wait_s: float
-) -> "list[Finding]":
-    from verl_slurm.base.paths import RunPaths
-    from verl_slurm.checkpoint.store.catalog import list_checkpoints
-    from verl_slurm.doctor import bad, warn
-    from verl_slurm.doctor.cluster_rules import judge_cluster
-    from verl_slurm.health.bad_nodes import folder, recall
-    from verl_slurm.slurm.client import SlurmClient
+async def _ask_slurm(config: RunConfig, drill: bool, preempt_by: str | None, wait_s: float) -> list[Finding]:
     from verl_slurm.submit.checks.deadlines import save_time
-    from verl_slurm.submit.checks.preflight import partition_complaint
 
     client = SlurmClient()
     conf = await client.config()
@@ -186,7 +174,7 @@ def _existing(place: Path) -> Path:
     return place
 
 
-def _print(findings: "list[Finding]") -> None:
+def _print(findings: list[Finding]) -> None:
     """Prints one line per finding, with its remedy below it."""
     marks = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
     for finding in findings:

@@ -11,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import msgspec
@@ -21,6 +21,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import create_file
 from verl_slurm.base.shipped import example, shipped
 from verl_slurm.cli.options import PLACE, Whole, exits
+from verl_slurm.cli.setup import cluster_places
 from verl_slurm.cli.setup.first_config import (
     CHANGE,
     MAX_NEW_TOKENS,
@@ -32,10 +33,16 @@ from verl_slurm.cli.setup.first_config import (
     name_of,
 )
 from verl_slurm.cli.show import render
-
-if TYPE_CHECKING:
-    from verl_slurm.config.schema import RunConfig
-    from verl_slurm.verl.inputs import Kind
+from verl_slurm.config.families import max_positions
+from verl_slurm.config.load import parse_config
+from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.submit.checks.data import recognize
+from verl_slurm.submit.checks.inputs import absolute, absolute_reward, check_guest, check_names, check_reward
+from verl_slurm.submit.checks.model_families import said_of
+from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.verl import check_input
+from verl_slurm.submit.relative_paths import Places
+from verl_slurm.verl.inputs import Input, Kind, is_remote
 
 __all__ = ["init"]
 
@@ -48,7 +55,7 @@ _GO_WITH = {
     "program": ("loop",),
 }
 """The loops that an option has a meaning for."""
-_KEYS_OF_VERL: dict["Kind", str] = {"data": "data.train_files", "model": "actor_rollout_ref.model.path"}
+_KEYS_OF_VERL: dict[Kind, str] = {"data": "data.train_files", "model": "actor_rollout_ref.model.path"}
 _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 """As `RLHFDataset` of verl 0.9.1 tells files apart."""
 
@@ -259,8 +266,6 @@ def _ask_all(asker: _Asker) -> Answers:
 
 def _ask_where(asker: _Asker, number: int) -> None:
     """Asks for nodes, GPUs and partition in one question, since one bounds the others."""
-    from verl_slurm.cli.setup import cluster_places
-
     given = asker.given
     offers = cluster_places.offers(given["partition"], render.warning)
     for offer in offers:
@@ -281,26 +286,15 @@ def _ask_where(asker: _Asker, number: int) -> None:
     asker.answer("place", question, default, judge)
 
 
-def _config(answers: Answers) -> "RunConfig":
-    from verl_slurm.config.load import parse_config
-
+def _config(answers: Answers) -> RunConfig:
     return parse_config(first_config(answers, "my").encode(), "the answers")
 
 
-def _absolute(asker: _Asker, answers: Answers) -> "RunConfig":
-    from verl_slurm.submit.checks.inputs import absolute
-    from verl_slurm.submit.relative_paths import Places
-
+def _absolute(asker: _Asker, answers: Answers) -> RunConfig:
     return absolute(_config(answers), Places(Path.cwd(), asker.file))
 
 
 def _model(asker: _Asker, text: str) -> Answers:
-    from verl_slurm.config.families import max_positions
-    from verl_slurm.config.schema import BUILTIN
-    from verl_slurm.submit.checks.inputs import check_names
-    from verl_slurm.submit.checks.model_families import said_of
-    from verl_slurm.submit.checks.model_files import check_model
-
     if asker.answers.kind == "verl":
         return asker.with_answer(model=_of_verl(asker, "model", text))
     if text.startswith(BUILTIN):
@@ -317,11 +311,8 @@ def _model(asker: _Asker, text: str) -> Answers:
     return msgspec.structs.replace(found, max_tokens=limit, max_prompt_tokens=prompt)
 
 
-def _of_verl(asker: _Asker, kind: "Kind", text: str) -> str:
+def _of_verl(asker: _Asker, kind: Kind, text: str) -> str:
     """Returns a place that verl is to read as it is written in the file."""
-    from verl_slurm.submit.checks.verl import check_input
-    from verl_slurm.verl.inputs import Input, is_remote
-
     place = Path(text).expanduser()
     # Of a model, what is not here may be a name of the hub.
     here = place.exists() or (kind == "data" and not is_remote(text))
@@ -331,10 +322,6 @@ def _of_verl(asker: _Asker, kind: "Kind", text: str) -> str:
 
 
 def _data(asker: _Asker, text: str) -> Answers:
-    from verl_slurm.config.schema import BUILTIN
-    from verl_slurm.submit.checks.data import recognize
-    from verl_slurm.submit.checks.inputs import check_names
-
     place = Path(text).expanduser()
     if asker.answers.kind == "verl":
         names = [f"{text}/{name}.parquet" for name in ("train", "test")] if place.is_dir() else [text] * 2
@@ -355,8 +342,6 @@ def _data(asker: _Asker, text: str) -> Answers:
 
 
 def _reward(asker: _Asker, text: str) -> Answers:
-    from verl_slurm.submit.checks.inputs import absolute_reward, check_reward
-
     # The default is written beside the file, if it is not there.
     if text != _REWARD or (asker.file.parent / "reward.py").exists():
         check_reward(absolute_reward(text, Path(os.path.abspath(asker.file)).parent))
@@ -364,8 +349,6 @@ def _reward(asker: _Asker, text: str) -> Answers:
 
 
 def _program(asker: _Asker, text: str) -> Answers:
-    from verl_slurm.submit.checks.inputs import check_guest
-
     try:
         words = shlex.split(text)
     except ValueError as error:
