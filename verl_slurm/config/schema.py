@@ -11,6 +11,7 @@ import msgspec
 from verl_slurm.config.code import CodeConfig
 from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.hooks import HooksConfig
+from verl_slurm.config.observability import ObservabilityConfig
 from verl_slurm.config.section import (
     Fraction,
     NonNegative,
@@ -93,6 +94,7 @@ class ModelConfig(Section, frozen=True):
     `python:FILE.py:FUNCTION` for a function of (prompts, responses, answers) that returns one float each
     (config/reward_spec.py). `verl-slurm update-reward` replaces the reward while the run goes on."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights in training and in checkpoints; `distributed.mixed_precision` is of the computation alone."""
     attn_implementation: Attention = "auto"
     """The attention implementation of the trained models and of rollouts by `hf`. `auto`: torch's scaled dot product
     (sdpa), or `eager` for a family without it (docs/models.md). `flash_attention_2` needs GPUs, the package flash_attn
@@ -120,6 +122,7 @@ class DataConfig(Section, frozen=True):
     max_prompt_tokens: Positive = 16
     """A longer prompt is refused, never cut."""
     shuffle: bool = True
+    """Take the prompts in another order in each pass over the data, by `seed`. false: in the order of the files."""
     eval_root: str | None = None
     """Held-out prompts: a root of the same form, or `builtin:arithmetic` for the sums kept apart. A prompt that is in
     both roots does not train."""
@@ -142,7 +145,9 @@ class RolloutConfig(Section, frozen=True):
     """Responses to one prompt, all in one micro-batch: GRPO's group, which needs at least 2 (16 to 64 are usual).
     The number of prompts in a batch is its size divided by this."""
     max_new_tokens: Positive = 6
+    """Tokens of a response at most; prompt and response together have to fit into the model's positions."""
     temperature: PositiveFloat = 1.0
+    """Of sampling in training: below 1 likely tokens become likelier. `train.eval_temperature` is the evaluation's."""
     max_logprob_gap: PositiveFloat | None = None
     """Largest mean difference (nats), over a step's tokens, between the log probabilities of the engine and those of
     the actor for the same tokens. Above it the run stops: the engine had other weights, or computes something else.
@@ -177,7 +182,9 @@ class TrainConfig(Section, frozen=True):
     ppo_epochs: Positive = 2
     """Passes of the updates over a step's samples, with PPO and with GRPO (its mu)."""
     actor_lr: PositiveFloat = 1e-3
+    """Learning rate of the policy after the warm-up (`warmup_steps`)."""
     critic_lr: PositiveFloat = 1e-3
+    """Likewise of the critic, which PPO alone has; see `actor_lr`."""
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_sqrt", "wsd"] = "constant"
     """Course of both learning rates after the warm-up (trainer/objective/optimizers.py). `linear` and `cosine` fall
     until the last step. `inverse_sqrt` falls as 1/sqrt(step) and needs no last step. `wsd` stays constant and falls in
@@ -196,6 +203,7 @@ class TrainConfig(Section, frozen=True):
     eval_temperature: NonNegativeFloat = 0.0
     """0: greedy. Otherwise responses are sampled at this temperature, from a random stream of the evaluation's own."""
     weight_decay: NonNegativeFloat = 0.0
+    """Of AdamW, for policy and critic."""
     max_grad_norm: PositiveFloat = 1.0
     """Gradients of a larger norm are scaled down to it."""
     clip_ratio: PositiveFloat = 0.2
@@ -215,6 +223,7 @@ class TrainConfig(Section, frozen=True):
     gae_lambda: Fraction = 0.95
     """Of generalized advantage estimation (Schulman et al. 2015, arXiv:1506.02438)."""
     entropy_coef: NonNegativeFloat = 0.0
+    """Weight of the entropy in the policy's loss, which keeps responses varied. 0: it is not part of the loss."""
     kl_coef: NonNegativeFloat = 0.02
     """First coefficient of the KL penalty against the reference model."""
     kl_in: Literal["reward", "loss"] = "reward"
@@ -236,8 +245,8 @@ class DistributedConfig(Section, frozen=True):
     """Sets the shape of the job."""
 
     dp_size: Positive = 2
-    """Data-parallel ranks over all nodes; FSDP2 shards parameters, gradients and optimizer state over them. Sizes "per
-    device" are those of one data-parallel rank, however many devices hold its model together."""
+    """Data-parallel ranks over all `nodes`; FSDP2 shards parameters, gradients and optimizer state over them. Sizes
+    "per device" are those of one data-parallel rank, however many devices hold its model together."""
     tp_size: Positive = 1
     """Tensor-parallel ranks, which share the heads and hidden units of every layer. Must divide the numbers of
     attention heads and of key-value heads. Works best within one node."""
@@ -257,6 +266,7 @@ class DistributedConfig(Section, frozen=True):
     made in another order. For the trainer here, verl with FSDP, and loops with `verl_slurm.run(any_ranks=True)`.
     null: `nodes`, always."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """What ranks compute on. `auto`: cuda where there are GPUs (`slurm.gpus_per_node`), else cpu."""
     threads_per_rank: NonNegative = 1
     """CPU threads of one rank (0: torch's choice). Bitwise resume needs the same number at each start."""
 
@@ -343,6 +353,7 @@ class CheckpointConfig(Section, frozen=True):
     best_metric: str = "eval/reward"
     """Any number of a step's row: `eval/reward`, `reward`, `kl`, ... (`verl-slurm status RUN --json` shows a row)."""
     best_mode: Literal["max", "min"] = "max"
+    """Whether the greatest or the smallest `best_metric` is the best."""
     components: tuple[Literal["actor", "critic"], ...] = ()
     """Models of a partial save, e.g. [actor], to evaluate or export while training goes on. A partial save can be
     exported and never resumed from. So it is made in addition to the full saves, in RUN/partial, and replaces none of
@@ -404,25 +415,6 @@ class DaemonConfig(Section, frozen=True):
     """From the start of the ranks to their first message."""
 
 
-class ObservabilityConfig(Section, frozen=True):
-    """Sets what the daemon shows to Prometheus (docs/observability.md). Nothing here changes what is computed."""
-
-    metrics_port: Annotated[int, msgspec.Meta(ge=0, le=65534)] | None = None
-    """Port on which the lead answers `GET /metrics` and `/healthz`; each node's agent answers at this port + 1. If a
-    port is taken, another one is used. 0: any free ports. `targets_dir` holds the ports in use. null: no port is open.
-    """
-    metrics_host: Literal["127.0.0.1", "0.0.0.0"] = "127.0.0.1"  # noqa: S104 - with a token
-    """`0.0.0.0`: every interface of each node, for a Prometheus on another machine; requires a `token_file`."""
-    token_file: str | None = None
-    """An absolute path of a 0600 file. A request for /metrics must carry its content (`Authorization: Bearer`). Other
-    users of a node can reach 127.0.0.1, too."""
-    targets_dir: str | None = None
-    """An absolute directory, made 0700, in which this run publishes its ports for Prometheus. Several runs may share
-    it, because Prometheus takes no pattern for a directory. null: RUN/control/metrics."""
-    learning_numbers: bool = False
-    """Also export the newest step's reward, KL, losses and learning rate."""
-
-
 class RunConfig(Section, frozen=True):
     """Joins all sections."""
 
@@ -431,6 +423,7 @@ class RunConfig(Section, frozen=True):
     run_dir: str = "runs/{name}"
     """The directory of the run, on a file system that all its nodes see."""
     seed: NonNegative = 0
+    """Of all random numbers of the training. The same seed, data and shape give the same run."""
     deterministic: bool = True
     """false: kernels may differ by rounding, and a run is not repeated bit for bit."""
     group: str | None = None

@@ -16,13 +16,18 @@ class SlurmConfig(Section, frozen=True):
     partition: str | None = None
     """null: Slurm's default one."""
     account: str | None = None
+    """Account that pays for the job. null: your default one."""
     qos: str | None = None
+    """Quality of service of the job. null: the account's default one."""
     time_limit_min: Positive = 60
     """Of one job; a run that needs longer is requeued before it ends."""
     signal_lead_s: Annotated[int, msgspec.Meta(ge=10, le=65535)] = 120
     """Seconds before the time limit at which Slurm warns (`--signal=B:USR1@N`); a save must fit into them."""
     cpus_per_node: Positive = 1
+    """CPU cores that the job asks for on each node, for all of its ranks."""
     gpus_per_node: NonNegative = 0
+    """GPUs that the job asks for on each node: one for each of its ranks (`distributed.dp_size` and
+    `distributed.nodes`). 0: none."""
     mem_mb_per_node: NonNegative = 0
     """0: the partition's default."""
     extra: dict[str, str | int | bool] = {}

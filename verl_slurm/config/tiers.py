@@ -15,6 +15,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     name: str
+    """Names the tier in messages, metrics and `verl-slurm tiers`."""
     kind: str
     """`posix`, `s3`, `archive` (either of the two, by `path` or `bucket`; never pruned) or `plugin:NAME`."""
     path: str | None = None
@@ -27,6 +28,7 @@ class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     endpoint: str | None = None
     """URL of an S3 server other than Amazon's: https://HOST[:PORT]."""
     region: str | None = None
+    """Region of the bucket. null: that of the environment or of `~/.aws/config`."""
     storage_class: str | None = None
     """An S3 storage class, e.g. STANDARD_IA or DEEP_ARCHIVE."""
     keep_days: Annotated[int, msgspec.Meta(ge=1)] | None = None
