@@ -20,7 +20,7 @@ from tests.journals import read_events
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.health import Checked
+from verl_slurm.health import Finding
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 from verl_slurm.wire.messages import (
     AgentReady,
@@ -344,7 +344,7 @@ def test_a_gpu_driver_that_hangs_makes_a_node_bad_and_hangs_no_agent(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     found = asyncio.run(look_at_node(run_config(), (), 0.0, patience_s=3.0))
     assert waits.exists()
-    assert found[-1] == Checked("GPUs", "bad", "no answer in 3 s")
+    assert found[-1] == Finding("GPUs", "bad", "no answer in 3 s")
 
 
 def test_a_check_that_breaks_says_nothing_against_a_node(monkeypatch: pytest.MonkeyPatch) -> None:

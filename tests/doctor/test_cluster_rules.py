@@ -5,7 +5,6 @@ import pytest
 from tests.journals import make_event
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import Finding, worst
 from verl_slurm.doctor.cluster_rules import (
     SaveTime,
     expected_save,
@@ -14,6 +13,7 @@ from verl_slurm.doctor.cluster_rules import (
     kill_wait_s,
     measured_save,
 )
+from verl_slurm.health import Finding, worst
 from verl_slurm.slurm.facts import PartitionFacts
 
 CONF = {

@@ -9,11 +9,11 @@ import pytest
 
 from verl_slurm.base.errors import SlurmRefused
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import Finding, drill_job
+from verl_slurm.doctor import drill_job
 from verl_slurm.doctor.fire_drill import _rival_argv
 from verl_slurm.doctor.node_probe import ClockServer, NodeReport, ask_clock, look_at_node
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
-from verl_slurm.health import Checked
+from verl_slurm.health import Finding
 
 FIRST = NodeReport(
     node="n1",
@@ -57,7 +57,7 @@ def test_nodes_that_are_alike_give_no_cause_for_complaint() -> None:
         ({"clock_offset_s": -4.5}, "clocks", "warning"),
         ({"open_files": 1024}, "open files", "warning"),
         ({"shm_free_bytes": 64 << 20}, "shared memory", "warning"),
-        ({"gpus": (Checked("kernel log", "bad", "Xid 79"),)}, "kernel log", "bad"),
+        ({"gpus": (Finding("kernel log", "bad", "Xid 79"),)}, "kernel log", "bad"),
     ],
 )
 def test_a_node_that_differs_is_named(change: dict[str, object], topic: str, verdict: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.nvidia_smi import install_nvidia_smi
-from verl_slurm.health import Checked
+from verl_slurm.health import Finding
 from verl_slurm.health import gpus as module
 from verl_slurm.health.gpus import (
     judge_gpus,
@@ -31,7 +31,7 @@ def row(index: int = 0, **values: str) -> dict[str, str]:
 
 
 def test_whole_gpus_are_good() -> None:
-    assert judge_gpus([row(0), row(1)], ("0", "1")) == Checked("GPUs", "good", "2 GPUs without memory errors")
+    assert judge_gpus([row(0), row(1)], ("0", "1")) == Finding("GPUs", "good", "2 GPUs without memory errors")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_whole_gpus_are_good() -> None:
 )
 def test_a_gpu_with_damaged_memory_is_bad_where_the_job_has_it(values: dict[str, str], told: str) -> None:
     rows = [row(0), row(1) | values]
-    assert judge_gpus(rows, ("0", "1")) == Checked("GPUs", "bad", told)
+    assert judge_gpus(rows, ("0", "1")) == Finding("GPUs", "bad", told)
     assert judge_gpus(rows, ("GPU-1000",)).found == told
     assert judge_gpus(rows, ()).found == told
     assert judge_gpus(rows, ("0",)).verdict == "good"
@@ -57,7 +57,7 @@ def test_values_that_a_gpu_does_not_have_say_nothing_against_it() -> None:
 
 
 def test_a_gpu_of_the_job_that_is_missing_is_named() -> None:
-    assert judge_gpus([row(0)], ("0", "1")) == Checked("GPUs", "bad", "1 of 2 is not there")
+    assert judge_gpus([row(0)], ("0", "1")) == Finding("GPUs", "bad", "1 of 2 is not there")
 
 
 def test_parts_of_gpus_are_not_checked() -> None:
@@ -67,7 +67,7 @@ def test_parts_of_gpus_are_not_checked() -> None:
 def test_only_processes_on_the_jobs_gpus_are_foreign() -> None:
     text = "GPU-a, 41\nGPU-b, 42\nGPU-a, 41\nno table\nGPU-a, [N/A]\n"
     found = judge_processes(text, ["GPU-a"], lambda pid: f" of uid {pid}0")
-    assert found == Checked("GPU processes", "bad", "1 process on the job's GPUs: 41 of uid 410")
+    assert found == Finding("GPU processes", "bad", "1 process on the job's GPUs: 41 of uid 410")
     assert judge_processes(text, ["GPU-c"], str).verdict == "good"
 
 
@@ -104,7 +104,7 @@ def test_the_gpus_of_a_job_are_those_that_slurm_names() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == visible_gpus({}) == ()
 
 
-def look(tmp_path: Path, words: str, **options: bool) -> dict[str, Checked]:
+def look(tmp_path: Path, words: str, **options: bool) -> dict[str, Finding]:
     install_nvidia_smi(tmp_path / "bin", {"n1": words})
     environ = {"PATH": f"{tmp_path / 'bin'}:/bin:/usr/bin", "CUDA_VISIBLE_DEVICES": "0"}
     log = tmp_path / "kmsg"
@@ -114,7 +114,7 @@ def look(tmp_path: Path, words: str, **options: bool) -> dict[str, Checked]:
         patch.setattr(module, "_LEAVES_S", 0.0)
         wanted = {"required": False, "foreign": True, **options}
         found = look_at_gpus(lambda _: None, environ, kernel_log=log, **wanted)
-    return {one.check: one for one in found}
+    return {one.topic: one for one in found}
 
 
 def test_a_good_node_passes_all_checks_of_its_gpus(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_good_node_passes_all_checks_of_its_gpus(tmp_path: Path) -> None:
 
 
 def test_a_process_on_a_gpu_before_the_ranks_start_is_foreign_unless_gpus_are_shared(tmp_path: Path) -> None:
-    assert look(tmp_path, "users=1")["GPU processes"] == Checked(
+    assert look(tmp_path, "users=1")["GPU processes"] == Finding(
         "GPU processes", "bad", "1 process on the job's GPUs: 1 of uid 0"
     )
     assert "GPU processes" not in look(tmp_path, "users=1", foreign=False)
@@ -140,5 +140,5 @@ def test_a_log_that_cannot_be_read_and_a_node_without_nvidia_smi_are_not_checked
     (found,) = look_at_gpus(
         lambda _: None, {"PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "0"}, required=True, foreign=True
     )
-    assert found == Checked("GPUs", "not checked", "there is no nvidia-smi")
+    assert found == Finding("GPUs", "not checked", "there is no nvidia-smi")
     assert module._look_at_log(tmp_path / "none", []).verdict == "not checked"

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import Finding, good, warn
+from verl_slurm.health import Finding, good, warn
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.slurm.facts import PartitionFacts
@@ -201,19 +201,19 @@ def _neighbours(config: RunConfig) -> Finding:
     if config.slurm.extra.get("exclusive"):
         return good("neighbours", "slurm.extra.exclusive: no other job is on the job's nodes")
     # What other users could reach differs by backend: docs/security.md, "Left open".
+    reached = ""
     if config.trainer.on_ray:
-        return warn(
-            "neighbours",
-            "other users may share the job's nodes; ports of Ray, of verl's reward and rollout servers (HTTP) and of "
-            "NCCL are open there. Ray asks for a token, the servers and NCCL do not",
-            "slurm.extra: {exclusive: true}, or a partition that gives out whole nodes (docs/security.md)",
+        reached = (
+            "; ports of Ray, of verl's reward and rollout servers (HTTP) and of NCCL are open there. Ray asks for a "
+            "token, the servers and NCCL do not"
         )
-    if config.distributed.device == "cuda":
-        return warn(
-            "neighbours",
-            "other users may share the job's nodes, and NCCL does not ask who connects to its sockets",
-            "slurm.extra: {exclusive: true}, or a partition that gives out whole nodes (docs/security.md)",
+    elif config.distributed.device == "cuda":
+        reached = ", and NCCL does not ask who connects to its sockets"
+    if reached:
+        remedy = (
+            "slurm.extra: {exclusive: true}, or a partition that gives out whole nodes (docs/security.md)"
         )
+        return warn("neighbours", f"other users may share the job's nodes{reached}", remedy)
     return good("neighbours", "other users may share the job's nodes; each rank proves itself to its peers")
 
 

@@ -23,9 +23,9 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import Finding, bad
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
+from verl_slurm.health import Finding, bad
 from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST

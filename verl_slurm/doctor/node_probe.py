@@ -20,7 +20,7 @@ import msgspec
 
 from verl_slurm.base.files import write_file
 from verl_slurm.doctor.places import PlaceReport, probe_place
-from verl_slurm.health import Checked
+from verl_slurm.health import Finding
 from verl_slurm.health.gpus import look_at_gpus
 
 __all__ = ["ClockServer", "NodeReport", "ask_clock", "look_at_node"]
@@ -48,7 +48,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
     clock_offset_s: float | None = None
     """Node 0's clock minus this one's, in seconds. None: node 0, or not reached."""
     round_trip_s: float | None = None
-    gpus: tuple[Checked, ...] = ()
+    gpus: tuple[Finding, ...] = ()
     """What a run's agent would find of the GPUs (`verl_slurm.health.gpus`)."""
     local: PlaceReport | None = None
     """checkpoint.local_dir, if one is configured."""

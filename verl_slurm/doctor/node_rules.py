@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import msgspec
 
 from verl_slurm.base.one_line import counted
-from verl_slurm.doctor import Finding, bad, good, warn
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.places import judge_place
+from verl_slurm.health import Finding, bad, good, warn
 
 __all__ = ["DrillRecord", "judge_drill", "judge_nodes"]
 
@@ -79,7 +79,7 @@ def judge_nodes(reports: Sequence[NodeReport]) -> list[Finding]:
             )
         findings += [
             bad(
-                one.check,
+                one.topic,
                 f"{report.node}: {one.found}",
                 "a run would leave the node (docs/health.md); report it",
             )

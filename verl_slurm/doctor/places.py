@@ -16,7 +16,7 @@ import msgspec
 
 from verl_slurm.base.files import open_new, rename
 from verl_slurm.base.mounts import file_system
-from verl_slurm.doctor import Finding, bad, good, warn
+from verl_slurm.health import Finding, bad, good, warn
 
 __all__ = ["PlaceReport", "judge_place", "probe_place"]
 
@@ -106,7 +106,7 @@ def _small_sync(fd: int, offset: int) -> float:
 
 def _locks(fd: int) -> bool:
     try:
-        # Nobody else has this file, so a refusal means that there are no locks (Lustre without `-o flock`).
+        # No other process has this file, so a refusal means that there are no locks (Lustre without `-o flock`).
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     except OSError:

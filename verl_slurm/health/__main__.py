@@ -1,6 +1,6 @@
 """Looks at this node: `python -P -m verl_slurm.health ORDER`, a process that may hang in place of an agent.
 
-Prints one JSON line `{"begins": CHECK}` before each check, and at last one line with a list of `Checked`. An agent that
+Prints one JSON line `{"begins": CHECK}` before each check, and at last one line with a list of `Finding`. An agent that
 loses patience judges by the check that had begun.
 """
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from verl_slurm.base.one_line import counted, printable
-from verl_slurm.health import Checked, bad, good, skipped
+from verl_slurm.health import Finding, bad, good, skipped
 
 __all__ = [
     "KERNEL_LOG",
@@ -80,7 +80,7 @@ def look_at_gpus(
     required: bool,
     foreign: bool,
     kernel_log: Path = KERNEL_LOG,
-) -> list[Checked]:
+) -> list[Finding]:
     """Runs the checks; may take long, or never end, if the driver hangs.
 
     Args:
@@ -139,7 +139,7 @@ def _is(row: Mapping[str, str], name: str) -> bool:
     return row["index"] == name or (name.startswith("GPU-") and row["uuid"].startswith(name))
 
 
-def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Checked:
+def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Finding:
     """Judges the state of the job's GPUs.
 
     Args:
@@ -165,7 +165,7 @@ def judge_gpus(rows: Sequence[Mapping[str, str]], visible: Sequence[str]) -> Che
     return good("GPUs", f"{counted(len(_mine(rows, visible)), 'GPU')} without memory errors")
 
 
-def _look_at_processes(program: str, uuids: Sequence[str]) -> Checked:
+def _look_at_processes(program: str, uuids: Sequence[str]) -> Finding:
     until = time.monotonic() + _LEAVES_S
     while True:
         asked = _ask(program, "--query-compute-apps=gpu_uuid,pid")
@@ -177,7 +177,7 @@ def _look_at_processes(program: str, uuids: Sequence[str]) -> Checked:
         time.sleep(0.5)  # nothing tells when the driver has freed the memory
 
 
-def judge_processes(text: str, uuids: Sequence[str], owner: Callable[[int], str]) -> Checked:
+def judge_processes(text: str, uuids: Sequence[str], owner: Callable[[int], str]) -> Finding:
     """Judges `nvidia-smi --query-compute-apps=gpu_uuid,pid`, at a time when no rank of ours runs.
 
     Args:
@@ -199,7 +199,7 @@ def _owner(pid: int) -> str:
         return ""
 
 
-def _look_at_log(path: Path, bus_ids: Sequence[str]) -> Checked:
+def _look_at_log(path: Path, bus_ids: Sequence[str]) -> Finding:
     try:
         records = _read_log(path)
     except OSError as error:
@@ -227,7 +227,7 @@ def _read_log(path: Path) -> list[str]:
     return records
 
 
-def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: float) -> Checked:
+def judge_kernel_log(records: Iterable[str], bus_ids: Sequence[str], now_s: float) -> Finding:
     """Judges the records of /dev/kmsg, `PRIORITY,NUMBER,MICROSECONDS,FLAGS;TEXT`.
 
     Args:

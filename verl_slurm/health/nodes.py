@@ -5,12 +5,12 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 
-from verl_slurm.health import Checked, bad, good, skipped
+from verl_slurm.health import Finding, bad, good, skipped
 
 __all__ = ["judge_clock", "look_at_mounts", "look_at_room"]
 
 
-def look_at_room(begins: Callable[[str], None], min_free_mb: int) -> list[Checked]:
+def look_at_room(begins: Callable[[str], None], min_free_mb: int) -> list[Finding]:
     """Looks at the node's own temporary directory. A full run directory is no fault of a node."""
     if not min_free_mb:
         return []
@@ -24,7 +24,7 @@ def look_at_room(begins: Callable[[str], None], min_free_mb: int) -> list[Checke
     return [bad("room", f"{said}, at least {min_free_mb}") if free_mb < min_free_mb else good("room", said)]
 
 
-def look_at_mounts(begins: Callable[[str], None], places: Sequence[str]) -> list[Checked]:
+def look_at_mounts(begins: Callable[[str], None], places: Sequence[str]) -> list[Finding]:
     """Looks for directories and files that the lead sees. RUN is not among them: an agent that found its lead has
     read the lead's token there."""
     if not places:
@@ -39,7 +39,7 @@ def look_at_mounts(begins: Callable[[str], None], places: Sequence[str]) -> list
     return [bad("mounts", "; ".join(missing)) if missing else good("mounts", ", ".join(places))]
 
 
-def judge_clock(ahead_s: float | None, most_s: float) -> list[Checked]:
+def judge_clock(ahead_s: float | None, most_s: float) -> list[Finding]:
     """Judges a node's clock.
 
     Args:

@@ -218,9 +218,9 @@ class Agent:
         checked = await self._first(look_at_node(self._config, places, ahead_s))
         if checked is None:
             return False
-        told = {one.check: f"{one.verdict}: {one.found}" for one in checked}
+        told = {one.topic: f"{one.verdict}: {one.found}" for one in checked}
         self._log.say("health", found=told)
-        wrong = [f"{one.check}: {one.found}" for one in checked if one.verdict == "bad"]
+        wrong = [f"{one.topic}: {one.found}" for one in checked if one.verdict == "bad"]
         if wrong:
             link.send(NodeUnfit(node=self._node, evidence=printable("; ".join(wrong))[:MAX_REASON]))
             await self._first(asyncio.sleep(_HEARD_S))

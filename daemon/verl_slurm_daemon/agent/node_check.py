@@ -9,7 +9,7 @@ import sys
 import msgspec
 
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.health import Checked, bad, skipped
+from verl_slurm.health import Finding, bad, skipped
 from verl_slurm.health.__main__ import Order
 from verl_slurm.health.nodes import judge_clock
 from verl_slurm_daemon.processes import child_setup
@@ -38,7 +38,7 @@ def order_for(config: RunConfig, places: tuple[str, ...]) -> Order:
 
 async def look_at_node(
     config: RunConfig, places: tuple[str, ...], ahead_s: float | None, patience_s: float = _PATIENCE_S
-) -> list[Checked]:
+) -> list[Finding]:
     """Returns the result of each check. One that does not end is bad if it waits for a GPU's driver.
 
     Args:
@@ -62,7 +62,7 @@ async def look_at_node(
                 last = line
                 if line.startswith(b"{"):
                     begun = msgspec.json.decode(line, type=dict[str, str])["begins"]
-        return found + msgspec.json.decode(last, type=list[Checked])
+        return found + msgspec.json.decode(last, type=list[Finding])
     except TimeoutError:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)  # with nvidia-smi

@@ -15,9 +15,9 @@ from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.doctor import Finding, bad, good, warn, worst
 from verl_slurm.doctor.cluster_rules import judge_cluster
 from verl_slurm.doctor.places import judge_place, probe_place
+from verl_slurm.health import Finding, bad, good, warn, worst
 from verl_slurm.health.bad_nodes import folder, recall
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.inputs import absolute
