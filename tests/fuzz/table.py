@@ -48,12 +48,13 @@ from verl_slurm.dataset.prompts.rows import prompts_of
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.folds.goodput import RunNumbers
 from verl_slurm.journal.folds.interruptions import count_interruptions
+from verl_slurm.journal.folds.jobs import has_ended
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.progress import failed_starts, stuck_restarts
 from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm.journal.status import read_status
-from verl_slurm.journal.steps import last_steps, step_seconds
-from verl_slurm.runs.record import has_ended, last_job, steps_done
+from verl_slurm.journal.steps import every_row, last_steps
+from verl_slurm.runs.record import last_job, steps_done
 from verl_slurm.runtime_state import codec, ledger
 from verl_slurm.runtime_state.samples import read_samples
 from verl_slurm.save.writer.protocol import FromSaver
@@ -135,16 +136,16 @@ def _events(paths: RunPaths) -> object:
     Outages(events)
     RunNumbers(events).goodput(1e9)
     job = last_job(paths)
-    return has_ended(paths, job)
+    return has_ended(read_events(paths), job.job_id)
 
 
 def _steps(paths: RunPaths) -> object:
     rows = last_steps(paths, 5)
     msgspec.json.encode(rows)
     numbers = RunNumbers()
-    for step, seconds in step_seconds(paths):
-        numbers.step_took(step, seconds)
-    return steps_table(rows, 80)
+    for row in every_row(paths):
+        numbers.feed_row(row)
+    return steps_table(rows)
 
 
 def _found(data: bytes) -> object:

@@ -11,7 +11,7 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.goodput import RunNumbers
-from verl_slurm.journal.steps import step_seconds
+from verl_slurm.journal.steps import every_row
 from verl_slurm.report.facts import RunFacts
 from verl_slurm.report.gather import gather, require_traces
 from verl_slurm.report.page import render_page
@@ -36,8 +36,8 @@ def facts(paths: RunPaths, price: float | None = None) -> RunFacts:
 
 def test_goodput_is_that_of_the_metrics_port(run: RunPaths) -> None:
     numbers = RunNumbers(read_events(run))
-    for step, seconds in step_seconds(run):
-        numbers.step_took(step, seconds)
+    for row in every_row(run):
+        numbers.feed_row(row)
     use = facts(run).time_use
     assert use is not None
     assert use.goodput == numbers.goodput(0.0)

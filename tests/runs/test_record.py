@@ -8,7 +8,9 @@ import pytest
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runs.record import has_ended, last_job
+from verl_slurm.journal import files
+from verl_slurm.journal.folds.jobs import has_ended
+from verl_slurm.runs.record import last_job
 
 
 def journal(paths: RunPaths, *events: dict[str, object]) -> None:
@@ -42,8 +44,8 @@ def test_a_requeue_is_no_end(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     started: dict[str, object] = {"event": "started", "job_id": "7"}
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 25})
-    assert not has_ended(paths, last_job(paths))
+    assert not has_ended(files.read_events(paths), last_job(paths).job_id)
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 0})
-    assert has_ended(paths, last_job(paths))
+    assert has_ended(files.read_events(paths), last_job(paths).job_id)
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 0}, started)
-    assert not has_ended(paths, last_job(paths))
+    assert not has_ended(files.read_events(paths), last_job(paths).job_id)

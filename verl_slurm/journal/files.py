@@ -118,16 +118,21 @@ _KNOWN: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.val
 _ANY = msgspec.json.Decoder(dict[str, Any])
 
 
-def read_events(paths: RunPaths) -> list[Event]:
+def read_events(paths: RunPaths, damaged: list[bytes] | None = None) -> list[Event]:
     """All events, oldest first. Lines that are no events are passed over.
 
     A power cut or a full disk can leave half a line, which must not keep a run from going on. Of a journal of more than
     32 MiB (some 150,000 events) or 300,000 lines, the newest are read.
+
+    Args:
+        damaged: gets the lines that are no events.
     """
-    return read_last_events(paths, JOURNAL.num_bytes)[0]
+    return read_last_events(paths, JOURNAL.num_bytes, damaged)[0]
 
 
-def read_last_events(paths: RunPaths, num_bytes: int) -> tuple[list[Event], bool]:
+def read_last_events(
+    paths: RunPaths, num_bytes: int, damaged: list[bytes] | None = None
+) -> tuple[list[Event], bool]:
     """The events of the journal's last `num_bytes`, oldest first, and whether those are all that it has to give."""
     try:
         # A FIFO would wait for a writer for ever, and a run that was handed over may have one there.
@@ -150,6 +155,8 @@ def read_last_events(paths: RunPaths, num_bytes: int) -> tuple[list[Event], bool
             return found[::-1], True
         if line and (event := parse_event(line)) is not None:
             found.append(event)
+        elif damaged is not None and line.strip():
+            damaged.append(line)
     return found[::-1], begin == 0 or num_bytes == JOURNAL.num_bytes
 
 

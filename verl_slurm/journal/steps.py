@@ -14,7 +14,7 @@ in its own history.
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -23,7 +23,7 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["StepRow", "append_step", "every_row", "last_steps", "step_seconds"]
+__all__ = ["StepRow", "append_step", "every_row", "last_steps"]
 
 StepRow = dict[str, Any]
 
@@ -35,14 +35,6 @@ _MOST_DAMAGED = 1000
 _ROW = msgspec.json.Decoder(dict[str, float | int | str | bool | None])
 _LARGEST = 1 << 53
 """JSON has integers that no float can hold, and no number of a step is one."""
-
-
-class _Duration(msgspec.Struct):
-    step: Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
-    step_s: float
-
-
-_DURATION = msgspec.json.Decoder(_Duration)
 
 
 def append_step(paths: RunPaths, attempt: int, row: dict[str, float]) -> None:
@@ -74,17 +66,7 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
     return rows[::-1]
 
 
-def step_seconds(paths: RunPaths) -> Iterator[tuple[int, float]]:
-    """(step, seconds it took), of every line in its order, those of steps done again included. No file, none."""
-    for line in _lines(paths):
-        try:
-            row = _DURATION.decode(line)
-        except UNREADABLE:
-            continue
-        yield int(row.step), row.step_s
-
-
-def every_row(paths: RunPaths, damaged: list[int]) -> Iterator[StepRow]:
+def every_row(paths: RunPaths, damaged: list[int] | None = None) -> Iterator[StepRow]:
     """The rows of all lines in their order, those of steps done again included. No file, none.
 
     Args:
@@ -94,7 +76,7 @@ def every_row(paths: RunPaths, damaged: list[int]) -> Iterator[StepRow]:
         row = _parse(line.rstrip(b"\n"))
         if row is not None:
             yield row
-        elif len(damaged) < _MOST_DAMAGED:
+        elif damaged is not None and len(damaged) < _MOST_DAMAGED:
             damaged.append(number)
 
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
+from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.steps import StepRow
 from verl_slurm.report.facts import Curve, Tokens
 
@@ -73,7 +74,7 @@ class Steps:
         step = row["step"]
         while self._rows and self._rows[-1]["step"] >= step:
             self._repeated += self._tokens(self._rows.pop()) or 0.0
-        numbers = {name: float(value) for name, value in row.items() if _is_number(value)}
+        numbers = {name: value for name, given in row.items() if (value := number(given)) is not None}
         speed, seconds = numbers.get("tokens_per_second"), numbers.get("generate_s")
         if speed is not None and seconds is not None:
             self._sampled = (self._sampled or 0.0) + speed * seconds
@@ -171,7 +172,3 @@ def _means(points: Sequence[tuple[float, float]], each: int) -> list[tuple[float
     """The last step, and the mean value, of every `each` neighbouring points; 6 digits, so that a page stays small."""
     groups = (points[begin : begin + each] for begin in range(0, len(points), each))
     return [(group[-1][0], float(f"{sum(value for _, value in group) / len(group):.6g}")) for group in groups]
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

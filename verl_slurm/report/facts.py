@@ -9,6 +9,7 @@ import msgspec
 
 from verl_slurm.journal.folds.time_use import TimeUse
 from verl_slurm.journal.folds.timeline import Interval
+from verl_slurm.runtime_state.samples import Sample
 
 __all__ = [
     "CheckpointFacts",
@@ -101,17 +102,12 @@ class WarningFact(msgspec.Struct, frozen=True, kw_only=True):
     text: str = ""
 
 
-class SampleFacts(msgspec.Struct, frozen=True, kw_only=True):
+class SampleFacts(Sample, frozen=True, kw_only=True):
     """A response of the policy."""
 
     step: int
     kind: str
     """best or worst of its step."""
-    reward: float
-    response_tokens: int
-    prompt: str
-    response: str
-    answer: str = ""
 
 
 class RunFacts(msgspec.Struct, kw_only=True):

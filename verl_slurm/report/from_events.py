@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.schema import RunConfig
@@ -57,33 +59,20 @@ def checkpoints_of(paths: RunPaths, events: Sequence[Event], steps: Steps) -> li
         present = {info.name: info for info in list_checkpoints(paths) if info.kind == "committed"}
     except PermissionError:
         present = {}
-    found = [
-        CheckpointFacts(
-            name=name,
-            attempt=info.attempt,
-            num_bytes=info.num_bytes,
-            verified=verdicts.get(name, ""),
-            kept=True,
-        )
-        for name, info in sorted(present.items())
-        if name not in saves
-    ]
+    found = []
     stalls = _stalls(list(saves), steps)
-    for name, saved in saves.items():
-        found.append(
-            CheckpointFacts(
-                name=name,
-                time=saved.at,
-                attempt=saved.attempt,
-                num_bytes=saved.num_bytes,
-                seconds=saved.seconds,
-                stall_s=stalls.get(name),
-                emergency=saved.emergency,
-                reason=saved.reason,
-                verified=verdicts.get(name, "" if saved.on_shared else "on the nodes' disks"),
-                kept=name in present,
-            )
-        )
+    # A checkpoint without a save in the journal is older than what was read of it.
+    for name in [*sorted(present.keys() - saves.keys()), *saves]:
+        saved, there = saves.get(name), present.get(name)
+        known = CheckpointFacts(name=name, stall_s=stalls.get(name), kept=there is not None)
+        if saved is not None:
+            unread = "" if saved.on_shared else "on the nodes' disks"
+            taken = ("attempt", "num_bytes", "seconds", "emergency", "reason")
+            own = {field: getattr(saved, field) for field in taken}
+            known = replace(known, time=saved.at, verified=unread, **own)
+        elif there is not None:
+            known = replace(known, attempt=there.attempt, num_bytes=there.num_bytes)
+        found.append(replace(known, verified=verdicts.get(name, known.verified)))
     return found[::-1][:_MOST_CHECKPOINTS]
 
 
@@ -100,21 +89,24 @@ def _stalls(names: Sequence[str], steps: Steps) -> dict[str, float]:
 def nodes_of(events: Sequence[Event], status: dict[str, Any]) -> list[NodeFact]:
     """What was wrong with nodes, newest first; the stragglers of the present come first of all."""
     found: list[NodeFact] = []
+
+    def note(node: str, what: str, detail: str) -> None:
+        found.append(NodeFact(node=node, time=event.at, what=what, detail=detail))
+
     for event in events:
         match event:
             case Crash(node=str(node), kind=kind, detail=detail) if node:
-                found.append(
-                    NodeFact(node=node, time=event.at, what="lost" if kind == "node" else kind, detail=detail)
-                )
+                note(node, "lost" if kind == "node" else kind, detail)
             case Hang(node=node, detail=detail) if node:
-                found.append(NodeFact(node=node, time=event.at, what="hang", detail=detail))
+                note(node, "hang", detail)
             case Avoid(nodes=nodes, detail=detail):
-                found += [NodeFact(node=node, time=event.at, what="avoided", detail=detail) for node in nodes]
+                for node in nodes:
+                    note(node, "avoided", detail)
             case Link(node=node, error=error) if node:
-                found.append(NodeFact(node=node, time=event.at, what="link", detail=error))
+                note(node, "link", error)
             case Warned(topic="straggler", text=text):
                 node, _, said = text.partition(": ")
-                found.append(NodeFact(node=node, time=event.at, what="slow", detail=said))
+                note(node, "slow", said)
     slow = [
         NodeFact(node=str(one).rpartition(" on ")[2], what="slow", detail=f"{one}, now")
         for one in status.get("stragglers", [])

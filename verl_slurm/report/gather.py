@@ -15,6 +15,7 @@ from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.newest import Newest
+from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.config.load import differences, load_resolved
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Ended, Event, Restart, ServiceReady, Started, Submitted
@@ -29,6 +30,7 @@ from verl_slurm.report.curves import Steps
 from verl_slurm.report.facts import Report, RunFacts, SampleFacts, Setting
 from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
 from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
+from verl_slurm.runtime_state.samples import best_and_worst, read_samples
 
 __all__ = ["gather", "require_traces"]
 
@@ -121,9 +123,7 @@ class _Reader:
         steps, numbers = Steps(responses=_responses(config)), RunNumbers(events)
         for row in every_row(paths, damaged):
             steps.feed(row)
-            # As the metrics port adds them up.
-            if isinstance(seconds := row.get("step_s"), int | float):
-                numbers.step_took(int(row["step"]), seconds)
+            numbers.feed_row(row)
         self._look_at_steps(damaged)
 
         unknown: tuple[str, bool | None, Newest | None] = ("unknown", None, None)
@@ -209,11 +209,10 @@ class _Reader:
         path = self.paths.events
         if not self._is_readable(path, "no timeline, no interruptions, no goodput"):
             return []
-        # Counted first: the lead may append meanwhile.
-        lines = _count_lines(path)
-        events = read_events(self.paths)
-        if lines > len(events):
-            lost = counted(lines - len(events), "line")
+        damaged: list[bytes] = []
+        events = read_events(self.paths, damaged)
+        if damaged:
+            lost, lines = counted(len(damaged), "line"), len(events) + len(damaged)
             self._missing.append(f"events.jsonl: {lost} of {lines} are no events, and were passed over")
         if path.stat().st_size > JOURNAL.num_bytes:
             self._missing.append("events.jsonl is longer than what is read: its beginning is left out")
@@ -240,38 +239,18 @@ class _Reader:
         return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint
 
     def _samples(self) -> list[SampleFacts]:
-        from verl_slurm.checkpoint.store.run_config import keys_for
-        from verl_slurm.runtime_state.samples import read_samples
-
         # Without a configuration it is not known whether they are encrypted; `read_samples` says so if they are.
         keys = keys_for(self.paths.root) if self.config is not None else None
         kept = read_samples(self.paths, keys)
         if not kept:
             return []
         step = kept[max(kept)]
-        ordered = sorted(step.samples, key=lambda sample: -sample.reward)
-        best = ordered[: self._num_samples]
-        worst = ordered[max(len(ordered) - self._num_samples, len(best)) :]
+        best, worst = best_and_worst(step.samples, self._num_samples, self._num_samples)
         return [
-            SampleFacts(
-                step=step.step,
-                kind=kind,
-                reward=sample.reward,
-                response_tokens=sample.response_tokens,
-                prompt=sample.prompt,
-                response=sample.response,
-                answer=sample.answer,
-            )
+            SampleFacts(**msgspec.structs.asdict(sample), step=step.step, kind=kind)
             for kind, some in (("best", best), ("worst", worst))
             for sample in some
         ]
-
-
-def _count_lines(path: Path) -> int:
-    """Lines that are not empty, of the part that is read."""
-    with os.fdopen(open_regular(path), "rb") as file:
-        file.seek(-min(file.seek(0, os.SEEK_END), JOURNAL.num_bytes), os.SEEK_END)
-        return sum(1 for line in file.read(JOURNAL.num_bytes).split(b"\n") if line.strip())
 
 
 def _responses(config: RunConfig | None) -> int | None:

@@ -16,7 +16,7 @@ import msgspec
 from verl_slurm.base.one_line import counted, printable, span
 from verl_slurm.journal.events import Event
 from verl_slurm.runs.follow_many import FleetWatch, Followed, Watches
-from verl_slurm.runs.glance import Glance, glance, steps_done
+from verl_slurm.runs.glance import Glance, glance
 
 __all__ = ["LiveRuns", "Row", "row_of"]
 
@@ -56,9 +56,7 @@ def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], s
     if seen is None:
         link = "" if state == "no permission" else _link(name)
         return Row(run=shown, link=link, state=state, tone="failed" if state == "no permission" else "")
-    steps, metrics = seen.status.get("steps"), seen.status.get("metrics")
-    reward = metrics.get("reward") if isinstance(metrics, dict) else None
-    step = steps_done(seen.status, seen.checkpoint)
+    steps = seen.status.get("steps")
     failed = state.startswith("failed") or state in ("gone", "removed")
     at = None if seen.last is None else seen.last.at
     return Row(
@@ -66,8 +64,8 @@ def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], s
         link=_link(name),
         state=printable(state),
         tone="failed" if failed else "done" if state == "done" else "",
-        step=printable(f"{step} of {steps}" if steps else f"{step}"),
-        reward=f"{reward:.4g}" if isinstance(reward, int | float) else "–",
+        step=printable(f"{seen.step} of {steps}" if steps else f"{seen.step}"),
+        reward="–" if seen.reward is None else f"{seen.reward:.4g}",
         interrupted=f"{seen.interruptions}, {span(seen.interrupted_s)}" if seen.interruptions else "–",
         last="–" if seen.last is None else printable(tell(seen.last))[:_LONGEST],
         time="–" if at is None else datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S"),

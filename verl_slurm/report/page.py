@@ -32,15 +32,7 @@ LIST_SCRIPTS = ("list.js",)
 _MOST_ROWS = 40
 """Lines of the table of curves."""
 _MOST_CHECKPOINTS = 60
-_KIND_TITLES = {
-    "training": "Training",
-    "saving": "Saving",
-    "preempted": "Interrupted",
-    "queued": "Queued",
-    "starting": "Starting",
-    "recovering": "Recovering",
-    "hung": "Hung",
-}
+_KIND_TITLES = {kind: kind.capitalize() for kind in KINDS} | {"preempted": "Interrupted"}
 _PART_TITLES = {
     "useful": "Steps that count",
     "repeated": "Steps thrown back and done again",
@@ -123,7 +115,6 @@ def _environment() -> jinja2.Environment:
     environment.filters |= {
         "span": span,
         "time": _time,
-        "size": _size,
         "number": _number,
         "percent": _percent,
         "price": lambda price: f"{price:,.2f}" if price >= 1 else f"{price:.2g}",
@@ -250,16 +241,6 @@ def _time(seconds: float | None) -> str:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):
         return "–"
-
-
-def _size(num_bytes: float | None) -> str:
-    if num_bytes is None:
-        return "–"
-    for unit in ("B", "KB", "MB", "GB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.4g} TB"
 
 
 def _number(value: float | None) -> str:

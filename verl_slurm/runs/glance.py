@@ -8,8 +8,10 @@ A snapshot does not know that its lead was killed. So every run that is not over
 Slurm jobs by ONE question, a local one by its process.
 """
 
+import asyncio
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,10 @@ from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
 from verl_slurm.journal.files import read_last_events
 from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.status import read_status
+from verl_slurm.runs.liveness import job_number, job_state
+from verl_slurm.slurm.client import SlurmClient
 
 __all__ = [
     "Glance",
@@ -32,7 +37,6 @@ __all__ = [
     "glance",
     "glance_at_all",
     "is_over",
-    "newest_to_see",
     "state_of",
     "steps_done",
 ]
@@ -68,6 +72,17 @@ class Glance(msgspec.Struct, kw_only=True):
     last_interruption: dict[str, Any] = {}
     error: str = ""
     """Why nothing is known: another user's run is closed to us."""
+
+    @property
+    def step(self) -> int:
+        """The completed steps."""
+        return steps_done(self.status, self.checkpoint)
+
+    @property
+    def reward(self) -> float | None:
+        """Of the newest step; None: its loop has none."""
+        metrics = self.status.get("metrics")
+        return number(metrics.get("reward")) if isinstance(metrics, dict) else None
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -115,19 +130,11 @@ def find_runs(
             yield path, True
 
 
-def _leads_to_directory(entry: "os.DirEntry[str]") -> bool:
+def _leads_to_directory(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
     except OSError:  # a circular link, or one into a closed directory: that hides no other run
         return False
-
-
-def newest_to_see(paths: RunPaths) -> Newest | None:
-    """Returns the newest checkpoint; None also for a colleague (`group`), who sees none of them."""
-    try:
-        return newest_checkpoint(paths)
-    except PermissionError:
-        return None
 
 
 def steps_done(status: Mapping[str, Any], checkpoint: Newest | None) -> int:
@@ -139,14 +146,25 @@ def steps_done(status: Mapping[str, Any], checkpoint: Newest | None) -> int:
     return step
 
 
-def glance(root: Path) -> Glance:
-    """Reads one run. `error` says what cannot be read."""
-    paths = RunPaths(root)
+def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
+    """Reads one run. `error` says what cannot be read.
+
+    Args:
+        events: the whole journal, where it has been read already; then an error is raised.
+    """
+    paths, checkpoint = RunPaths(root), None
     try:
         status = read_status(paths)
-        events, job, whole = _last_events(paths, status)
-        checkpoint = newest_to_see(paths)
+        if events is None:
+            events, job, whole = _last_events(paths, status)
+        else:
+            job, whole = newest_job(events), True
+        # A colleague (`group`) sees none of them.
+        with suppress(PermissionError):
+            checkpoint = newest_checkpoint(paths)
     except OSError as error:
+        if events is not None:
+            raise
         words = "no permission" if isinstance(error, PermissionError) else str(error.strerror or error)
         return Glance(root=root, error=words)
     found = Glance(
@@ -242,14 +260,11 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
         if run.job.cluster == "slurm":
             at_slurm.append(run)
         else:
-            seen[run.root] = _local(run, run.job)
+            found = job_state(RunPaths(run.root), run.job)
+            unknown = found.state == "UNKNOWN"
+            seen[run.root] = Seen(None, detail=found.detail) if unknown else Seen(not found.over)
     if not at_slurm:
         return seen, ""
-    import asyncio
-
-    from verl_slurm.runs.liveness import job_number
-    from verl_slurm.slurm.client import SlurmClient
-
     try:
         # By the owners of the directories: the runs of a project may be several users'.
         states = asyncio.run(SlurmClient().states({os.stat(run.root).st_uid for run in at_slurm}))
@@ -277,25 +292,10 @@ def _cluster_of(run: Glance) -> str:
 
 
 def _cluster_here() -> str:
-    import asyncio
-
-    from verl_slurm.slurm.client import SlurmClient
-
     try:
         return asyncio.run(SlurmClient().config()).get("ClusterName", "")
     except (SlurmMissing, NotFound):
         return ""
-
-
-def _local(run: Glance, job: Submission) -> Seen:
-    import socket
-
-    from verl_slurm.runs.liveness import controller
-
-    # A process number means nothing on another host.
-    if job.host and job.host != socket.gethostname():
-        return Seen(None, detail=f"it was started on {job.host}: ask there")
-    return Seen(controller(RunPaths(run.root), job) is not None)
 
 
 def state_of(run: Glance, seen: Seen | None) -> str:

@@ -5,14 +5,12 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds import jobs
 from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.status import read_status
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
 __all__ = [
     "has_begun",
-    "has_ended",
     "last_job",
     "require_run",
     "steps_done",
@@ -49,11 +47,6 @@ def steps_done(paths: RunPaths) -> int:
             # A trainer in the middle of a step never stops at that step's beginning.
             done = max(done, info.step + (1 if info.safe_point else 0))
     return done
-
-
-def has_ended(paths: RunPaths, job: Submission) -> bool:
-    """Returns whether the daemon of this job recorded an end that is not a requeue."""
-    return jobs.has_ended(read_events(paths), job.job_id)
 
 
 def last_job(paths: RunPaths) -> Submission:

@@ -29,7 +29,7 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.sealing import open_record, seal_record
 
-__all__ = ["Sample", "StepSamples", "append_samples", "clipped", "read_samples"]
+__all__ = ["Sample", "StepSamples", "append_samples", "best_and_worst", "clipped", "read_samples"]
 
 MAX_FILE_BYTES = 8 << 20
 _MAX_LINE_BYTES = 4 << 20
@@ -72,6 +72,15 @@ class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
 _EITHER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STEP = msgspec.json.Decoder(StepSamples)
 _SEALED = msgspec.json.Decoder(_Sealed)
+
+
+def best_and_worst(samples: Sequence[Sample], best: int, worst: int) -> tuple[list[Sample], list[Sample]]:
+    """Returns so many with the highest rewards, the best first, and so many with the lowest, the worst last.
+
+    None is in both: of few samples, the worst are those that are left.
+    """
+    ordered = sorted(samples, key=lambda sample: -sample.reward)
+    return ordered[:best], ordered[max(len(ordered) - worst, min(best, len(ordered))) :]
 
 
 def clipped(text: str) -> str:

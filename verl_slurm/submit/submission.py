@@ -31,10 +31,11 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import append_event
+from verl_slurm.journal.files import append_event, read_events
+from verl_slurm.journal.folds.jobs import has_ended
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import job_state, settle
-from verl_slurm.runs.record import has_begun, has_ended, last_job, require_run, steps_done
+from verl_slurm.runs.record import has_begun, last_job, require_run, steps_done
 from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
 from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
 from verl_slurm.submit.checks.containers import check_container
@@ -342,7 +343,7 @@ def _refuse_living(paths: RunPaths) -> None:
         job = last_job(paths)
     except NotFound:
         return
-    ended = has_ended(paths, job)
+    ended = has_ended(read_events(paths), job.job_id)
     if ended:
         # submitit's local controller lives a moment longer than the end that its lead has recorded.
         settle(paths, job)

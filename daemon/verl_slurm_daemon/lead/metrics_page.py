@@ -14,7 +14,7 @@ from verl_slurm.journal.events import Event, Restart
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.goodput import RunNumbers
 from verl_slurm.journal.status import Status
-from verl_slurm.journal.steps import step_seconds
+from verl_slurm.journal.steps import every_row
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.messages import FromRank, Progress
 from verl_slurm_daemon.decide.states import State
@@ -85,8 +85,8 @@ class LeadMetrics:
         # Events of this attempt come by `journaled`; read back as well, they would count twice.
         for event in read_events(self._paths):
             self.run.feed(event)
-        for step, seconds in step_seconds(self._paths):
-            self.run.step_took(step, seconds)
+        for row in every_row(self._paths):
+            self.run.feed_row(row)
 
     def close(self) -> None:
         self._exporter.close()

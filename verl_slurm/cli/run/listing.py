@@ -1,7 +1,7 @@
 """`verl-slurm list`: the runs below a directory, one line each."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,11 @@ from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.journal.events import Ended
-from verl_slurm.runs.glance import Glance, Seen, ask_for, glance_at_all, is_over, state_of, steps_done
+from verl_slurm.runs.glance import Glance, Seen, ask_for, glance_at_all, is_over, state_of
 
-__all__ = ["STATE_COLOURS", "list_runs", "runs_table"]
+__all__ = ["FIRST_TO_GO", "STATE_COLOURS", "list_runs", "runs_table", "told_facts"]
 
-_FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
+FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
 """Columns that are dropped if the terminal is narrow, in this order."""
 STATE_COLOURS = {
     **dict.fromkeys(("done", "running", "RUNNING"), "green"),
@@ -43,7 +43,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
 
     \b
     state   prepared, queued, starting, running, saving, ..., done, cancelled, failed with N;
-            gone: its job is no more, and its daemon said nothing; with a ?: nobody here knows whether it lives
+            gone: its job is no more, and its daemon said nothing; with a ?: whether it lives is not known here
     interrupted, cost   how often, why last, and the time from the first sign to the first new rollout, in all
             (with a +: the last one is not over)
 
@@ -75,40 +75,32 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     if not told:
         render.line(f"none of {counted(len(runs), 'run')} in {place} is {' or '.join(states)}")
         return ExitCode.OK
-    headings, lines = runs_table(told, place.resolve(), render.width())
-    render.plain_table(headings, lines, right=("step", "of", "reward", "cost"), colours=STATE_COLOURS)
+    columns = runs_table(told, place.resolve())
+    render.table(
+        columns,
+        zip(*columns.values(), strict=True),
+        right=("step", "of", "reward", "cost"),
+        first_to_go=FIRST_TO_GO,
+        cut="run",  # as a last resort
+        colours=STATE_COLOURS,
+    )
     return ExitCode.OK
 
 
-def runs_table(
-    told: Sequence[tuple[Glance, str]], place: Path, width: int
-) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and cells. Columns that have no room are left out; as a last resort the run's name is cut.
-
-    Args:
-        told: each run with its state.
-        width: characters of a line.
-    """
-    columns: dict[str, list[str]] = {
+def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, list[str]]:
+    """Returns cells by heading, of each run with its state."""
+    return {
         "run": [os.path.relpath(run.root, place) for run, _ in told],
         "job": ["-" if run.job is None else run.job.job_id for run, _ in told],
         "state": [state for _, state in told],
-        "step": [str(steps_done(run.status, run.checkpoint)) for run, _ in told],
+        "step": [str(run.step) for run, _ in told],
         "of": [str(run.status.get("steps") or "-") for run, _ in told],
-        "reward": [_reward(run.status) for run, _ in told],
+        "reward": ["-" if run.reward is None else f"{run.reward:.3f}" for run, _ in told],
         "checkpoint": ["-" if run.checkpoint is None else run.checkpoint.name for run, _ in told],
         "interrupted": [_interrupted(run) for run, _ in told],
         "cost": [_cost(run) for run, _ in told],
         "updated": [ago(run.status.get("updated")) for run, _ in told],
     }
-
-    return render.fitting(columns, _FIRST_TO_GO, width, cut="run")
-
-
-def _reward(status: Mapping[str, Any]) -> str:
-    metrics = status.get("metrics")
-    reward = metrics.get("reward") if isinstance(metrics, dict) else None
-    return f"{reward:.3f}" if isinstance(reward, int | float) else "-"
 
 
 def _interrupted(run: Glance) -> str:
@@ -125,28 +117,35 @@ def _cost(run: Glance) -> str:
     return f"{span(run.interrupted_s)}{lasts}"
 
 
-def _facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
+def told_facts(run: Glance) -> dict[str, Any]:
+    """Returns what the files of a run say, as JSON of `list` and `status` has it."""
     ended = run.word if isinstance(run.word, Ended) else None
     return {
         "run_dir": str(run.root),
-        "state": state,
         "job_id": None if run.job is None else run.job.job_id,
         "cluster": None if run.job is None else run.job.cluster,
-        # `alive` is None where nobody knows; such a job is not called over.
+        "step": run.step,
+        "status": run.status,
+        "checkpoint": msgspec.to_builtins(run.checkpoint),
+        "last_cause": story.tell(run.cause) if run.cause else None,
+        # Of the newest job alone: an end is none any more once the run was submitted or started again.
+        "outcome": ended.outcome if ended is not None and ended.is_final else None,
+        "ended": None if ended is None else story.tell(ended),
+    }
+
+
+def _facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
+    return told_facts(run) | {
+        "state": state,
+        # `alive` is None where it is not known; such a job is not called over.
         "job_over": is_over(run) or (seen is not None and seen.alive is False),
         "job_alive": None if seen is None else seen.alive,
         "job_state": (seen.state or None) if seen is not None else None,
         "job_detail": (seen.detail or None) if seen is not None else None,
-        "step": steps_done(run.status, run.checkpoint),
-        "status": run.status,
-        "checkpoint": msgspec.to_builtins(run.checkpoint),
         "interruptions": {
             "count": run.interruptions,
             "seconds": run.interrupted_s,
             "last": run.last_interruption or None,
         },
-        "last_cause": story.tell(run.cause) if run.cause else None,
-        "outcome": ended.outcome if ended is not None and ended.is_final else None,
-        "ended": None if ended is None else story.tell(ended),
         **({"error": run.error} if run.error else {}),
     }

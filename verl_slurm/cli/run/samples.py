@@ -1,7 +1,6 @@
 """`verl-slurm samples`: responses of the policy."""
 
 from pathlib import Path
-from typing import Any
 
 import click
 import msgspec
@@ -13,7 +12,7 @@ from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.options import RUN, Whole, exits, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
-from verl_slurm.runtime_state.samples import Sample, StepSamples, read_samples
+from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
 __all__ = ["samples"]
 
@@ -61,11 +60,15 @@ def samples(
             remedy="older steps are dropped when their file is full, later ones have not ended",
         )
     found = kept[number]
-    chosen = _chosen(found.samples, which, limit)
+    # Without a choice half of each kind; of an odd number one more of the best.
+    most = {"best": (limit, 0), "worst": (0, limit), None: (-(-limit // 2), limit // 2)}[which]
+    best, worst = best_and_worst(found.samples, *most)
+    chosen = best + (worst[::-1] if which == "worst" else worst)
     # One object a line and not one list, so that `jq` and `head` work on them as they come.
     if as_json:
         for sample in chosen:
-            render.json_value(_facts(found, sample))
+            facts = {"step": found.step, "attempt": found.epoch, **msgspec.to_builtins(sample)}
+            render.json_value(facts)
         return ExitCode.OK
     render.fields(
         [
@@ -82,24 +85,6 @@ def samples(
         _text("prompt", sample.prompt)
         _text("response", sample.response)
     return ExitCode.OK
-
-
-def _chosen(samples: list[Sample], which: str | None, limit: int) -> list[Sample]:
-    """Returns the best first; without a choice, half of each kind."""
-    ordered = sorted(samples, key=lambda sample: -sample.reward)
-    if which == "best":
-        return ordered[:limit]
-    if which == "worst":
-        return ordered[::-1][:limit]
-    if len(ordered) <= limit:
-        return ordered
-    # Rounded up, so that an odd limit shows one more of the best.
-    best = -(-limit // 2)
-    return ordered[:best] + ordered[len(ordered) - (limit - best) :]
-
-
-def _facts(found: StepSamples, sample: Sample) -> dict[str, Any]:
-    return {"step": found.step, "attempt": found.epoch, **msgspec.to_builtins(sample)}
 
 
 def _text(name: str, text: str) -> None:

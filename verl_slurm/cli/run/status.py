@@ -5,29 +5,32 @@ from datetime import UTC, datetime
 from typing import Any
 
 import click
-import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
-from verl_slurm.cli.run.listing import STATE_COLOURS
+from verl_slurm.cli.run.listing import STATE_COLOURS, told_facts
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.pace import bar, curve_of, curve_words, left_words, node_words, steps_words
 from verl_slurm.cli.show.render import ago
-from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table, steps_table
+from verl_slurm.cli.show.run_tables import (
+    INTERRUPTIONS_TO_GO,
+    interruption_words,
+    interruptions_table,
+    steps_table,
+)
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted, Warned
+from verl_slurm.journal.events import Event, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import avoided_nodes, newest_job
+from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm.journal.folds.nodes import lost_nodes, node_states
 from verl_slurm.journal.folds.outages import Outages, interruption_facts
 from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
-from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.record import read_record
-from verl_slurm.runs.glance import newest_to_see, steps_done
+from verl_slurm.runs.glance import glance
 from verl_slurm.runs.liveness import JobState, job_state
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
@@ -129,11 +132,18 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     # The newest ones; --json has them all.
     if outages.each and num_interruptions:
         render.line()
-        table = interruptions_table(outages.each[-num_interruptions:], now, render.width())
-        render.plain_table(*table, right=("cost", "save", "queue", "start", "again"))
+        columns = interruptions_table(outages.each[-num_interruptions:], now)
+        render.table(
+            columns,
+            zip(*columns.values(), strict=True),
+            right=("cost", "save", "queue", "start", "again"),
+            first_to_go=INTERRUPTIONS_TO_GO,
+        )
     if facts["steps"]:
         render.line()
-        render.table(*steps_table(facts["steps"], render.width()), to_the_right=True)
+        columns, first_to_go = steps_table(facts["steps"])
+        lines_ = zip(*columns.values(), strict=True)
+        render.table(columns, lines_, right=columns, first_to_go=first_to_go)
     return ExitCode.OK
 
 
@@ -179,38 +189,22 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
     """Returns all facts about a run, and the scheduler's present answer."""
-    job = newest_job(events)
+    seen = glance(run.root, events)
     answer: JobState | None = None
-    if job is not None:
+    if seen.job is not None:
         try:
-            answer = job_state(run, job)
+            answer = job_state(run, seen.job)
         except VerlSlurmError as error:
             # Slurm's silence hides nothing of what the run's own files say.
             answer = JobState(state="UNKNOWN", over=False, detail=error.one_line())
-    snapshot = read_status(run)
-    newest = newest_to_see(run)
-    causes = [event for event in events if isinstance(event, Cause)]
-    # The newest of the three: an end is none any more once the run was submitted or started again.
-    words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
-    word = words[-1] if words else None
-    ended = word if isinstance(word, Ended) else None
-    return {
-        "run_dir": str(run.root),
-        "job_id": None if job is None else job.job_id,
-        "cluster": None if job is None else job.cluster,
+    return told_facts(seen) | {
         "job_state": None if answer is None else answer.state,
         "job_detail": "" if answer is None else answer.detail,
         "job_over": answer is not None and answer.over,
         "job_waits": answer is not None and answer.waits,
         "job_starts": None if answer is None else answer.starts,
         "job_ends": None if answer is None else answer.ends,
-        "status": snapshot,
-        "step": steps_done(snapshot, newest),
-        "checkpoint": msgspec.to_builtins(newest),
-        "last_cause": story.tell(causes[-1]) if causes else None,
-        "submitted": isinstance(word, Submitted),
-        "outcome": ended.outcome if ended is not None and ended.is_final else None,
-        "ended": None if ended is None else story.tell(ended),
+        "submitted": isinstance(seen.word, Submitted),
     }
 
 

@@ -5,7 +5,8 @@ attempt left it. Times are seconds since 1970, as the events have them.
 """
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from verl_slurm.journal.events import (
     Cause,
@@ -23,6 +24,7 @@ from verl_slurm.journal.events import (
     Verified,
     kind_of,
 )
+from verl_slurm.journal.folds.pace import number
 
 __all__ = ["RESTART_CAUSES", "RunNumbers"]
 
@@ -47,7 +49,6 @@ RESTART_CAUSES = (
 _MOST_NAMES = 64
 """Checkpoints whose time is remembered: far more than a run keeps."""
 _MOST_STEPS = 10_000_000
-_LARGEST = 1e18
 
 
 class RunNumbers:
@@ -130,6 +131,12 @@ class RunNumbers:
             self._step_seconds.append(seconds)
             self.useful_seconds += seconds
 
+    def feed_row(self, row: Mapping[str, Any]) -> None:
+        """Add a line of `steps.jsonl`; one without a duration is passed over."""
+        step, seconds = number(row.get("step")), number(row.get("step_s"))
+        if step is not None and seconds is not None:
+            self.step_took(int(step), seconds)
+
     def allocated_seconds(self, now: float) -> float:
         """From each start to its end, waiting in the queue left out."""
         return self._lived + (max(now - self._began, 0.0) if self._living else 0.0)
@@ -173,8 +180,9 @@ class RunNumbers:
         self.last_durable = now
         if not event.on_shared:
             self.last_save = now  # the ranks have read it back on the nodes' disks
-        seconds, size = _number(event.seconds), _number(event.num_bytes)
-        if seconds is not None and size is not None:
+        seconds, size = number(event.seconds), number(event.num_bytes)
+        # Whatever a journal says: a sum with a NaN would stay one.
+        if seconds is not None and size is not None and min(seconds, size) >= 0.0:
             self.last_save_seconds, self.last_save_bytes = seconds, size
             self.save_seconds += seconds
             self.save_bytes += size
@@ -194,8 +202,3 @@ _COUNTED = (
     "held",
 )
 """Events of which only the number matters."""
-
-
-def _number(value: float | None) -> float | None:
-    # NaN fails the comparison as well: one would stay in the sums.
-    return None if value is None or not 0 <= value < _LARGEST else float(value)

@@ -83,7 +83,7 @@ class Outage(msgspec.Struct, kw_only=True):
     @property
     def tokens_lost(self) -> int | None:
         """0 where the ranks went on from what they had saved when they stopped. Else None: finished rollouts are in the
-        ledger, and nobody counts the tokens of the micro-batches that were being sampled when the ranks died."""
+        ledger, and the tokens of micro-batches that were being sampled when the ranks died are not counted."""
         return 0 if self.saved and self.resumed == self.saved else None
 
     def so_far(self, now: datetime) -> float:
@@ -170,7 +170,7 @@ class Outages:
             case Restart(resume=resume):
                 self._relaunched = True
                 outage.resumed = resume or ""
-                # Set already if the scheduler came between; a restart in place waits for nobody.
+                # Set already if the scheduler came between; a restart in place has no queue.
                 outage.queue_s = outage.queue_s or 0.0
             case Training(phase=phase) if self._relaunched:
                 outage.start_s, self._mark = _between(self._mark, now), now
@@ -208,7 +208,7 @@ def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
         "count": len(each),
         "seconds": round(sum(row["seconds"] for row in each), 3),
         "queue_s": round(sum(one.queue_s or 0.0 for one in outages.each), 3),
-        # None where it is not known: without a save nobody has counted the tokens of unfinished micro-batches.
+        # None: not known, as the tokens of unfinished micro-batches are not counted.
         "tokens_lost": 0 if all(one.tokens_lost == 0 for one in outages.each) else None,
         "each": each,
     }

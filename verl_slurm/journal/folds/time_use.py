@@ -17,7 +17,6 @@ arXiv:2410.21680) is useful of all time, with the queue.
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
@@ -26,18 +25,7 @@ from verl_slurm.journal.folds.timeline import Interval
 
 __all__ = ["PARTS", "TimeUse", "time_use"]
 
-PartName = Literal[
-    "useful",
-    "repeated",
-    "unfinished",
-    "saving",
-    "starting",
-    "preempted",
-    "hung",
-    "requeued",
-    "queued",
-]
-PARTS: dict[PartName, str] = {
+PARTS: dict[str, str] = {
     "useful": "GOODPUT",
     "repeated": "WASTED_PROGRESS_FROM_DISRUPTION",
     "unfinished": "OTHER",

@@ -15,7 +15,7 @@ counts as no time.
 """
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -42,15 +42,7 @@ from verl_slurm.journal.folds.outages import ENDING_CAUSES
 __all__ = ["KINDS", "Interval", "IntervalKind", "Timeline"]
 
 IntervalKind = Literal["training", "saving", "preempted", "queued", "starting", "recovering", "hung"]
-KINDS: tuple[IntervalKind, ...] = (
-    "training",
-    "saving",
-    "preempted",
-    "queued",
-    "starting",
-    "recovering",
-    "hung",
-)
+KINDS: tuple[IntervalKind, ...] = get_args(IntervalKind)
 
 
 class Interval(msgspec.Struct, frozen=True):
