@@ -84,8 +84,8 @@ def test_a_slurm_that_does_not_answer_leaves_assumptions_and_a_line() -> None:
     assert found == {}
     assert "Slurm was not asked" in note
     inputs = complete(found, run_config())
-    assert inputs.queue_s.source == inputs.step_s.source == "assumed"
-    assert inputs.crashes_per_day.basis == "checkpoint.expected_mtbi_h"
+    assert inputs["queue_s"].source == inputs["step_s"].source == "assumed"
+    assert inputs["crashes_per_day"].basis == "checkpoint.expected_mtbi_h"
 
 
 def test_a_large_state_is_saved_as_fast_as_the_storage_writes(
@@ -97,4 +97,4 @@ def test_a_large_state_is_saved_as_fast_as_the_storage_writes(
     assert (found["durable_s"].value, found["durable_s"].source) == (5.0, "doctor")
     assert notes == []
     # What follows from a measured speed is no assumption any more.
-    assert complete(found, run_config()).emergency_s.source == "derived"
+    assert complete(found, run_config())["emergency_s"].source == "derived"

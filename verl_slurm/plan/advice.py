@@ -145,7 +145,7 @@ def _ways(inputs: Inputs, config: RunConfig, model: Model) -> list[_Way]:
         more = model.spare_nodes + 1
         ways.append(_Way(f"slurm.spare_nodes={more}", cadence, replace(model, spare_nodes=more)))
     if model.local_durable_s is None:
-        local = replace(model, local_durable_s=inputs.local_durable_s.value, same_nodes=0.5)
+        local = replace(model, local_durable_s=inputs["local_durable_s"].value, same_nodes=0.5)
         ways.append(_Way("checkpoint.local_dir", cadence, local))
     grace = _grace_for(model)
     if grace > model.warning_s:

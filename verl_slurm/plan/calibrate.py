@@ -39,15 +39,14 @@ def measured_goodput(events: Sequence[Event], rows: Iterable[Row]) -> tuple[floa
     """Returns (goodput, allocated seconds) of the run up to its last event; None: it has not begun."""
     numbers = RunNumbers(events)
     for row in rows:
-        if _positive(row.get("step_s"), row.get("step")):
-            numbers.step_took(int(row["step"]), row["step_s"])
+        numbers.feed_row(row)
     now = max((at for event in events if (at := event.at) is not None), default=0.0)
     goodput = numbers.goodput(now)
     return None if goodput is None else (goodput, numbers.allocated_seconds(now))
 
 
 def measure(events: Sequence[Event], rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, Known]:
-    """Returns what the journal tells, by field of `Inputs`.
+    """Returns what the journal tells, by the names of `inputs.LABELS`.
 
     Args:
         events, rows: oldest first.

@@ -25,7 +25,7 @@ _WORTH_TRYING = 64 << 20
 
 
 async def from_slurm(config: RunConfig, client: SlurmClient) -> tuple[dict[str, Known], list[str]]:
-    """Returns what Slurm tells, by field of `Inputs`, and what it did not tell, a line each."""
+    """Returns what Slurm tells, by the names of `inputs.LABELS`, and what it did not tell, a line each."""
     try:
         conf = await client.config()
         name = config.slurm.partition

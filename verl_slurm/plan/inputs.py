@@ -9,7 +9,7 @@ number for what a cluster alone can tell.
 import math
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -45,40 +45,6 @@ class Known(msgspec.Struct, frozen=True):
     """All that was seen, where the spread matters; the value is their median."""
 
 
-class Inputs(msgspec.Struct, frozen=True, kw_only=True):
-    """The inputs, in the units of `LABELS`."""
-
-    steps: Known
-    nodes: Known
-    spare_nodes: Known
-    step_s: Known
-    warm_up_s: Known
-    sampling_share: Known
-    replay_cost: Known
-    state_bytes: Known
-    save_s: Known
-    durable_s: Known
-    local_durable_s: Known
-    emergency_s: Known
-    warning_s: Known
-    lead_s: Known
-    margin_s: Known
-    limit_s: Known
-    leave_s: Known
-    queue_s: Known
-    first_start_s: Known
-    start_s: Known
-    in_place_s: Known
-    standby_s: Known
-    standby_after_s: Known
-    spare_s: Known
-    lost_node_s: Known
-    finish_s: Known
-    notices_per_day: Known
-    crashes_per_day: Known
-    losses_per_node_day: Known
-
-
 LABELS: dict[str, tuple[str, str]] = {
     "steps": ("steps", ""),
     "nodes": ("nodes that train", ""),
@@ -110,7 +76,10 @@ LABELS: dict[str, tuple[str, str]] = {
     "crashes_per_day": ("crashes of the ranks", "per day"),
     "losses_per_node_day": ("losses of a node", "per node and day"),
 }
-"""Field -> what it is, and its unit."""
+"""Input -> what it is, and its unit."""
+
+Inputs = dict[str, Known]
+"""All inputs, by the names of `LABELS` and in its order and units."""
 
 
 def assumed(value: float, basis: str) -> Known:
@@ -121,7 +90,7 @@ def complete(known: Mapping[str, Known], config: RunConfig) -> Inputs:
     """Adds what the configuration says, what follows from what is known, and what has to be assumed.
 
     Args:
-        known: by field of `Inputs`; it wins over all of these.
+        known: by the names of `LABELS`; it wins over all of these.
     """
     found = _configured(config) | dict(known)
 
@@ -161,7 +130,7 @@ def complete(known: Mapping[str, Known], config: RunConfig) -> Inputs:
         Known(24.0 / config.checkpoint.expected_mtbi_h, "configuration", "checkpoint.expected_mtbi_h"),
     )
     say("losses_per_node_day", assumed(0.0065, "Kokolis et al. 2025, 6.50 in a thousand node days"))
-    return Inputs(**found)
+    return {name: found[name] for name in LABELS}
 
 
 def _configured(config: RunConfig) -> dict[str, Known]:
@@ -202,23 +171,23 @@ def _derived(value: float, origin: Known, basis: str) -> Known:
 
 def model_of(inputs: Inputs, config: RunConfig) -> Model:
     """Returns the model of the run as it is configured."""
-    plain = {
-        name: getattr(inputs, name).value
+    plain: dict[str, Any] = {
+        name: inputs[name].value
         for name in Model.__struct_fields__
         if name in LABELS and name not in ("queue_s", "local_durable_s")
     }
     whole = {name: int(plain[name]) for name in ("steps", "nodes", "spare_nodes")}
     return Model(
         **plain | whole,
-        queue_s=inputs.queue_s.samples or (inputs.queue_s.value,),
-        local_durable_s=inputs.local_durable_s.value if config.checkpoint.local_dir else None,
+        queue_s=inputs["queue_s"].samples or (inputs["queue_s"].value,),
+        local_durable_s=inputs["local_durable_s"].value if config.checkpoint.local_dir else None,
         # Nodes that were preempted are somebody else's now: whether they come back is a toss.
         same_nodes=0.5 if config.checkpoint.local_dir else 0.0,
         at_step_end=config.trainer.is_guest,
         keeps_step_before=config.trainer.backend == "verl" and config.trainer.entry == "ppo",
-        notices_per_s=inputs.notices_per_day.value / _DAY_S,
-        crashes_per_s=inputs.crashes_per_day.value / _DAY_S,
-        losses_per_node_s=inputs.losses_per_node_day.value / _DAY_S,
+        notices_per_s=inputs["notices_per_day"].value / _DAY_S,
+        crashes_per_s=inputs["crashes_per_day"].value / _DAY_S,
+        losses_per_node_s=inputs["losses_per_node_day"].value / _DAY_S,
     )
 
 

@@ -3,12 +3,12 @@
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import click
-import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
@@ -25,7 +25,6 @@ from verl_slurm.plan.advice import Option, Plan, Spread, make_plan
 from verl_slurm.plan.calibrate import happened, measure, measured_goodput, strikes_again
 from verl_slurm.plan.facts import from_slurm, from_storage
 from verl_slurm.plan.inputs import LABELS, Inputs, Known, complete
-from verl_slurm.plan.simulate import Strikes
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.inputs import absolute
 from verl_slurm.submit.relative_paths import Places
@@ -54,13 +53,23 @@ _COLUMNS = (
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--like", type=RUN, help="Take times from this run, e.g. a trial of ten steps.")
 @click.option("--steps", type=Whole(1, 1_000_000), help="How many; a loop of your own alone knows them.")
-@click.option("--step-seconds", type=Number(min=0.001, max=1e7), help="How long a step takes.")
+@click.option("--step-seconds", "step_s", type=Number(min=0.001, max=1e7), help="How long a step takes.")
 @click.option("--nodes", type=Whole(1, 100_000), help="As if so many nodes trained, with the same times.")
-@click.option("--preemptions-per-day", type=Number(min=0.0, max=10_000), help="Of the job, while it runs.")
-@click.option("--crashes-per-day", type=Number(min=0.0, max=10_000), help="Of the ranks, while they run.")
-@click.option("--queue-wait", type=Number(min=0.0, max=1e8), help="Seconds in the queue after each requeue.")
 @click.option(
-    "--grace-seconds", type=Number(min=0.0, max=1e6), help="From the warning of a preemption to its end."
+    "--preemptions-per-day",
+    "notices_per_day",
+    type=Number(min=0.0, max=10_000),
+    help="Of the job, while it runs.",
+)
+@click.option("--crashes-per-day", type=Number(min=0.0, max=10_000), help="Of the ranks, while they run.")
+@click.option(
+    "--queue-wait", "queue_s", type=Number(min=0.0, max=1e8), help="Seconds in the queue after each requeue."
+)
+@click.option(
+    "--grace-seconds",
+    "warning_s",
+    type=Number(min=0.0, max=1e6),
+    help="From the warning of a preemption to its end.",
 )
 @click.option(
     "--price-per-hour", type=Number(min=0.0, max=1e9), help="Of one node, in any currency: adds costs."
@@ -74,17 +83,11 @@ def plan(
     source: Path,
     overrides: tuple[str, ...],
     like: RunPaths | None,
-    steps: int | None,
-    step_seconds: float | None,
-    nodes: int | None,
-    preemptions_per_day: float | None,
-    crashes_per_day: float | None,
-    queue_wait: float | None,
-    grace_seconds: float | None,
     price_per_hour: float | None,
     simulations: int,
     ask: bool,
     as_json: bool,
+    **given: float | None,  # the inputs that have an option
 ) -> int:
     """Say what to expect of a run: goodput, duration, cost; whether the warnings suffice; what a change would buy.
 
@@ -104,26 +107,24 @@ def plan(
     """
     config, run = _configured(source, list(overrides))
     source_of_times = like or run
-    events, rows = _journal(source_of_times) if source_of_times else ([], [])
-    measured = _measured(events, rows, config)
-    # A save of this very run tells more of its storage than a trial.
-    asked, notes = _asked(config, storage="durable_s" not in measured) if ask else ({}, [])
-    known = asked | measured
-    given = {
-        "steps": steps,
-        "step_s": step_seconds,
-        "nodes": nodes,
-        "notices_per_day": preemptions_per_day,
-        "crashes_per_day": crashes_per_day,
-        "queue_s": queue_wait,
-        "warning_s": grace_seconds,
-    }
+    events = read_events(source_of_times) if source_of_times else []
+    rows = list(every_row(source_of_times)) if source_of_times else []
+    known = measure(events, rows, config.checkpoint.expected_mtbi_h)
+    notes: list[str] = []
+    if ask:
+        told, notes = asyncio.run(from_slurm(config, SlurmClient()))
+        # A save of this very run tells more of its storage than a trial.
+        if "durable_s" not in known:
+            stored, about_storage = from_storage(config, RunPaths(config.run_dir))
+            told, notes = stored | told, about_storage + notes
+        known = told | known
     known |= {name: Known(float(value), "given") for name, value in given.items() if value is not None}
     inputs = complete(known, config)
-    ahead = _make(inputs, config, simulations, price_per_hour)
-    back = (
-        _looked_back(inputs, config, simulations, price_per_hour, events, rows) if run and not like else None
+    make = partial(
+        make_plan, config=config, dice=Random, simulations=simulations, price_per_hour=price_per_hour
     )
+    ahead = make(inputs)
+    back = _looked_back(inputs, events, rows, make) if run and not like else None
     if as_json:
         render.json_value({"plan": ahead, "back": back, "notes": notes})
         return ExitCode.OK
@@ -148,37 +149,8 @@ def _configured(source: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunP
     return absolute(load(source, overrides), Places(Path.cwd(), source)), None
 
 
-def _asked(config: RunConfig, *, storage: bool) -> tuple[dict[str, Known], list[str]]:
-    stored, about_storage = from_storage(config, RunPaths(config.run_dir)) if storage else ({}, [])
-    told, about_slurm = asyncio.run(from_slurm(config, SlurmClient()))
-    return stored | told, about_storage + about_slurm
-
-
-def _journal(run: RunPaths) -> tuple[list[Event], list[dict[str, Any]]]:
-    return read_events(run), list(every_row(run, []))
-
-
-def _measured(events: list[Event], rows: list[dict[str, Any]], config: RunConfig) -> dict[str, Known]:
-    return measure(events, rows, config.checkpoint.expected_mtbi_h)
-
-
-def _make(
-    inputs: Inputs,
-    config: RunConfig,
-    simulations: int,
-    price: float | None,
-    again: Callable[[float], Strikes] | None = None,
-) -> Plan:
-    return make_plan(inputs, config, Random, simulations=simulations, price_per_hour=price, again=again)
-
-
 def _looked_back(
-    inputs: Inputs,
-    config: RunConfig,
-    simulations: int,
-    price: float | None,
-    events: list[Event],
-    rows: list[dict[str, Any]],
+    inputs: Inputs, events: list[Event], rows: list[dict[str, Any]], make: Callable[..., Plan]
 ) -> dict[str, Any] | None:
     """Returns the run as it was, and its interruptions simulated again; None: it was never interrupted."""
     past, goodput = happened(events, rows), measured_goodput(events, rows)
@@ -187,22 +159,25 @@ def _looked_back(
     done = Known(float(past.steps), "measured", "so far")
     # A limit that ended an attempt is among what happened.
     no_limit = Known(math.inf, "measured", "its ends are among the interruptions")
-    seen = msgspec.structs.replace(inputs, steps=done, limit_s=no_limit)
-    again = _make(seen, config, simulations, price, lambda least_s: strikes_again(past, least_s))
+    seen = inputs | {"steps": done, "limit_s": no_limit}
+    again = make(seen, again=lambda least_s: strikes_again(past, least_s))
     measured = {"goodput": goodput[0], "allocated_s": goodput[1], "interruptions": len(past.strikes)}
     return {"measured": measured, "plan": again}
 
 
 def _print(plan: Plan, notes: Sequence[str]) -> None:
-    every = {name: getattr(plan.inputs, name) for name in LABELS}
-    cells = {
-        "input": [LABELS[name][0] for name in _SHOWN],
-        "value": [_value(every[name], LABELS[name][1]) for name in _SHOWN],
-        "source": [every[name].source for name in _SHOWN],
-        "from": [every[name].basis for name in _SHOWN],
-    }
-    shown = render.fitting(cells, ("from",), render.width())
-    render.plain_table(*shown, right=("value",), colours={"assumed": "yellow"})
+    every = plan.inputs
+    cells = [
+        (LABELS[name][0], _value(every[name], LABELS[name][1]), every[name].source, every[name].basis)
+        for name in _SHOWN
+    ]
+    render.table(
+        ("input", "value", "source", "from"),
+        cells,
+        right=("value",),
+        first_to_go=("from",),
+        colours={"assumed": "yellow"},
+    )
     render.line()
     guesses = sum(known.source == "assumed" for known in every.values())
     if not any(known.source == "measured" for known in every.values()):
@@ -237,10 +212,9 @@ def _print_back(back: dict[str, Any]) -> None:
 
 def _print_options(plan: Plan, first: str) -> None:
     rows = [_cells(option, first) for option in plan.options]
-    cells = dict(zip(_COLUMNS, map(list, zip(*rows, strict=True)), strict=True))
-    if plan.options[0].cost is None:
-        cells = {name: cells[name] for name in _COLUMNS if "cost" not in name}
-    render.plain_table(*render.fitting(cells, ("ETTR", "node hours", "takes"), render.width()))
+    priced = plan.options[0].cost is not None
+    shown = _COLUMNS if priced else [name for name in _COLUMNS if "cost" not in name]
+    render.table(shown, rows, first_to_go=("ETTR", "node hours", "takes"))
 
 
 def _cells(option: Option, first: str) -> tuple[str, ...]:
