@@ -46,37 +46,34 @@ _Seconds = Annotated[int, msgspec.Meta(ge=0, le=3600)]
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The options for a user or a test."""
+    """The options for a user or a test; `verl-slurm devcluster start` has them, with these texts as its help."""
 
     nodes: _NodeCount = 4
+    """How many nodes."""
     cpus_per_node: _CpuCount = 2
-    """Claimed, not checked: two, so that a two-CPU urgent job and a training job collide on any machine."""
+    """CPUs of each node. Slurm counts them; the machine need not have them."""
     mem_mb_per_node: _MegaBytes | None = None
-    """Claimed, not checked. None: the nodes share nine tenths of the machine's memory. A job that asks for none gets
-    as much for each CPU as its share of the node.
-    """
+    """Memory of each node in MB, counted like the CPUs. [default: all nodes share nine tenths of the machine's]"""
     grace_s: _Seconds = 30
-    """From the warning of a preemption to the TERM of everything; 0: there is no warning."""
+    """Seconds from a preemption's warning to the end of the job; 0: no warning."""
     preempt_mode: Literal["REQUEUE", "CANCEL", "SUSPEND"] = "REQUEUE"
-    """What happens to a job of `preemptible` that `urgent` preempts. SUSPEND has no grace time."""
+    """What becomes of a job that is preempted. SUSPEND has no grace time."""
     kill_wait_s: _Seconds = 15
-    """From TERM to KILL."""
+    """Seconds from TERM to KILL."""
     slurmd_timeout_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] = 10
-    """A node that is silent this long is DOWN (Slurm looks at least every third of it)."""
+    """Seconds until a silent node counts as lost (Slurm looks at least every third of it)."""
     cred_expire_s: Annotated[int, msgspec.Meta(ge=5, le=3600)] | None = None
-    """None: Slurm's own default (120 s), which is what delays a plain requeue. Tests set it short."""
+    """Life of a credential in seconds; a plain requeue waits that long. [default: Slurm's own, 120]"""
     gpus: _GpuCount | Literal["auto"] = 0
-    """GPUs of each node. `auto`: those of the machine, dealt out to the nodes in turn. A number: as many on every
-    node, real ones if the machine has that many in all, else counted (`deal_gpus`).
-    """
+    """GPUs of each node. auto: this machine's, dealt out to the nodes in turn. A number that this machine does not
+    have for every node: counted only, so that jobs which ask for GPUs start; they find none."""
     plugstack: str | None = None
-    """A file with plugins for srun and slurmd (SPANK), as Slurm's plugstack.conf; absolute."""
+    """A file of plugins for srun and slurmd, as Slurm's plugstack.conf; e.g. Pyxis."""
     send_user_signal: bool = True
-    """Warns the batch process (`--signal=B:..`) at a preemption; without it the steps get TERM at once."""
+    """Warn the batch process at a preemption (`sbatch --signal=B:..`); without, steps get TERM at once."""
     accounting: bool = False
-    """With slurmdbd and a database. Then `sacct` answers, and a QOS decides who preempts whom: `urgent` preempts jobs
-    of `normal`, in any partition.
-    """
+    """With slurmdbd and MariaDB: `sacct` answers, jobs have priorities, and jobs of the QOS `urgent` preempt those of
+    `normal`, in any partition. Needs the packages slurmdbd and mariadb-server-core, too."""
 
 
 class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):

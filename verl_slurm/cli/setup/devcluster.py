@@ -1,16 +1,18 @@
 """`verl-slurm devcluster`: a real Slurm of several nodes on this machine, to try things on."""
 
+import re
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import click
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import ParamType, Whole
+from verl_slurm.cli.options import F, ParamType, Whole, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
@@ -40,7 +42,6 @@ class _Gpus(ParamType[int | str]):
         return "auto" if value == "auto" else Whole(min=0).convert(value, param, ctx)
 
 
-_GPUS = _Gpus()
 _DIR = click.option(
     "--dir",
     "directory",
@@ -48,16 +49,32 @@ _DIR = click.option(
     envvar=DEVCLUSTER_VARIABLE,
     help="Where the cluster lives. [default: ~/.cache/verl-slurm/devcluster, or $VERL_SLURM_DEVCLUSTER]",
 )
-_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 
 
-def _say(as_json: bool, value: msgspec.Struct | dict[str, Any], text: str) -> None:
-    if as_json:
-        render.json_value(value)
-    else:
-        # Line by line, as `render.line` keeps what it is given on one.
-        for line in text.splitlines():
-            render.line(line)
+_KINDS: dict[str, Any] = {
+    "preempt_mode": click.Choice(get_args(get_type_hints(ClusterOptions)["preempt_mode"])),
+    "gpus": _Gpus(),
+    "plugstack": click.Path(exists=True, dir_okay=False, resolve_path=True),
+}
+"""Fields that are neither numbers nor switches."""
+
+
+def _options_of_a_cluster(command: F) -> F:
+    """Adds an option for each field of `ClusterOptions`, which has the defaults, the ranges and the help."""
+    told = meanings(ClusterOptions)
+    for field in reversed(msgspec.structs.fields(ClusterOptions)):
+        name = re.sub("^send_|_per_node$|_s$", "", field.name).replace("_", "-")
+        is_switch = isinstance(field.default, bool)
+        command = click.option(
+            f"--{name}/--no-{name}" if field.default is True else f"--{name}",
+            field.name,
+            is_flag=is_switch,
+            type=None if is_switch else _KINDS.get(field.name, int),
+            default=field.default,
+            show_default=field.default is not None and field.default is not False,
+            help=told[field.name],
+        )(command)
+    return command
 
 
 @click.group(
@@ -97,88 +114,8 @@ def command() -> None:
 
 @command.command("start")
 @_DIR
-@click.option("--nodes", type=int, default=4, show_default=True, help="How many nodes.")
-@click.option(
-    "--cpus",
-    "cpus_per_node",
-    type=int,
-    default=2,
-    show_default=True,
-    help="CPUs of each node. Slurm counts them; the machine need not have them.",
-)
-@click.option(
-    "--mem-mb",
-    "mem_mb_per_node",
-    type=int,
-    default=None,
-    help="Memory of each node in MB, counted like --cpus. [default: all nodes share nine tenths of the machine's]",
-)
-@click.option(
-    "--grace",
-    "grace_s",
-    type=int,
-    default=30,
-    show_default=True,
-    help="Seconds from a preemption's warning to the end of the job; 0: no warning.",
-)
-@click.option(
-    "--preempt-mode",
-    type=click.Choice(["REQUEUE", "CANCEL", "SUSPEND"]),
-    default="REQUEUE",
-    show_default=True,
-    help="What becomes of a job that is preempted.",
-)
-@click.option(
-    "--kill-wait",
-    "kill_wait_s",
-    type=int,
-    default=15,
-    show_default=True,
-    help="Seconds from TERM to KILL.",
-)
-@click.option(
-    "--slurmd-timeout",
-    "slurmd_timeout_s",
-    type=int,
-    default=10,
-    show_default=True,
-    help="Seconds until a silent node counts as lost.",
-)
-@click.option(
-    "--cred-expire",
-    "cred_expire_s",
-    type=int,
-    default=None,
-    help="Life of a credential in seconds; a plain requeue waits that long. [default: Slurm's own, 120]",
-)
-@click.option(
-    "--gpus",
-    type=_GPUS,
-    default="0",
-    show_default=True,
-    help="GPUs of each node. auto: this machine's, dealt out to the nodes in turn. A number that this machine does not "
-    "have for every node: counted only, so that jobs which ask for GPUs start; they find none.",
-)
-@click.option(
-    "--plugstack",
-    type=click.Path(exists=True, dir_okay=False, resolve_path=True),
-    default=None,
-    help="A file of plugins for srun and slurmd, as Slurm's plugstack.conf; e.g. Pyxis.",
-)
-@click.option(
-    "--user-signal/--no-user-signal",
-    "send_user_signal",
-    default=True,
-    show_default=True,
-    help="Warn the batch process at a preemption (`sbatch --signal=B:..`); without, steps get TERM at once.",
-)
-@click.option(
-    "--accounting",
-    is_flag=True,
-    help="With slurmdbd and MariaDB: `sacct` answers, jobs have priorities, and jobs of the QOS `urgent` preempt those "
-    "of `normal`. Needs the packages slurmdbd and mariadb-server-core, too.",
-)
-@_JSON
+@_options_of_a_cluster
+@json_option
 def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     """Start the cluster and wait until all nodes are idle (a second or two; some 15 s with --accounting).
 
@@ -197,36 +134,34 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     status = cluster.start(options)
     head = f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up"
     facts = _gpus(status, asked=options.gpus) + _accounting(status)
-    _say(
-        as_json,
-        status,
-        f"{head} after {status.seconds:.1f} s in {status.directory}\n{facts}"
-        f"To use it in this shell:  {_exports(cluster.env())}",
-    )
+    use = f"To use it in this shell:  {_exports(cluster.env())}"
+    text = f"{head} after {status.seconds:.1f} s in {status.directory}\n{facts}{use}"
+    render.answer(status, *text.splitlines(), as_json=as_json)
 
 
 @command.command("stop")
 @_DIR
-@_JSON
+@json_option
 def _stop(directory: Path | None, as_json: bool) -> None:
     """End the cluster and everything that runs on it. Logs stay in its directory."""
     status = DevCluster(directory).stop()
     text = f"stopped after {status.seconds:.1f} s; the logs are in {status.directory}/log"
     if status.left:
         text = f"these processes do not even die of SIGKILL: {status.left}"
-    _say(as_json, status, text)
+    render.answer(status, *text.splitlines(), as_json=as_json)
 
 
 @command.command("status")
 @_DIR
-@_JSON
+@json_option
 def _status(directory: Path | None, as_json: bool) -> None:
     """Whether it runs, and how Slurm sees its nodes."""
     status = DevCluster(directory).status()
     lines = [f"{name}  {state}" for name, state in status.nodes.items()]
     head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
     facts = _gpus(status) + _accounting(status)
-    _say(as_json, status, "\n".join([f"{head} {status.directory}", *lines, facts]))
+    text = "\n".join([f"{head} {status.directory}", *lines, facts])
+    render.answer(status, *text.splitlines(), as_json=as_json)
 
 
 @command.command("preempt")
@@ -240,7 +175,7 @@ def _status(directory: Path | None, as_json: bool) -> None:
     show_default=True,
     help="Seconds that the urgent job keeps the nodes.",
 )
-@_JSON
+@json_option
 def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> None:
     """Have Slurm really preempt JOB, and return when Slurm says that it does.
 
@@ -255,40 +190,38 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
         what = "is suspended, and goes on when the urgent job has ended"
     else:
         what = "was preempted and is queued again"
-    _say(as_json, done, f"job {job} {what} (by job {done.urgent_job_id}, after {done.seconds:.1f} s)")
+    text = f"job {job} {what} (by job {done.urgent_job_id}, after {done.seconds:.1f} s)"
+    render.answer(done, text, as_json=as_json)
 
 
 @command.command("fail-node")
 @click.argument("node")
 @_DIR
-@_JSON
+@json_option
 def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
     """Cut NODE's power: SIGKILL its slurmd and every process of every job on it, at once."""
     failure = fail_node(DevCluster(directory), node)
-    _say(
-        as_json,
-        failure,
-        f"{node}: {counted(len(failure.killed), 'process')} killed; Slurm will notice by itself",
-    )
+    text = f"{node}: {counted(len(failure.killed), 'process')} killed; Slurm will notice by itself"
+    render.answer(failure, text, as_json=as_json)
 
 
 @command.command("restore-node")
 @click.argument("node")
 @_DIR
-@_JSON
+@json_option
 def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
     """Start NODE again after fail-node, and wait until Slurm uses it."""
     state = restore_node(DevCluster(directory), node)
-    _say(as_json, {"node": node, "state": state}, f"{node} is {state}")
+    render.answer({"node": node, "state": state}, f"{node} is {state}", as_json=as_json)
 
 
 @command.command("env")
 @_DIR
-@_JSON
+@json_option
 def _env(directory: Path | None, as_json: bool) -> None:
     """Print what a shell must export to use the cluster: eval "$(verl-slurm devcluster env)"."""
     env = DevCluster(directory).env()
-    _say(as_json, env, _exports(env))
+    render.answer(env, *_exports(env).splitlines(), as_json=as_json)
 
 
 def _gpus(status: ClusterStatus, *, asked: int | str = 0) -> str:
