@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
 )
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.cli.checkpoint.verify import checkpoints_table
+from verl_slurm.cli.checkpoint.verify import FIRST_TO_GO, checkpoints_table
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
@@ -143,11 +143,14 @@ def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run:
 def test_a_narrow_terminal_loses_columns_and_folds_no_cell(run: RunPaths, width: int) -> None:
     save(run, 1)
     begin(run, 3, 0)
-    headings, lines = checkpoints_table(list_checkpoints(run), {}, None, width)
-    rooms = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
+    table = checkpoints_table(list_checkpoints(run), {}, None)
+    fits = render.fitting(table, FIRST_TO_GO, width)
+    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
     assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
-    assert headings[:2] == ["name", "kind"]
-    assert lines[0][:2] == ["step_000001", "committed"]
+    assert [(name, cells[0]) for name, cells in fits.items()][:2] == [
+        ("name", "step_000001"),
+        ("kind", "committed"),
+    ]
 
 
 def test_verify_says_that_all_is_well(run: RunPaths, cli: Cli) -> None:

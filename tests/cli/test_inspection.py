@@ -14,7 +14,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
-from verl_slurm.checkpoint.inspect.describe import _curves, sparkline
+from verl_slurm.checkpoint.inspect.describe import _curves
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.cli.checkpoint.inspection import _consumed
 from verl_slurm.runtime_state.codec import encode
@@ -218,15 +218,6 @@ def test_numbers_that_no_double_holds_are_left_out_of_the_curves() -> None:
     """metadata.json may be handed over; JSON has whole numbers of any size."""
     rows = [{"reward": 1.0}, {"reward": 10**400}, {"reward": float("nan")}, {"reward": 2}]
     assert _curves(rows) == [{"metric": "reward", "last": 2.0, "values": [1.0, 2.0]}]
-
-
-def test_a_sparkline_shows_the_last_values_between_their_extremes() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([3.0]) == "▁"
-    assert sparkline([0.0, 7.0, 3.0]) == "▁█▄"
-    assert sparkline([-1e308, 1e308]) == "▁█"
-    assert sparkline([5e-324, 1e-323]) != ""
-    assert sparkline(range(100), width=8) == "▁▂▃▄▅▆▇█"
 
 
 def test_an_offset_in_responses_is_shown_in_prompts() -> None:

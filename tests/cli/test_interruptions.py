@@ -11,7 +11,7 @@ from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
-from verl_slurm.cli.show.run_tables import interruption_words, interruptions_table
+from verl_slurm.cli.show.run_tables import INTERRUPTIONS_TO_GO, interruption_words, interruptions_table
 from verl_slurm.journal.folds.outages import Outage, interruption_facts
 
 Cli = Callable[..., Any]
@@ -60,8 +60,18 @@ def test_one_that_lasts_counts_with_its_time_so_far() -> None:
 
 
 def test_each_is_a_line_with_its_parts() -> None:
-    headings, lines = interruptions_table([BACK, CRASH, LASTING], NOW, 200)
-    assert headings[1:] == ["cause", "cost", "save", "queue", "start", "again", "tokens lost", "resumed from"]
+    table = interruptions_table([BACK, CRASH, LASTING], NOW)
+    lines = [list(line) for line in zip(*table.values(), strict=True)]
+    assert list(table)[1:] == [
+        "cause",
+        "cost",
+        "save",
+        "queue",
+        "start",
+        "again",
+        "tokens lost",
+        "resumed from",
+    ]
     assert lines[0][1:] == [
         "preemption",
         "1 min 14 s",
@@ -78,10 +88,11 @@ def test_each_is_a_line_with_its_parts() -> None:
 
 @pytest.mark.parametrize("width", [120, 80, 50])
 def test_a_narrow_terminal_loses_columns(width: int) -> None:
-    headings, lines = interruptions_table([BACK, CRASH, LASTING], NOW, width)
-    shown = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
-    assert sum(shown) + render.GAP * (len(shown) - 1) <= width
-    assert headings[1:3] == ["cause", "cost"]
+    table = interruptions_table([BACK, CRASH, LASTING], NOW)
+    fits = render.fitting(table, INTERRUPTIONS_TO_GO, width)
+    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
+    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
+    assert list(fits)[1:3] == ["cause", "cost"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.run.listing import runs_table
+from verl_slurm.cli.run.listing import FIRST_TO_GO, runs_table
 from verl_slurm.cli.show import render
 from verl_slurm.runs.glance import glance
 from verl_slurm.slurm.client import SlurmClient
@@ -83,17 +83,17 @@ def test_only_runs_in_a_state(cli: Cli, place: Path) -> None:
 @pytest.mark.parametrize("width", [240, 120, 80, 60, 40, 24])
 def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(place: Path, width: int) -> None:
     told = [(glance(root), "running") for root in sorted(place.iterdir())]
-    headings, lines = runs_table(told, place, width)
-    shown = [max(map(len, column)) for column in zip(headings, *lines, strict=True)]
-    assert sum(shown) + render.GAP * (len(shown) - 1) <= width
-    assert {"run", "state", "step"} <= set(headings)
+    fits = render.fitting(runs_table(told, place), FIRST_TO_GO, width, cut="run")
+    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
+    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
+    assert {"run", "state", "step"} <= fits.keys()
 
 
 def test_colours_are_for_terminals_and_not_against_anyones_will(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shown() -> str:
-        render.plain_table(["run", "state"], [["a", "gone"]], colours={"gone": "red"})
+        render.table(["run", "state"], [["a", "gone"]], colours={"gone": "red"})
         render.fields([("state", "gone; running once")], {"gone": "red"})
         return capsys.readouterr().out
 
@@ -105,8 +105,16 @@ def test_colours_are_for_terminals_and_not_against_anyones_will(
     assert "\x1b" not in shown()
 
 
-def test_an_empty_choice_of_runs_is_still_a_table(cli: Cli, place: Path) -> None:
-    assert runs_table([], place, 80)[1] == []
+def test_columns_without_room_are_named_below_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "30")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    render.table(["name", "job", "why"], [["a", "1" * 40, "one word after the other"]], first_to_go=["job"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "no room for: job (--json has them)"
+    assert all(len(line) <= 30 for line in lines[2:-1])
+    assert " ".join(" ".join(lines[2:-1]).split()) == "a one word after the other"
 
 
 def test_slurm_that_does_not_answer_is_said_once_and_no_state_is_claimed(

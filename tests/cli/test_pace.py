@@ -56,6 +56,8 @@ def test_a_curve_goes_from_its_lowest_to_its_highest_value() -> None:
     assert sparkline([0.0, 0.5, 1.0], 8) == "▁▅█"
     assert sparkline([9.0, 0.0, 1.0], 2) == "▁█", "the last values"
     assert sparkline([2.0, 2.0], 8) == "▄▄"
+    assert sparkline([-1e308, 1e308], 8) == "▁█"
+    assert sparkline([5e-324, 1e-323], 8) != ""
     assert sparkline([], 8) == sparkline([1.0], 0) == ""
 
 

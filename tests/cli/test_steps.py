@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.test_checkpoints import make_run
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.show import render
 from verl_slurm.cli.show.run_tables import steps_table
 from verl_slurm.cli.show.story import progress
 from verl_slurm.journal.steps import append_step
@@ -32,28 +33,39 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 def test_each_step_is_a_line_with_what_it_has() -> None:
-    headings, lines = steps_table([ROW, ROW | {"step": 2.0, "eval/reward": 0.5, "kl": "\x1b[31m"}], 200)
-    assert headings == ["step", "reward", "eval", "KL", "policy loss", "clipped", "lr", "tok/s", "s", "comm."]
-    assert lines == [
+    table, _ = steps_table([ROW, ROW | {"step": 2.0, "eval/reward": 0.5, "kl": "\x1b[31m"}])
+    assert list(table) == [
+        "step",
+        "reward",
+        "eval",
+        "KL",
+        "policy loss",
+        "clipped",
+        "lr",
+        "tok/s",
+        "s",
+        "comm.",
+    ]
+    assert [list(line) for line in zip(*table.values(), strict=True)] == [
         ["1", "0.250", "-", "0.125", "-0.5000", "12.5%", "0.0005", "1234", "2.0", "25%"],
         ["2", "0.250", "0.500", "-", "-0.5000", "12.5%", "0.0005", "1234", "2.0", "25%"],
     ]
-    assert steps_table([], 80) == ([], [])
+    assert steps_table([])[0] == {}
 
 
 def test_a_step_that_was_all_replayed_has_no_speed() -> None:
-    headings, lines = steps_table([ROW, ROW | {"step": 2.0, "tokens_per_second": 0.0}], 200)
-    assert [line[headings.index("tok/s")] for line in lines] == ["1234", "-"]
+    table, _ = steps_table([ROW, ROW | {"step": 2.0, "tokens_per_second": 0.0}])
+    assert table["tok/s"] == ["1234", "-"]
     replayed = {"step": 2, "steps": 4, "metrics": {"reward": 0.5, "tokens_per_second": 0.0}}
     assert "tok/s" not in progress(replayed)
 
 
 @pytest.mark.parametrize("width", [200, 80, 60, 40, 20])
 def test_a_narrow_terminal_loses_columns_and_never_breaks_a_line(width: int) -> None:
-    headings, lines = steps_table([ROW | {"eval/reward": 0.5}], width)
-    columns = zip(headings, *lines, strict=True)
-    assert sum(max(map(len, column)) + 3 for column in columns) - 3 <= max(width, 21)
-    assert headings[:3] == ["step", "reward", "eval"]
+    fits = render.fitting(*steps_table([ROW | {"eval/reward": 0.5}]), width)
+    rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
+    assert sum(rooms) + render.GAP * (len(rooms) - 1) <= max(width, 21)
+    assert list(fits)[:3] == ["step", "reward", "eval"]
 
 
 def test_status_shows_the_last_steps_and_json_all_of_their_numbers(cli: Cli, run: RunPaths) -> None:
@@ -76,7 +88,7 @@ def test_a_number_that_no_float_can_hold_is_no_row(run: RunPaths, cli: Cli) -> N
     with run.steps.open("ab") as file:
         file.write(b'{"step": 1%b}\n{"step": 2, "reward": -1%b}\n' % (b"0" * 400, b"0" * 400))
     assert [row["step"] for row in cli("status", run.root, "--json").json["steps"]] == [1.0]
-    assert steps_table([{"step": 10**400}], 80) == ([], [[]])
+    assert steps_table([{"step": 10**400}])[0] == {}
 
 
 def test_of_a_loop_that_is_not_ours_its_own_numbers_are_shown_the_most_telling_first() -> None:
@@ -89,9 +101,20 @@ def test_of_a_loop_that_is_not_ours_its_own_numbers_are_shown_the_most_telling_f
         "actor/pg_loss": -0.5,
         "step_s": 2.0,
     }
-    headings, lines = steps_table([row], 100)
-    assert headings == ["step", "score", "policy loss", "aux", "s"]
-    assert lines == [["3", "0.25", "-0.5", "0.5", "2.0"]]
+    assert steps_table([row])[0] == {
+        "step": ["3"],
+        "score": ["0.25"],
+        "policy loss": ["-0.5"],
+        "aux": ["0.5"],
+        "s": ["2.0"],
+    }
     many = {f"n{k}": float(k) for k in range(30)} | {"step": 1, "loss": 0.125, "step_s": 1.0}
-    assert steps_table([many], 200)[0] == ["step", "loss", "n0", "n1", "n2", "n3", "n4", "s"]
-    assert steps_table([many], 24)[0][:2] == ["step", "loss"]
+    table, first_to_go = steps_table([many])
+    assert list(table) == ["step", "loss", "n0", "n1", "n2", "n3", "n4", "s"]
+    assert list(render.fitting(table, first_to_go, 24))[:2] == ["step", "loss"]
+    # Two names for one thing: each has its own column.
+    assert list(steps_table([{"step": 1, "loss": 0.5, "train/loss": 0.25}])[0]) == [
+        "step",
+        "loss",
+        "train/loss",
+    ]

@@ -26,12 +26,10 @@ from verl_slurm.checkpoint.inspect.contents import (
 )
 from verl_slurm.runtime_state.format import GROUPS, RUNTIME_STATE_FILE
 
-__all__ = ["describe", "sparkline"]
+__all__ = ["describe"]
 
 _TAIL = 32
 """Steps of history that are shown."""
-
-_BARS = "▁▂▃▄▅▆▇█"
 
 
 def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
@@ -97,19 +95,6 @@ def describe(directory: Path, keys: Keyring | None = None) -> dict[str, Any]:
         "ranks": states,
         "history": _curves(history if isinstance(history, list) else []),
     }
-
-
-def sparkline(values: Iterable[float], width: int = _TAIL) -> str:
-    """Draws the last `width` values as bars between their minimum and maximum; a constant value is drawn low."""
-    shown = list(values)[-width:]
-    if not shown:
-        return ""
-    # Halved: the difference of two values may be more than a double holds.
-    halves = [value / 2 for value in shown]
-    low, high = min(halves), max(halves)
-    # A constant curve has no range to divide by.
-    whole = high - low if high > low else 1.0
-    return "".join(_BARS[round((half - low) / whole * (len(_BARS) - 1))] for half in halves)
 
 
 def _finite(value: object) -> float | None:

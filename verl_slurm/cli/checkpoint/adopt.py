@@ -94,6 +94,8 @@ def adopt(
     verl-slurm adopt checkpoints/gsm8k/grpo my.yaml name=grpo
     verl-slurm submit my.yaml name=grpo
     """
+    from verl_slurm.submit.submission import plan_verl_run
+
     directory = _require_directory(directory)
     if run is not None:
         # Other users could choose the steps, even though each is judged. `copying` ensures that the judged bytes are
@@ -108,8 +110,8 @@ def adopt(
     with ExitStack() as held:
         held.callback(bar.close)
         # An impossible run is refused now, before the hours of reading.
-        plan = None if run is None else _planned(run, overrides)
-        counter = _Counter(bar, "reading verl's checkpoints", sum(map(step_bytes, steps)))
+        plan = None if run is None else plan_verl_run(run, overrides)
+        counter = bar.counter("reading verl's checkpoints", sum(map(step_bytes, steps)))
         # Every byte of every step, also of those that the run has already: what is broken is to be named.
         judged = judge_all(directory, on_bytes=counter)
         tracker = look_at_tracker(directory, judged)
@@ -156,12 +158,6 @@ def _require_directory(directory: Path) -> Path:
     return here
 
 
-def _planned(run: Path, overrides: tuple[str, ...]) -> SubmissionPlan:
-    from verl_slurm.submit.submission import plan_verl_run
-
-    return plan_verl_run(run, overrides)
-
-
 def _into_run(
     held: ExitStack,
     plan: SubmissionPlan,
@@ -196,23 +192,12 @@ def _into_run(
     held.enter_context(hold_run(plan))
     chosen = [row.judged for row in rows if row.choice == "adopt"]
     # Each is copied, and the copy read back.
-    counter = _Counter(bar, "copying and reading back", 2 * sum(one.num_bytes for one in chosen))
+    counter = bar.counter("copying and reading back", 2 * sum(one.num_bytes for one in chosen))
     done = adopt_steps(paths, rows, link=link, on_bytes=counter)
     names = [one.saved.name for one in done if one.saved is not None]
     if names:
         append_event(paths, Adopted(names, str(chosen[0].path.parent)))
     return rows, done
-
-
-class _Counter:
-    """Adds up the bytes that were read, for the bar."""
-
-    def __init__(self, bar: render.Bar, text: str, total: int) -> None:
-        self._bar, self._text, self._total, self._done = bar, text, total, 0
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        self._bar.show(self._text, self._done, self._total)
 
 
 def _say(
@@ -228,7 +213,7 @@ def _say(
     as_json: bool,
 ) -> None:
     listed = _listed(judged, rows, done, dry_run=dry_run)
-    # Of whole steps alone: a broken one is not taken, so what could not be checked in it matters to nobody.
+    # Of whole steps alone: a broken one is not taken, so what could not be checked in it does not matter.
     unchecked = sorted({name for one in judged if one.ok for name in one.unchecked})
     if as_json:
         value: dict[str, Any] = {
@@ -247,7 +232,7 @@ def _say(
         }
         render.json_value(value)
         return
-    render.plain_table(
+    render.table(
         ["step", "", "ranks", "MB", "why"],
         [
             [
@@ -310,7 +295,7 @@ def _listed(
                 "why": why,
                 "world_size": one.world_size,
                 "num_bytes": one.num_bytes,
-                "problems": [{"path": p.path, "what": p.what, "kind": p.kind} for p in one.problems],
+                "problems": one.problems,
                 "checkpoint": made.saved.name if made is not None and made.saved is not None else None,
                 "how": made.how if made is not None and made.saved is not None else None,
             }

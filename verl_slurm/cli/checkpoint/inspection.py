@@ -9,12 +9,13 @@ import click
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.describe import describe, sparkline
+from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
+from verl_slurm.cli.show.pace import sparkline
 
 __all__ = ["diff", "inspect"]
 
@@ -174,7 +175,7 @@ def _curves(curves: list[dict[str, Any]]) -> None:
         [
             [
                 c["metric"],
-                sparkline(c["values"]),
+                sparkline(c["values"], len(c["values"])),
                 *map(_number, (min(c["values"]), max(c["values"]), c["last"])),
             ]
             for c in curves[:_MAX_CURVES]
@@ -207,7 +208,7 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
         render.json_value({"a": str(left), "b": str(right), "same": not found, "differences": shown})
         return ExitCode.DIFFERENT if found else ExitCode.OK
     render.fields([("a", left), ("b", right)])
-    # What does not differ is named as well: silence about a subject could mean that nobody looked.
+    # What does not differ is named as well: silence about a subject could mean that it was not looked at.
     same = [subject for subject in SUBJECTS if not any(row.subject == subject for row in found)]
     for subject in SUBJECTS:
         rows = [[row.key, _side(row.a), _side(row.b)] for row in found if row.subject == subject]

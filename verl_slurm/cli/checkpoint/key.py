@@ -6,12 +6,10 @@ import click
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import new_key_file, read_key_file
-from verl_slurm.cli.options import exits, json_option
+from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render
 
 __all__ = ["key"]
-
-_FILE = click.Path(path_type=Path, readable=False)
 
 
 @click.group()
@@ -22,13 +20,13 @@ def key() -> None:
     verl-slurm key new ~/.verl-slurm/run.key
     verl-slurm submit my.yaml checkpoint.encryption.key_file=$HOME/.verl-slurm/run.key
 
-    Without its key a checkpoint is lost: keep a copy where the checkpoints are not. One key for each run: then
-    nobody can pass off a checkpoint of one run as another's.
+    Without its key a checkpoint is lost: keep a copy where the checkpoints are not. One key for each run:
+    then a checkpoint of one run cannot pass for another's.
     """
 
 
 @key.command("new", epilog=exits(ExitCode.PERMISSION, ExitCode.KEY))
-@click.argument("file", type=_FILE)
+@click.argument("file", type=PLACE)
 @json_option
 def new(file: Path, as_json: bool) -> int:
     """Make a key of 32 random bytes in FILE, 0600. A file that is there is never overwritten."""
@@ -36,7 +34,7 @@ def new(file: Path, as_json: bool) -> int:
 
 
 @key.command("id", epilog=exits(ExitCode.PERMISSION, ExitCode.KEY))
-@click.argument("file", type=_FILE)
+@click.argument("file", type=PLACE)
 @json_option
 def show_id(file: Path, as_json: bool) -> int:
     """The id of the key in FILE, as manifests name it. It tells nothing about the key."""
@@ -44,8 +42,5 @@ def show_id(file: Path, as_json: bool) -> int:
 
 
 def _show(file: Path, key_id: str, as_json: bool) -> int:
-    if as_json:
-        render.json_value({"file": str(file), "key_id": key_id})
-    else:
-        render.line(f"{key_id}  {file}")
+    render.answer({"file": str(file), "key_id": key_id}, f"{key_id}  {file}", as_json=as_json)
     return ExitCode.OK

@@ -1,5 +1,6 @@
 """`verl-slurm reshard`."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def reshard(
             bar.close()
             _say(source, plan, None, as_json=as_json)
             return ExitCode.OK
-        counter = _Counter(bar, "writing and comparing", work_bytes(plan))
+        counter = bar.counter("writing and comparing", work_bytes(plan))
         with whole_output(out, "the divided checkpoint") as staging:
             made = _make(source, plan, staging, counter)
     finally:
@@ -91,7 +92,7 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _make(source: Source, plan: ReshardPlan, staging: Path, counter: "_Counter") -> Made:
+def _make(source: Source, plan: ReshardPlan, staging: Path, counter: Callable[[int], None]) -> Made:
     if source.manifest is None:
         return write_step(source, plan, staging, counter)
     inner = staging / ".writing"
@@ -102,20 +103,6 @@ def _make(source: Source, plan: ReshardPlan, staging: Path, counter: "_Counter")
     # A hint among many checkpoints; here is one.
     (staging / "latest").unlink(missing_ok=True)
     return made
-
-
-class _Counter:
-    """Adds up the bytes that were written and compared, for the bar; from several threads."""
-
-    def __init__(self, bar: render.Bar, text: str, total: int) -> None:
-        self._bar, self._text, self._total, self._done = bar, text, total, 0
-        # By one thread, before several of them show the same text.
-        bar.show(text, 0, total)
-
-    def __call__(self, num_bytes: int) -> None:
-        # Two threads may lose a block of the sum; a bar may be off by that.
-        self._done += num_bytes
-        self._bar.show(self._text, min(self._done, self._total), self._total)
 
 
 def _say(

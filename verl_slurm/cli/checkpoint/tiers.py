@@ -175,11 +175,8 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
         raise NotFound(
             "no tier has a checkpoint of this run", where=run.root, remedy=f"verl-slurm tiers {run.root}"
         )
-    if as_json:
-        render.json_value(msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name)})
-    else:
-        for reason in fetched.reasons:
-            render.line(reason)
+    value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name)}
+    render.answer(value, *fetched.reasons, as_json=as_json)
     return ExitCode.OK
 
 

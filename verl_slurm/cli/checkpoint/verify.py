@@ -27,6 +27,7 @@ from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
 
 __all__ = [
+    "FIRST_TO_GO",
     "checkpoints",
     "checkpoints_table",
     "compare",
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 
-_FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
+FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
 """Columns that are dropped if the terminal is narrow, in this order."""
 
 
@@ -76,21 +77,20 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
     if not found:
         render.line(f"no checkpoints in {run.checkpoints} yet")
         return ExitCode.OK
-    metric = best.metric if best.keep else None
-    headings, lines = checkpoints_table(found, places, metric, render.width())
-    render.plain_table(headings, lines, right=("attempt", "ranks", "files", "MB"))
+    columns = checkpoints_table(found, places, best.metric if best.keep else None)
+    rows = zip(*columns.values(), strict=True)
+    render.table(columns, rows, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
     return ExitCode.OK
 
 
 def checkpoints_table(
-    found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None, width: int
-) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and cells; columns that have no room are left out.
+    found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None
+) -> dict[str, list[str]]:
+    """Returns cells by heading.
 
     Args:
         places: the ranks of the best checkpoints, by name.
         metric: the metric that ranks them.
-        width: characters of a line.
     """
     columns: dict[str, list[str]] = {
         "name": [info.name for info in found],
@@ -99,7 +99,7 @@ def checkpoints_table(
     }
     if metric is not None:
         columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
-    columns |= {
+    return columns | {
         "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
         "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
         "files": [str(info.num_files) for info in found],
@@ -107,7 +107,6 @@ def checkpoints_table(
         "created": [info.created_utc or "-" for info in found],
         "detail": [info.detail for info in found],
     }
-    return render.fitting(columns, _FIRST_TO_GO, width)
 
 
 def _metric_words(value: float | None, place: Rank | None) -> str:
@@ -140,7 +139,7 @@ def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool)
             {
                 "name": verdict.name,
                 "ok": verdict.ok,
-                "problems": [{"path": p.path, "what": p.what, "kind": p.kind} for p in verdict.problems],
+                "problems": verdict.problems,
                 "num_bytes": verdict.num_bytes,
                 "seconds": round(verdict.seconds, 4),
             }
@@ -278,7 +277,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
 
 def _checkpoints_of(place: Path) -> list[Path]:
     if (place / "run.yaml").is_file():
-        # Torn ones in staging are nobody's loss; one with a final name that lost its manifest is.
+        # Torn ones in staging are no loss; one with a final name that lost its manifest is.
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
         found = [info.path for info in infos if not info.name.startswith(".")]
         if not found:

@@ -106,15 +106,15 @@ class _Receiver:
         if leaked.exists():  # not before we listen: Alertmanager sends the file's content with each alert
             replace_token(self._token_file, token)
             leaked.unlink(missing_ok=True)
-            self._note("token", f"{self._token_file}: replaced, another user may have seen the old one")
+            text = f"{self._token_file}: replaced, another user may have seen the old one"
+            render.answer({"token": text}, text, as_json=self._as_json)
         enough = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, enough.set)
         address = f"http://{_HOST}:{port}/alert"
-        if self._as_json:
-            render.json_value({"listening": address, "runs": sorted(self._runs)})
-        else:
-            render.line(f"listening at {address} for {counted(len(self._runs), 'run')}")
+        text = f"listening at {address} for {counted(len(self._runs), 'run')}"
+        value = {"listening": address, "runs": sorted(self._runs)}
+        render.answer(value, text, as_json=self._as_json)
         async with server:
             await enough.wait()
 
@@ -131,12 +131,6 @@ class _Receiver:
             if port >= 1024:
                 remedy += "; a port below 1024 cannot be taken by users"
         return WireError("cannot listen", where=where, found=found, remedy=remedy)
-
-    def _note(self, what: str, text: str) -> None:
-        if self._as_json:
-            render.json_value({what: text})
-        else:
-            render.line(text)
 
     async def _answer(self, request: HttpRequest) -> HttpReply:
         # Before path and body: without the token no answer tells what is served here.

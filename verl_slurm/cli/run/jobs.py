@@ -23,7 +23,8 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
     """
     job_id = cancel_run(run)
-    _say(as_json, run, job_id, "cancelled", f"job {job_id} is being cancelled; it will not be requeued")
+    value = {"run_dir": str(run.root), "job_id": job_id, "result": "cancelled"}
+    render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
     return ExitCode.OK
 
 
@@ -42,12 +43,6 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     `verl-slurm submit RUN`.
     """
     job_id, detail = requeue_run(run, at_once=at_once)
-    _say(as_json, run, job_id, "requeued", f"job {job_id} is being requeued: {detail}")
+    value = {"run_dir": str(run.root), "job_id": job_id, "result": "requeued"}
+    render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)
     return ExitCode.OK
-
-
-def _say(as_json: bool, run: RunPaths, job_id: str, what: str, text: str) -> None:
-    if as_json:
-        render.json_value({"run_dir": str(run.root), "job_id": job_id, "result": what})
-    else:
-        render.line(text)

@@ -42,10 +42,8 @@ def serve(place: Path, port: int, as_json: bool) -> int:
         raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
 
     def ready(address: str, runs: int) -> None:
-        if as_json:
-            render.json_value({"listening": address, "runs": runs})
-        else:
-            render.line(f"{counted(runs, 'run')} at {address}")
+        value = {"listening": address, "runs": runs}
+        render.answer(value, f"{counted(runs, 'run')} at {address}", as_json=as_json)
 
     async def until_ended() -> None:
         # Without the time, which the story has in front: the table has a column of its own.

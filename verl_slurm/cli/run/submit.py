@@ -156,7 +156,7 @@ def submit(
         code=code,
     )
     if dry_run:
-        # Nothing is recorded, so nobody has to be asked: the changes are shown.
+        # Nothing is recorded, so no question is asked: the changes are shown.
         check_drift(plan, _Confirm(True) if force_resume else None)
         _print_plan(plan, as_json)
         return ExitCode.OK
@@ -233,6 +233,10 @@ def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
         render.warning("each node, before its ranks start:")
         for part in ranks.split("\n"):
             render.warning(f"  {part}")
+    where = (
+        "the batch script" if plan.cluster == "slurm" else "without Slurm; on this machine it is started by"
+    )
+    render.warning(f"{where}:")
     for part in text.rstrip("\n").split("\n"):
         render.line(part)
 
@@ -281,8 +285,8 @@ class _Confirm:
                 render.warning(f"data {kind}: {name}")
         if self._yes:
             return True
-        # A script has nobody who could answer, and would wait without end.
+        # A script would wait for an answer without end.
         if not os.isatty(0):
-            render.warning("nobody to ask here: repeat with --yes to accept these changes")
+            render.warning("no terminal to ask on: repeat with --yes to accept these changes")
             return False
         return click.confirm("Go on with this data? Results will differ from the first start's", err=True)

@@ -24,7 +24,7 @@ _EXITS = exits(
     ExitCode.NOT_FOUND,
 )
 _LATER = "it counts from the next start on"
-_UNTOLD = "it is written down, and taken at the next start, or after the next save that anybody asks for"
+_UNTOLD = "it is written down, and taken at the next start, or after the next save that a person asks for"
 
 
 @click.command("update-reward", epilog=_EXITS)
@@ -83,28 +83,19 @@ def update_reward(
     append_event(run, RewardAsked(reward, request.number, warm_start_steps))
     problem = None
     try:
-        when = _wake(run)
+        # By the signal with which an operator asks for a save.
+        when = "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER
     # No failure: the wish counts from the next start on, whether or not the job has heard of it.
     except (SlurmMissing, SlurmRefused) as error:
         when, problem = _UNTOLD, error.one_line()
         render.warning(f"the run's job could not be told: {problem}")
-    if as_json:
-        said = {"run_dir": str(run.root), "request": request.number, "reward": reward, "when": when}
-        render.json_value(said | {"warm_start_steps": warm_start_steps, "problem": problem})
-    else:
-        render.line(f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}")
+    said = {"run_dir": str(run.root), "request": request.number, "reward": reward, "when": when}
+    said |= {"warm_start_steps": warm_start_steps, "problem": problem}
+    text = f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}"
+    render.answer(said, text, as_json=as_json)
     return ExitCode.OK
 
 
 def _run_of(place: Path) -> Path:
     """Returns the run's directory for a checkpoint in RUN/checkpoints; any other place as it is."""
     return place.parents[1] if CHECKPOINT_NAME.fullmatch(place.name) and len(place.parents) > 1 else place
-
-
-def _wake(run: RunPaths) -> str:
-    """Makes the run look at the request, by the signal with which an operator asks for a save; returns when it counts.
-
-    Raises:
-        SlurmMissing, SlurmRefused: whether the job lives is not known, or it did not get the signal.
-    """
-    return "the run saves, tries it, and takes it at the end of a step" if ask_for_save(run) else _LATER

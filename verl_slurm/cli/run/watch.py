@@ -129,7 +129,7 @@ def _holds_runs(place: Path) -> bool:
 
 
 _LONGEST = 24
-"""Characters of a run's name in front of its events."""
+"""Characters of a run's name in front of its events, at most."""
 
 
 def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
@@ -150,9 +150,9 @@ def _watch_fleet(places: Sequence[Path], *, as_json: bool) -> int:
         # One for each run, since a story drops what it has told already.
         text = tellers.setdefault(run.root, story.Story()).tell(event)
         if text is not None:
-            name = run.root.name
-            short = name if len(name) <= _LONGEST else f"…{name[1 - _LONGEST :]}"
-            bottom.line(f"{short:<{_LONGEST}}  {text}")
+            # As wide as the names are: runs come while they are watched.
+            room = min(max(len(one.name) for one in fleet.runs), _LONGEST)
+            bottom.line(f"{render.shortened(run.root.name, room):<{room}}  {text}")
 
     def on_turn() -> None:
         nonlocal turns

@@ -54,7 +54,7 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
         render.json_value(msgspec.to_builtins(keys))
         return ExitCode.OK
     if not names and not explained:
-        render.plain_table(["key", "type", "default"], [[key.key, key.type, key.default] for key in keys])
+        render.table(["key", "type", "default"], [[key.key, key.type, key.default] for key in keys])
         render.line(
             "the meaning of one: verl-slurm config explain KEY; of a section: verl-slurm config SECTION"
         )

@@ -62,15 +62,14 @@ def bar(share: float, width: int) -> str:
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Draws the last `width` values, from the lowest of them to the highest."""
-    shown = values[-width:] if width > 0 else []
-    if not shown:
-        return ""
-    low, high = min(shown), max(shown)
+    # Halved: the difference of two values may be more than a double holds.
+    halves = [value / 2 for value in values[-width:]] if width > 0 else []
+    low, high = min(halves, default=0.0), max(halves, default=0.0)
     # A value that never changes is drawn in the middle.
     if high == low:
-        return _LEVELS[3] * len(shown)
+        return _LEVELS[3] * len(halves)
     top = len(_LEVELS) - 1
-    return "".join(_LEVELS[round((value - low) / (high - low) * top)] for value in shown)
+    return "".join(_LEVELS[round((half - low) / (high - low) * top)] for half in halves)
 
 
 def steps_words(pace: Pace) -> str:

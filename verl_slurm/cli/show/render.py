@@ -1,4 +1,4 @@
-"""Prints plain lines, one JSON value, or a table; imports rich when a table is printed. ruff (T20) refuses `print` in
+"""Prints plain lines, one JSON value, or a table; imports rich when a bar is shown. ruff (T20) refuses `print` in
 all other modules of the library.
 
 Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
@@ -8,7 +8,8 @@ or rewrite the terminal.
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,6 +24,7 @@ __all__ = [
     "Bar",
     "Progress",
     "ago",
+    "answer",
     "draws",
     "error",
     "fields",
@@ -30,9 +32,9 @@ __all__ = [
     "json_value",
     "line",
     "marked",
-    "plain_table",
     "raw_line",
     "safe",
+    "shortened",
     "span",
     "table",
     "warning",
@@ -44,7 +46,7 @@ __all__ = [
 _NO_TERMINAL = 240
 _LEAST = 8
 GAP = 2
-"""Blanks between the columns of `plain_table`."""
+"""Blanks between the columns of a table."""
 
 
 def safe(text: object) -> str:
@@ -59,8 +61,6 @@ def line(text: object = "") -> None:
 
 def wrapped(text: object, *, indent: str = "") -> None:
     """Prints a paragraph, in lines as wide as the terminal, at most 100."""
-    import textwrap
-
     room = min(width(), 100)
     for part in textwrap.wrap(
         safe(text), room, initial_indent=indent, subsequent_indent=indent, break_long_words=False
@@ -91,6 +91,15 @@ def json_value(value: object) -> None:
     print(json_line(value).decode(), flush=True)
 
 
+def answer(value: object, *lines: str, as_json: bool) -> None:
+    """Prints one JSON value, or the lines."""
+    if as_json:
+        json_value(value)
+    else:
+        for text in lines:
+            line(text)
+
+
 def error(problem: VerlSlurmError, *, as_json: bool) -> None:
     """Prints the error as one line on standard error, and as JSON on standard output if JSON was asked for."""
     # Both: a script reads standard output, and people find the line where they look for errors.
@@ -103,8 +112,6 @@ def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None
     """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
     coloured, and a long one goes on below itself.
     """
-    import textwrap
-
     # Made harmless before widths are taken: an escaped character is longer than what it stands for.
     shown = [(name, safe(value)) for name, value in rows]
     names = max((len(name) for name, _ in shown), default=0) + GAP
@@ -131,74 +138,65 @@ def draws() -> bool:
     return sys.stdout.isatty() and (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, to_the_right: bool = False) -> None:
-    """Prints a table with a header; numbers to the right. Without a terminal it is as wide as it needs to be.
-
-    Args:
-        to_the_right: align all columns so, for numbers that are text already.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    view = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    # Kept: a column is numeric if all of its cells are, so all are looked at before the first is added.
-    listed = [list(row) for row in rows]
-    for index, name in enumerate(columns):
-        numeric = to_the_right or (
-            bool(listed) and all(isinstance(row[index], int | float) for row in listed)
-        )
-        view.add_column(name, justify="right" if numeric else "left", overflow="fold")
-    for row in listed:
-        view.add_row(*(Text("" if cell is None else safe(cell)) for cell in row))
-    console = Console()
-    # Without a terminal rich assumes 80 columns and would fold the cells of a table that goes to a file.
-    if not console.is_terminal:
-        console = Console(width=_NO_TERMINAL)
-    console.print(view)
-
-
-def plain_table(
-    columns: Sequence[str],
-    rows: Iterable[Sequence[str]],
+def table(
+    headings: Iterable[str],
+    rows: Iterable[Sequence[object]],
     *,
-    right: Sequence[str] = (),
+    right: Collection[str] = (),
+    first_to_go: Sequence[str] = (),
+    cut: str = "",
     colours: Mapping[str, str] | None = None,
 ) -> None:
-    """Prints a table of text as `table` shows it, for many rows: rich takes half a second for a thousand.
+    """Prints a table with a header; columns of numbers to the right. Not by rich, which takes half a second for a
+    thousand rows. On a terminal a last column without room goes on below itself.
 
     Args:
-        right: columns that are aligned to the right.
+        headings: all different.
+        right: columns of text that are aligned to the right, too.
+        first_to_go, cut: as of `fitting`. A line below the table names the columns that are left out.
         colours: colours on a terminal of cells that are, or begin with, one of these words.
     """
-    lines = [list(columns), *([safe(cell) for cell in row] for row in rows)]
-    widths = [max(len(line[index]) for line in lines) for index in range(len(columns))]
+    listed = list(rows)
+    columns = {name: [row[index] for row in listed] for index, name in enumerate(headings)}
+    numeric = {
+        name
+        for name, cells in columns.items()
+        if cells and all(isinstance(cell, int | float) for cell in cells)
+    }
+    texts = {name: ["" if cell is None else safe(cell) for cell in cells] for name, cells in columns.items()}
+    shown = fitting(texts, first_to_go, width(), cut=cut)
+    rooms = {name: max(map(len, (name, *cells))) for name, cells in shown.items()}
+    last = list(shown)[-1]
+    before = sum(room + GAP for name, room in rooms.items() if name != last)
+    if draws() and width() - before >= _LEAST:
+        rooms[last] = min(rooms[last], width() - before)
     # Widths are taken from the bare text: escape sequences have characters and no width.
     paint = _paints()
-    shown = []
-    for number, line_ in enumerate(lines):
-        cells = [
-            cell.rjust(room) if columns[index] in right else cell.ljust(room)
-            for index, (cell, room) in enumerate(zip(line_, widths, strict=True))
+    printed = []
+    for number, cells in enumerate([list(shown), *zip(*shown.values(), strict=True)]):
+        first, *rest = textwrap.wrap(cells[-1], rooms[last], break_on_hyphens=False) or [""]
+        line_ = [
+            cell.rjust(room) if name in right or name in numeric else cell.ljust(room)
+            for (name, room), cell in zip(rooms.items(), (*cells[:-1], first), strict=True)
         ]
         if paint and number == 0:
-            cells = [click.style(cell, bold=True) for cell in cells]
+            line_ = [click.style(cell, bold=True) for cell in line_]
         elif paint and colours:
-            cells = [_coloured(cell, colours) for cell in cells]
-        shown.append((" " * GAP).join(cells).rstrip())
-    shown.insert(1, "─" * min(sum(widths) + GAP * (len(widths) - 1), width()))
+            line_ = [_coloured(cell, colours) for cell in line_]
+        printed += [(" " * GAP).join(line_).rstrip(), *(" " * before + part for part in rest)]
+    printed.insert(1, "─" * min(before + rooms[last], width()))
+    if gone := [name for name in columns if name not in shown]:
+        printed.append(f"no room for: {', '.join(gone)} (--json has them)")
     # One write for the whole table: a line each would flush a thousand times.
-    print("\n".join(shown), flush=True)
+    print("\n".join(printed), flush=True)
 
 
 def fitting(
-    columns: dict[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
-) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and lines for `plain_table`, with as many of the columns as have room. Pure.
+    columns: Mapping[str, list[str]], first_to_go: Sequence[str], width: int, *, cut: str = ""
+) -> dict[str, list[str]]:
+    """Returns as many of the columns as have room. Pure.
 
     Args:
-        columns: cells by heading, all of the same number.
         first_to_go: headings that are dropped, in this order.
         width: characters of a line.
         cut: a column whose cells lose their beginnings if that was not enough.
@@ -216,8 +214,13 @@ def fitting(
         columns.pop(name, None)
     if cut in columns and (excess := too_much()) > 0:
         room = max(max(map(len, columns[cut]), default=0) - excess, _LEAST)
-        columns[cut] = [cell if len(cell) <= room else f"…{cell[1 - room :]}" for cell in columns[cut]]
-    return list(columns), [list(line) for line in zip(*columns.values(), strict=True)]
+        columns[cut] = [shortened(cell, room) for cell in columns[cut]]
+    return columns
+
+
+def shortened(text: str, room: int) -> str:
+    """Returns the end of a text that is longer than `room`: names of runs differ there."""
+    return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
 def _coloured(cell: str, colours: Mapping[str, str]) -> str:
@@ -302,6 +305,20 @@ class Bar:
             self._task = self._shown.add_task(safe(text), total=None)
             self._text = text
         self._shown.update(self._task, completed=done, total=total or None)
+
+    def counter(self, text: str, total: int) -> Callable[[int], None]:
+        """Returns what adds up the bytes that are done, and shows them; several threads may call it."""
+        done = 0
+        # By one thread, before several of them show the same text.
+        self.show(text, 0, total)
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            # Two threads may lose a block of the sum; a bar may be off by that.
+            done += num_bytes
+            self.show(text, min(done, total), total)
+
+        return count
 
     def close(self) -> None:
         """Removes the bar."""

@@ -5,21 +5,17 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
 from verl_slurm.journal.folds.outages import Outage
 from verl_slurm.journal.folds.pace import number
 
-__all__ = ["TELLING", "interruption_words", "interruptions_table", "steps_table"]
+__all__ = ["INTERRUPTIONS_TO_GO", "TELLING", "interruption_words", "interruptions_table", "steps_table"]
 
 
-_COLUMNS: tuple[tuple[str, Callable[[Outage], float | None]], ...] = (
-    ("save", lambda one: one.save_s),
-    ("queue", lambda one: one.queue_s),
-    ("start", lambda one: one.start_s),
-    ("again", lambda one: one.again_s),
-)
-_FIRST_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
+_PARTS = ("save", "queue", "start", "again")
+"""Of an outage, in seconds."""
+INTERRUPTIONS_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
+"""Columns that are dropped if the terminal is narrow, in this order."""
 
 
 def interruption_words(facts: Mapping[str, Any]) -> str:
@@ -38,24 +34,20 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
     return f"{words}; {some} without a save, finished rollouts are in the ledger"
 
 
-def interruptions_table(
-    outages: Sequence[Outage], now: datetime, width: int
-) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and cells, one line each; columns that have no room are left out.
-
-    Args:
-        width: characters of a line.
-    """
-    columns: dict[str, list[str]] = {
+def interruptions_table(outages: Sequence[Outage], now: datetime) -> dict[str, list[str]]:
+    """Returns cells by heading."""
+    return {
         "interrupted": [_clock(one.began) for one in outages],
         "cause": [one.cause.replace("_", " ") for one in outages],
         "cost": [_cost(one, now) for one in outages],
+        **{name: [_span(getattr(one, f"{name}_s")) for one in outages] for name in _PARTS},
+        "tokens lost": ["0" if one.tokens_lost == 0 else "unfinished ones" for one in outages],
+        "resumed from": ["-" if one.resumed is None else one.resumed or "the beginning" for one in outages],
     }
-    for name, part in _COLUMNS:
-        columns[name] = ["-" if (seconds := part(one)) is None else span(seconds) for one in outages]
-    columns["tokens lost"] = ["0" if one.tokens_lost == 0 else "unfinished ones" for one in outages]
-    columns["resumed from"] = [_resumed(one) for one in outages]
-    return render.fitting(columns, _FIRST_TO_GO, width)
+
+
+def _span(seconds: float | None) -> str:
+    return "-" if seconds is None else span(seconds)
 
 
 def _cost(one: Outage, now: datetime) -> str:
@@ -63,10 +55,6 @@ def _cost(one: Outage, now: datetime) -> str:
         return f"{span(one.so_far(now))} so far"
     # An interruption during another one's start ends the first: nothing new was sampled in between.
     return span(one.seconds) if one.back else f"{span(one.seconds)}, then the next"
-
-
-def _resumed(one: Outage) -> str:
-    return "-" if one.resumed is None else one.resumed or "the beginning"
 
 
 def _clock(time: str) -> str:
@@ -110,46 +98,37 @@ _OF_GUESTS = (
 _MOST_OF_A_GUEST = 6
 
 _FIRST_STEPS_TO_GO = (
-    *("communication_share", "actor_grad_norm", "explained_variance", "response_tokens", "policy_clip"),
-    *("learning_rate", "entropy", "value_loss", "policy_loss", "step_s", "tokens_per_second", "kl"),
+    *("comm.", "grad norm", "expl. var.", "length", "clipped", "lr", "entropy", "value loss", "policy loss"),
+    *("s", "tok/s", "KL"),
 )
 """Columns that are dropped if there is no room for all, in this order."""
-_GAP = 3
-"""Columns between columns."""
 
 
-def steps_table(rows: Sequence[Mapping[str, Any]], width: int) -> tuple[list[str], list[list[str]]]:
-    """Returns headings and cells, one line per step. A column that no row has is left out, and so are columns without
-    room.
+def steps_table(rows: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[str]], list[str]]:
+    """Returns cells by heading, without columns that no row has; and the columns to drop first.
 
     For a loop that is not ours, shows its own numbers: the known ones first, then the others in the loop's order.
 
     The rows come from a file, so a value may be anything; a value that is no number is shown as `-`.
-
-    Args:
-        width: characters of a line.
     """
     # Our own trainer writes policy_loss in each row; no row with it means that the loop is not ours.
     guests = () if any("policy_loss" in row for row in rows) else _guests_columns(rows)
     shown = {
-        name: [heading, *(form(row[name]) if number(row.get(name)) is not None else "-" for row in rows)]
+        heading: [form(row[name]) if number(row.get(name)) is not None else "-" for row in rows]
         for name, heading, form in (*_STEP_COLUMNS[:1], *guests, *_STEP_COLUMNS[1:])
         if any(number(row.get(name)) is not None for row in rows)
     }
     # A guest's least telling columns go first: its columns are in the order of `_OF_GUESTS`.
-    for name in (*_FIRST_STEPS_TO_GO, *(name for name, _, _ in reversed(guests))):
-        if sum(max(map(len, cells)) + _GAP for cells in shown.values()) - _GAP <= width:
-            break
-        shown.pop(name, None)
-    columns = list(shown.values())
-    return [cells[0] for cells in columns], [
-        [cells[line] for cells in columns] for line in range(1, len(rows) + 1)
-    ]
+    return shown, [*_FIRST_STEPS_TO_GO, *(heading for _, heading, _ in reversed(guests))]
 
 
 def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, _Form], ...]:
     ours = {name for name, _, _ in _STEP_COLUMNS} | {"attempt"}
-    said = {name: name for row in rows for name in row if name not in ours and number(row[name]) is not None}
-    known = {name: heading for name, heading in _OF_GUESTS if name in said}
-    chosen = list((known | {name: known.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]
+    said = dict.fromkeys(
+        name for row in rows for name in row if name not in ours and number(row[name]) is not None
+    )
+    # By heading: of two names for the same thing the more telling one has it.
+    known = {heading: name for name, heading in reversed(_OF_GUESTS) if name in said}
+    ordered = {name: heading for name, heading in _OF_GUESTS if known.get(heading) == name}
+    chosen = list((ordered | {name: ordered.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]
     return tuple((name, heading, "{:.4g}".format) for name, heading in chosen)

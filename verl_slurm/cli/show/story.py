@@ -127,41 +127,68 @@ def _clock(time: str) -> str:
         return "--:--:--"
 
 
+_SENTENCES: dict[type[ev.Event], str] = {
+    # jobs and attempts
+    ev.Submitted: "job {0.job_id} submitted ({0.cluster})",
+    ev.Successor: "job {0.job_id} is queued to follow job {0.after}",
+    ev.Started: "job {0.job_id} runs on {0.nodes}, attempt {0.attempt}",
+    ev.Fenced: "another attempt has taken over, this one leaves with {0.exit_code}|reason",
+    ev.Held: "HELD after {0.stuck} restarts without anything new|reason",
+    ev.Avoid: "nodes|detail",
+    ev.StartOverruled: "Slurm overruled the start at {0.wanted} by {0.eligible}: the next requeue asks for a later one",
+    ev.Gone: "job {0.job_id} is {0.state} and its daemon said nothing more",
+    # restarts of the ranks, and training
+    ev.Resume: "resume: {0.reason}",
+    ev.FirstRollout: "first new rollout, at step {0.step}",
+    ev.Done: "nothing is left to do|reason",
+    ev.Hang: "HANG: {0.detail}",
+    ev.Stacks: "the stacks of {0.node}'s ranks are in {0.log}",
+    ev.Refused: "the ranks REFUSED to train|reason",
+    ev.Internal: "an ERROR inside the daemon|error",
+    # why a job ends
+    ev.Ignored: "not acted upon|reason",
+    ev.CancelAsked: "cancel asked for",
+    ev.RequeueAsked: "requeue asked for",
+    ev.AlertSaveAsked: "an alert asked for a save",
+    ev.RewardAsked: "another reward asked for: {0.reward}",
+    # saves
+    ev.SaveFailed: "the save FAILED on rank {0.rank}|reason",
+    ev.Verified: "verified {0.name}|detail",
+    ev.Corrupt: "CORRUPT {0.name}|detail",
+    ev.Pruned: "{0.name} was {0.detail}",
+    ev.OneCopy: "{0.name} has ONE copy only|reason",
+    ev.SecondCopy: "second copy: {0.reason}",
+    ev.Degraded: "leaves WITHOUT a verified save|reason",
+    # services
+    ev.ServiceStarted: "service {0.service} starts on {0.node}, as {0.address}",
+    ev.ServiceReady: "service {0.service} on {0.node} is ready after {0.seconds} s",
+    ev.ServiceEnded: "service {0.service} on {0.node} ENDED, restart {0.restarts} of {0.budget}|detail",
+    # tiers
+    ev.TierCopied: "{0.name} is in tier {0.tier}|reason",
+    ev.TierRemoved: "{0.name} was taken from tier {0.tier}|reason",
+    ev.TierFetched: "{0.name} was fetched back from tier {0.tier}",
+    ev.TierUnreachable: "tier {0.tier} does not answer|reason",
+    ev.Tiers: "the storage tiers|detail",
+}
+"""Sentences without a choice. Behind `|`: a field that follows after a colon if it is not empty."""
+
+
 def _words(event: ev.Event) -> str:
+    if sentence := _SENTENCES.get(type(event)):
+        words, _, field = sentence.partition("|")
+        return words.format(event) + (_colon(getattr(event, field)) if field else "")
     match event:
-        # jobs and attempts
-        case ev.Submitted(job_id=job_id, cluster=cluster):
-            return f"job {job_id} submitted ({cluster})"
-        case ev.Successor(job_id=job_id, after=after):
-            return f"job {job_id} is queued to follow job {after}"
-        case ev.Started(job_id=job_id, nodes=nodes, attempt=attempt):
-            return f"job {job_id} runs on {nodes}, attempt {attempt}"
         case ev.StartFailed(detail=detail, before=before):
             again = f", after {before} that could not either" if before else ""
             return f"this attempt could not begin{again}{_colon(detail)}"
         case ev.Ended(reason=reason, exit_code=number):
             name = event.code.description if event.code == number else event.exit
             return f"ended with {number}, {name}{_colon(reason)}"
-        case ev.Fenced(exit_code=number, reason=reason):
-            return f"another attempt has taken over, this one leaves with {number}{_colon(reason)}"
         case ev.Orphaned(node_id=node_id, accepted=accepted, detail=detail):
             then = "the job is requeued" if accepted else "the job could NOT be requeued"
             return f"the daemon is dead; node {node_id} noticed, {then}{_colon(detail)}"
-        case ev.Held(stuck=stuck, reason=reason):
-            return f"HELD after {stuck} restarts without anything new{_colon(reason)}"
         case ev.Requeue(accepted=accepted, detail=detail):
             return f"requeue {'accepted' if accepted else 'REFUSED'}{_colon(detail)}"
-        case ev.Avoid(detail=detail):
-            return f"nodes{_colon(detail)}"
-        case ev.StartOverruled(wanted=wanted, eligible=eligible):
-            return (
-                f"Slurm overruled the start at {wanted} by {eligible}: the next requeue asks for a later one"
-            )
-        case ev.Gone(job_id=job_id, state=state):
-            return f"job {job_id} is {state} and its daemon said nothing more"
-        # restarts of the ranks, and training
-        case ev.Resume(reason=reason):
-            return f"resume: {reason}"
         case ev.Restart(number=number, resume=resume, standby=standby):
             said = ", with ranks that stood by" if standby else ""
             return f"ranks start, restart {number}, from {resume or 'the beginning'}{said}"
@@ -170,46 +197,23 @@ def _words(event: ev.Event) -> str:
         case ev.Training(step=step, phase=phase, index=index):
             within = "" if phase == "step_end" else f", {phase} {index}"  # a guest's loop reports whole steps
             return f"training at step {step}{within}"
-        case ev.FirstRollout(step=step):
-            return f"first new rollout, at step {step}"
-        case ev.Done(reason=reason):
-            return f"nothing is left to do{_colon(reason)}"
         case ev.Crash(node=node, detail=detail, replaced=True):
             return f"NODE {node} is left out: the job goes on without it{_colon(detail)}"
         case ev.Crash(kind=kind, crashes=crashes, budget=budget, detail=detail):
             return f"{kind.upper()} {crashes} of {budget}{_colon(detail)}"
-        case ev.Hang(detail=detail):
-            return f"HANG: {detail}"
-        case ev.Stacks(node=node, log=log):
-            return f"the stacks of {node}'s ranks are in {log}"
-        case ev.Refused(reason=reason):
-            return f"the ranks REFUSED to train{_colon(reason)}"
         case ev.Stranger(reason="ranks", rank=rank, node=node, peer=peer):
             return f"rank {rank} on {node} met a stranger and ended itself: {peer}"
         case ev.Stranger(reason=reason, peer=peer, total=total):
             return f"a connection from {peer} was turned away ({total} so far){_colon(reason)}"
         case ev.Link(node=node, error=error):
             return f"the link to {node or 'an agent'} broke{_colon(error)}"
-        case ev.Internal(error=error):
-            return f"an ERROR inside the daemon{_colon(error)}"
         case ev.Notice(topic=topic, text=text, reason=reason):
             said = text or reason or "something, and the journal does not say what"
             loud = "WARNING, " if isinstance(event, ev.Warned) else ""
             return f"{loud}{topic}: {said}" if topic else f"{loud}{said}"
-        # why a job ends
         case ev.Cause(cause=cause, seconds_left=left, evidence=evidence):
             deadline = f", {left} s left" if left is not None else ""
             return f"{cause.upper()}{deadline}: {evidence}"
-        case ev.Ignored(reason=reason):
-            return f"not acted upon{_colon(reason)}"
-        case ev.CancelAsked():
-            return "cancel asked for"
-        case ev.RequeueAsked():
-            return "requeue asked for"
-        case ev.AlertSaveAsked():
-            return "an alert asked for a save"
-        case ev.RewardAsked(reward=reward):
-            return f"another reward asked for: {reward}"
         case ev.ForceResume():
             counts = [f"{len(getattr(event, kind))} {kind}" for kind in ("added", "removed", "changed")]
             return f"goes on with changed data, as asked: {', '.join(counts)}"
@@ -218,53 +222,20 @@ def _words(event: ev.Event) -> str:
         case ev.Resharded(name=name, before=before, after=after, seconds=seconds):
             took = "" if seconds is None else f" in {seconds} s"
             return f"{name} of {before} ranks divided among {after}{took}; every tensor is the same"
-        # saves
         case ev.Save(stop=stop):
             return f"asked the ranks to save and {'stop' if stop else 'go on'}"
         case ev.Saved(name=name, emergency=emergency, num_bytes=num_bytes, seconds=seconds, reason=reason):
             kind = "emergency checkpoint" if emergency else "checkpoint"
             took = "" if seconds is None else f" in {seconds} s"
             return f"{kind} {name}, {(num_bytes or 0) / 1e6:.1f} MB{took}{_colon(reason)}"
-        case ev.SaveFailed(rank=rank, reason=reason):
-            return f"the save FAILED on rank {rank}{_colon(reason)}"
-        case ev.Verified(name=name, detail=detail):
-            return f"verified {name}{_colon(detail)}"
-        case ev.Corrupt(name=name, detail=detail):
-            return f"CORRUPT {name}{_colon(detail)}"
-        case ev.Pruned(name=name, detail=detail):
-            return f"{name} was {detail}"
-        case ev.OneCopy(name=name, reason=reason):
-            return f"{name} has ONE copy only{_colon(reason)}"
-        case ev.SecondCopy(reason=reason):
-            return f"second copy: {reason}"
-        case ev.Degraded(reason=reason):
-            return f"leaves WITHOUT a verified save{_colon(reason)}"
         case ev.Scrubbed(name=name, good=good, detail=detail):
             return f"scrub of {name}: {'good' if good else f'BAD: {detail}'}"
-        # services
-        case ev.ServiceStarted(service=service, node=node, address=address):
-            return f"service {service} starts on {node}, as {address}"
-        case ev.ServiceReady(service=service, node=node, seconds=seconds):
-            return f"service {service} on {node} is ready after {seconds} s"
-        case ev.ServiceEnded(service=service, node=node, detail=detail, restarts=restarts, budget=budget):
-            return f"service {service} on {node} ENDED, restart {restarts} of {budget}{_colon(detail)}"
         case ev.ServiceFailed(service=service, node=node, detail=detail, needed=needed):
             then = "the run needs it" if needed else "the run goes on without it"
             return f"service {service} on {node} is NOT started again, {then}{_colon(detail)}"
-        # tiers
-        case ev.TierCopied(name=name, tier=tier, reason=reason):
-            return f"{name} is in tier {tier}{_colon(reason)}"
-        case ev.TierRemoved(name=name, tier=tier, reason=reason):
-            return f"{name} was taken from tier {tier}{_colon(reason)}"
-        case ev.TierFetched(name=name, tier=tier):
-            return f"{name} was fetched back from tier {tier}"
         case ev.TierFailed(what=what, name=name, tier=tier, problem=problem):
             did = " ".join(word for word in (what or "work", name) if word)
             return f"{did} with tier {tier} FAILED{_colon(problem)}"
-        case ev.TierUnreachable(tier=tier, reason=reason):
-            return f"tier {tier} does not answer{_colon(reason)}"
-        case ev.Tiers(detail=detail):
-            return f"the storage tiers{_colon(detail)}"
         # An event of another version has no sentence here, and is shown rather than dropped.
         case _:
             return _as_it_is(event)
