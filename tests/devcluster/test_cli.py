@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from verl_slurm.base.errors import ConfigError, NotFound
-from verl_slurm.cli.setup.devcluster import command
+from verl_slurm.cli.setup.devcluster import devcluster as command
 
 COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "restore-node", "env")
 

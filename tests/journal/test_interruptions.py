@@ -25,10 +25,10 @@ def event(kind: str, at: float, attempt: int = 1, **fields: Any) -> Event:
 
 
 @pytest.mark.parametrize(
-    ("says", "events", "lossy", "graceful", "run_s"),
+    ("says", "events", "lossy", "run_s"),
     [
-        ("nothing has happened", [], 0, 0, 0.0),
-        ("it runs since an hour", [event("started", 0), event("verified", 3600)], 0, 0, 3600.0),
+        ("nothing has happened", [], 0, 0.0),
+        ("it runs since an hour", [event("started", 0), event("verified", 3600)], 0, 3600.0),
         (
             "a preemption with a verified save lost nothing",
             [
@@ -40,41 +40,35 @@ def event(kind: str, at: float, attempt: int = 1, **fields: Any) -> Event:
                 event("saved", 560, 2),
             ],
             0,
-            1,
             160.0,
         ),
         (
             "one without did",
             [event("started", 0), event("cause", 90), event("degraded", 99), event("ended", 100)],
             1,
-            0,
             100.0,
         ),
         (
             "every crash of the ranks did",
             [event("started", 0), event("crash", 40), event("crash", 80), event("ended", 100)],
             2,
-            0,
             100.0,
         ),
         (
             "a start that ended without a word did, until the next start",
             [event("started", 0), event("saved", 60), event("started", 900, 2), event("saved", 910, 2)],
             1,
-            0,
             70.0,
         ),
         (
             "the one that goes on now has not ended at all",
             [event("started", 0), event("saved", 60)],
             0,
-            0,
             60.0,
         ),
         (
             "a clock that went back is no time",
             [event("started", 100), event("ended", 40)],
-            0,
             0,
             0.0,
         ),
@@ -86,14 +80,13 @@ def event(kind: str, at: float, attempt: int = 1, **fields: Any) -> Event:
                 event("crash", 0, 9),
             ],
             0,
-            0,
             0.0,
         ),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
-def test_what_counts(says: str, events: list[Event], lossy: int, graceful: int, run_s: float) -> None:
-    expected = Interruptions(lossy=lossy, graceful=graceful, run_s=run_s)
+def test_what_counts(says: str, events: list[Event], lossy: int, run_s: float) -> None:
+    expected = Interruptions(lossy=lossy, run_s=run_s)
     assert count_interruptions(events) == expected, says
 
 

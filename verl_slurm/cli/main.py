@@ -1,7 +1,6 @@
 """The group of commands. Imports click and the exit codes and little else: `--help` must answer at once.
 
-A command's module is imported when the command is used: the first word of its entry names it, below this package. Each
-module offers one `click.Command` (or group) under the name given here.
+A command's module is imported when the command is used. It offers a `click.Command` (or group) of the command's name.
 """
 
 from importlib import import_module
@@ -19,87 +18,58 @@ __all__ = ["COMMANDS", "Entry", "cli"]
 
 
 class Entry(NamedTuple):
-    """The location of a command and its line in `--help`."""
+    """The module of a command, below this package, and its line in `--help`."""
 
     module: str
-    attribute: str
     help: str
 
 
-COMMANDS: dict[str, Entry] = {
-    "init": Entry("setup.init", "init", "Write a commented configuration for your own model and data."),
-    "config": Entry("setup.config", "config", "Every key of a configuration: type, default, meaning."),
-    "plan": Entry("run.plan", "plan", "What to expect of a run, and what a change would buy."),
-    "submit": Entry("run.submit", "submit", "Check a configuration, and start the run it describes."),
-    "status": Entry(
-        "run.status", "status", "Where a run stands: job, step, last good checkpoint, why it stopped."
-    ),
-    "list": Entry("run.listing", "list_runs", "The runs below a directory, or the checkpoints of a run."),
-    "samples": Entry(
-        "run.samples", "samples", "What the policy says: prompts, responses and rewards of a step."
-    ),
+COMMANDS = {
+    "init": Entry("setup.init", "Write a commented configuration for your own model and data."),
+    "config": Entry("setup.config", "Every key of a configuration: type, default, meaning."),
+    "plan": Entry("run.plan", "What to expect of a run, and what a change would buy."),
+    "submit": Entry("run.submit", "Check a configuration, and start the run it describes."),
+    "status": Entry("run.status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
+    "list": Entry("run.listing", "The runs below a directory, or the checkpoints of a run."),
+    "samples": Entry("run.samples", "What the policy says: prompts, responses and rewards of a step."),
     "report": Entry(
-        "run.report",
-        "report",
-        "One page about a run, or several: what happened, what it cost, what it learnt.",
+        "run.report", "One page about a run, or several: what happened, what it cost, what it learnt."
     ),
-    "serve": Entry("run.serve", "serve", "The runs below a directory in a browser, live."),
-    "watch": Entry("run.watch", "watch", "Follow a run, or many, over all requeues until they end."),
-    "logs": Entry("run.logs", "logs", "What the daemon, its agents or the ranks of a run print."),
-    "cancel": Entry("run.jobs", "cancel", "End a run's job for good; it will not be requeued."),
-    "requeue": Entry("run.jobs", "requeue", "Save, end this job, and have it start again."),
-    "alert-receiver": Entry(
-        "run.alert_receiver", "alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."
-    ),
-    "update-reward": Entry("run.update_reward", "update_reward", "Replace the reward while the run goes on."),
-    "checkpoints": Entry("checkpoint.verify", "checkpoints", "The checkpoints of a run, newest first."),
-    "verify": Entry(
-        "checkpoint.verify", "verify", "Read checkpoints back, every byte, against their SHA-256."
-    ),
+    "serve": Entry("run.serve", "The runs below a directory in a browser, live."),
+    "watch": Entry("run.watch", "Follow a run, or many, over all requeues until they end."),
+    "logs": Entry("run.logs", "What the daemon, its agents or the ranks of a run print."),
+    "cancel": Entry("run.jobs", "End a run's job for good; it will not be requeued."),
+    "requeue": Entry("run.jobs", "Save, end this job, and have it start again."),
+    "alert-receiver": Entry("run.alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."),
+    "update-reward": Entry("run.update_reward", "Replace the reward while the run goes on."),
+    "checkpoints": Entry("checkpoint.verify", "The checkpoints of a run, newest first."),
+    "verify": Entry("checkpoint.verify", "Read checkpoints back, every byte, against their SHA-256."),
     "compare": Entry(
-        "checkpoint.verify", "compare", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
+        "checkpoint.verify", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
     ),
-    "inspect": Entry(
-        "checkpoint.inspection", "inspect", "What is in a checkpoint: position, sizes, tensors, history."
-    ),
-    "diff": Entry(
-        "checkpoint.inspection", "diff", "How two checkpoints differ: schema, config, topology, data."
-    ),
-    "export": Entry(
-        "checkpoint.export", "export", "A checkpoint as a Hugging Face model, or as plain .pt files."
-    ),
-    "reshard": Entry(
-        "checkpoint.reshard", "reshard", "Divide a checkpoint of verl among another number of ranks."
-    ),
-    "adopt": Entry(
-        "checkpoint.adopt", "adopt", "Judge what plain verl has saved, and take it over into a run."
-    ),
+    "inspect": Entry("checkpoint.inspection", "What is in a checkpoint: position, sizes, tensors, history."),
+    "diff": Entry("checkpoint.inspection", "How two checkpoints differ: schema, config, topology, data."),
+    "export": Entry("checkpoint.export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
+    "reshard": Entry("checkpoint.reshard", "Divide a checkpoint of verl among another number of ranks."),
+    "adopt": Entry("checkpoint.adopt", "Judge what plain verl has saved, and take it over into a run."),
     "prune": Entry(
-        "checkpoint.upkeep", "prune", "Remove checkpoints no longer needed, and say why each stays or goes."
+        "checkpoint.upkeep", "Remove checkpoints no longer needed, and say why each stays or goes."
     ),
     "scrub": Entry(
-        "checkpoint.upkeep", "scrub", "Read back all checkpoints and the data, and set aside what is damaged."
+        "checkpoint.upkeep", "Read back all checkpoints and the data, and set aside what is damaged."
     ),
     "tiers": Entry(
-        "checkpoint.tiers", "tiers", "What of a run lies in which storage tier, and whether it was read back."
+        "checkpoint.tiers", "What of a run lies in which storage tier, and whether it was read back."
     ),
     "offload": Entry(
-        "checkpoint.tiers",
-        "offload",
-        "Copy verified checkpoints on to the run's tiers, drop what is too old.",
+        "checkpoint.tiers", "Copy verified checkpoints on to the run's tiers, drop what is too old."
     ),
-    "fetch-back": Entry("checkpoint.tiers", "fetch_back", "Bring a checkpoint back from a tier, verified."),
-    "fingerprint": Entry(
-        "checkpoint.verify", "fingerprint", "The SHA-256 tree hash of a data set, and its drift."
-    ),
-    "key": Entry("checkpoint.key", "key", "Make a key to encrypt and sign checkpoints with, or show its id."),
-    "doctor": Entry(
-        "setup.doctor", "doctor", "Look at a cluster as a run will find it, and say what to change."
-    ),
-    "demo": Entry("setup.demo", "demo", "The main job for real on this machine: preempted, resumed, proven."),
-    "devcluster": Entry(
-        "setup.devcluster", "command", "A real Slurm cluster of several nodes on this machine."
-    ),
+    "fetch-back": Entry("checkpoint.tiers", "Bring a checkpoint back from a tier, verified."),
+    "fingerprint": Entry("checkpoint.verify", "The SHA-256 tree hash of a data set, and its drift."),
+    "key": Entry("checkpoint.key", "Make a key to encrypt and sign checkpoints with, or show its id."),
+    "doctor": Entry("setup.doctor", "Look at a cluster as a run will find it, and say what to change."),
+    "demo": Entry("setup.demo", "The main job for real on this machine: preempted, resumed, proven."),
+    "devcluster": Entry("setup.devcluster", "A real Slurm cluster of several nodes on this machine."),
 }
 
 
@@ -114,7 +84,9 @@ class _LazyGroup(click.Group):
         entry = COMMANDS.get(cmd_name)
         if entry is None:
             return None
-        command: click.Command = getattr(import_module(f"verl_slurm.cli.{entry.module}"), entry.attribute)
+        # `list` is a builtin's name.
+        name = "list_runs" if cmd_name == "list" else cmd_name.replace("-", "_")
+        command: click.Command = getattr(import_module(f"verl_slurm.cli.{entry.module}"), name)
         # Help names docs/ and configs/ as a checkout has them; an installed package has them elsewhere.
         _name_places(command)
         return command

@@ -169,13 +169,18 @@ def follow_run(
             word.
         An end that another submission follows in the journal is reported, and is not the run's.
     """
+
+    def hand_status() -> None:
+        if on_status is not None and (status := read_status(paths)):
+            on_status(status)
+
     patience_s = _SILENCE_S[last_job(paths).cluster]
     lines = follow_lines(
         paths.events,
         offset,
         silence_s=lambda: patience_s,
         beside=paths.status,
-        on_beside=None if on_status is None else lambda: _hand_status(paths, on_status),
+        on_beside=hand_status,
     )
     for line in lines:
         if line is not None:
@@ -199,12 +204,6 @@ def follow_run(
             on_event(Gone(state.state, job_id=job.job_id))
             return state.exit_code
     raise AssertionError("unreachable: follow_lines never ends")
-
-
-def _hand_status(paths: RunPaths, on_status: Callable[[dict[str, Any]], None]) -> None:
-    status = read_status(paths)
-    if status:
-        on_status(status)
 
 
 def _read_lines(path: Path, offset: int) -> list[bytes]:

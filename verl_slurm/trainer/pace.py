@@ -270,7 +270,6 @@ class Pace:
     def _costs(self) -> Costs:
         lived = Interruptions(
             lossy=self._past.lossy,
-            graceful=self._past.graceful,
             # This attempt counts as well: one without an interruption is what makes the mean time between them longer.
             run_s=self._past.run_s + max(self._clock() - self._began, 0.0),
         )

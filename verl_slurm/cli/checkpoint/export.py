@@ -59,7 +59,7 @@ def export(
     model: Path | None,
     key_file: Path | None,
     as_json: bool,
-) -> int:
+) -> None:
     """Write CKPT so that others can read it. CKPT is a checkpoint directory, or a run (its newest one).
 
     \b
@@ -105,7 +105,7 @@ def export(
         bar.close()
     if as_json:
         render.json_value(asdict(done))
-        return ExitCode.OK
+        return
     render.fields(
         [
             ("exported", f"{done.checkpoint}, {' and '.join(done.roles)}, as {done.to}"),
@@ -117,7 +117,6 @@ def export(
             ("memory", f"{done.peak_bytes / 1e6:.1f} MB of tensors at once"),
         ]
     )
-    return ExitCode.OK
 
 
 def _roles(to: Layout, asked: Role | None, there: set[str], where: Path) -> tuple[Role, ...]:

@@ -36,7 +36,7 @@ _run_option = click.option("--run", type=RUN, help="Names of checkpoints are tho
 @json_option
 def inspect(
     checkpoint: Path, run: RunPaths | None, tensors: bool, key_file: Path | None, as_json: bool
-) -> int:
+) -> None:
     """What is in CKPT: position, origin, topology, sizes, tensors, KL window, rollout queue, metric history.
 
     CKPT is a checkpoint directory, a run (its newest one), or a name with --run. The files that are shown are held
@@ -46,7 +46,7 @@ def inspect(
     facts = describe(directory, keys_for(directory, key_file))
     if as_json:
         render.json_value(facts)
-        return ExitCode.OK
+        return
     # From the manifest and small files, whose digests were checked; tensors are listed by their index and not read.
     render.fields(_overview(facts))
     render.line()
@@ -57,7 +57,7 @@ def inspect(
     # Nothing below exists for a guest: its files are verified by their bytes and never opened.
     if facts["guest"] is not None:
         render.line("the state is that loop's own: it is verified, not opened here (docs/guests.md)")
-        return ExitCode.OK
+        return
     render.line()
     render.table(
         ["tensors of", "type", "tensors", "elements", "MB"],
@@ -98,7 +98,6 @@ def inspect(
     if curves:
         render.line()
         _curves(curves)
-    return ExitCode.OK
 
 
 def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:

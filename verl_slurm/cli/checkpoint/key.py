@@ -28,19 +28,18 @@ def key() -> None:
 @key.command("new", epilog=exits(ExitCode.PERMISSION, ExitCode.KEY))
 @click.argument("file", type=PLACE)
 @json_option
-def new(file: Path, as_json: bool) -> int:
+def new(file: Path, as_json: bool) -> None:
     """Make a key of 32 random bytes in FILE, 0600. A file that is there is never overwritten."""
-    return _show(file, new_key_file(file).id, as_json)
+    _show(file, new_key_file(file).id, as_json)
 
 
 @key.command("id", epilog=exits(ExitCode.PERMISSION, ExitCode.KEY))
 @click.argument("file", type=PLACE)
 @json_option
-def show_id(file: Path, as_json: bool) -> int:
+def show_id(file: Path, as_json: bool) -> None:
     """The id of the key in FILE, as manifests name it. It tells nothing about the key."""
-    return _show(file, read_key_file(file).id, as_json)
+    _show(file, read_key_file(file).id, as_json)
 
 
-def _show(file: Path, key_id: str, as_json: bool) -> int:
+def _show(file: Path, key_id: str, as_json: bool) -> None:
     render.answer({"file": str(file), "key_id": key_id}, f"{key_id}  {file}", as_json=as_json)
-    return ExitCode.OK

@@ -44,7 +44,7 @@ _MOST = 65_536
 @json_option
 def reshard(
     checkpoint: Path, ranks: int, out: Path, run: RunPaths | None, dry_run: bool, as_json: bool
-) -> int:
+) -> None:
     """Divide CKPT, which verl's FSDP engine saved, among another number of ranks.
 
     CKPT is a checkpoint directory, a run (its newest one), or a global_step_N of plain verl. Its models, optimizers,
@@ -73,14 +73,13 @@ def reshard(
         if dry_run:
             bar.close()
             _say(source, plan, None, as_json=as_json)
-            return ExitCode.OK
+            return
         counter = bar.counter("writing and comparing", work_bytes(plan))
         with whole_output(out, "the divided checkpoint") as staging:
             made = _make(source, plan, staging, counter)
     finally:
         bar.close()
     _say(source, plan, made, as_json=as_json, out=out)
-    return ExitCode.OK
 
 
 def _named(place: Path, run: RunPaths | None) -> Path:

@@ -155,7 +155,7 @@ def offload(run: RunPaths, dry_run: bool, as_json: bool) -> int:
 @click.argument("run", type=RUN)
 @click.argument("name", required=False)
 @json_option
-def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
+def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> None:
     """Bring checkpoint NAME (default: the newest in any tier) back into RUN's own directory.
 
     It is taken from the nearest tier that has it whole; every byte is held against its manifest on the way and
@@ -177,7 +177,6 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> int:
         )
     value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name)}
     render.answer(value, *fetched.reasons, as_json=as_json)
-    return ExitCode.OK
 
 
 def _word(copy: TierCopy) -> str:

@@ -52,7 +52,7 @@ def prune(
     quarantined: bool,
     dry_run: bool,
     as_json: bool,
-) -> int:
+) -> None:
     """Remove checkpoints of RUN that are no longer needed, and say why each stays or goes.
 
     A run does this by itself after every save. By hand it frees room: with fewer to keep, or after a
@@ -100,7 +100,7 @@ def prune(
                 "num_bytes": freed,
             }
         )
-        return ExitCode.OK
+        return
     for line in found.bad:
         render.warning(f"does not verify, and is left as it is: {line}")
     rows = [("keep", item.name, item.reason) for item in found.plan.keep]
@@ -112,7 +112,6 @@ def prune(
     )
     count = f"{counted(len(gone), 'checkpoint')}, {freed / 1e6:.1f} MB"
     render.line(f"dry run: would remove {count}" if dry_run else f"removed {count}")
-    return ExitCode.OK
 
 
 _UNCHECKED = "not checked"
@@ -229,6 +228,5 @@ def _drift(run: RunPaths) -> list[str]:
         return []  # not submitted yet
     # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
     seen = prints.survey(Path(load_resolved(run.run_yaml).data.root), cache=run.hash_cache, full=True)
-    drift = prints.drift(old, seen.found)
-    kinds = {"added": drift.added, "removed": drift.removed, "changed": drift.changed}
-    return [f"{kind} {name}" for kind, names in kinds.items() for name in names]
+    drift = asdict(prints.drift(old, seen.found))
+    return [f"{kind} {name}" for kind, names in drift.items() for name in names]

@@ -45,7 +45,7 @@ FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
 @click.command(epilog=exits(ExitCode.NOT_FOUND))
 @click.argument("run", type=RUN)
 @json_option
-def checkpoints(run: RunPaths, as_json: bool) -> int:
+def checkpoints(run: RunPaths, as_json: bool) -> None:
     """The checkpoints of RUN, newest first, from their manifests alone (`verify` reads the files).
 
     \b
@@ -57,10 +57,10 @@ def checkpoints(run: RunPaths, as_json: bool) -> int:
     With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
     that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
     """
-    return print_checkpoints(run, as_json)
+    print_checkpoints(run, as_json)
 
 
-def print_checkpoints(run: RunPaths, as_json: bool) -> int:
+def print_checkpoints(run: RunPaths, as_json: bool) -> None:
     """Prints the table of `checkpoints RUN` and `list RUN`."""
     found = list_checkpoints(run)
     try:
@@ -73,14 +73,13 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> int:
         render.json_value(
             [asdict(info) | {"path": str(info.path), "best": numbers.get(info.name)} for info in found]
         )
-        return ExitCode.OK
+        return
     if not found:
         render.line(f"no checkpoints in {run.checkpoints} yet")
-        return ExitCode.OK
+        return
     columns = checkpoints_table(found, places, best.metric if best.keep else None)
     rows = zip(*columns.values(), strict=True)
     render.table(columns, rows, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
-    return ExitCode.OK
 
 
 def checkpoints_table(
@@ -246,12 +245,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
             where=against.fingerprint,
             remedy="it gets one when it is submitted",
         )
-    drift = None if old is None else prints.drift(old, now)
-    changes = (
-        {}
-        if drift is None
-        else {"added": list(drift.added), "removed": list(drift.removed), "changed": list(drift.changed)}
-    )
+    changes = {} if old is None else asdict(prints.drift(old, now))
     # Without a fingerprint to compare with nothing has changed, and the exit code is 0.
     same = not any(changes.values())
     if as_json:

@@ -66,7 +66,7 @@ _BODY_BYTES = 256 * 1024
 @json_option
 def alert_receiver(
     runs: tuple[RunPaths, ...], token_file: Path, port: int, pause_s: float, as_json: bool
-) -> int:
+) -> None:
     """Have each RUN save when Alertmanager says so; until Ctrl-C or TERM.
 
     Listens on 127.0.0.1 for Alertmanager's webhook (POST /alert), where Slurm can be asked. A firing alert of a rule
@@ -86,7 +86,6 @@ def alert_receiver(
     read_token(token_file)
     receiver = _Receiver({run_id(run): run for run in runs}, token_file, pause_s, as_json)
     asyncio.run(receiver.serve(port))
-    return ExitCode.OK
 
 
 class _Receiver:

@@ -16,7 +16,7 @@ _EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 @click.command(epilog=_EXITS)
 @click.argument("run", type=RUN)
 @json_option
-def cancel(run: RunPaths, as_json: bool) -> int:
+def cancel(run: RunPaths, as_json: bool) -> None:
     """End the job of RUN for good.
 
     It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
@@ -25,7 +25,6 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     job_id = cancel_run(run)
     value = {"run_dir": str(run.root), "job_id": job_id, "result": "cancelled"}
     render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
-    return ExitCode.OK
 
 
 @click.command(epilog=_EXITS)
@@ -34,7 +33,7 @@ def cancel(run: RunPaths, as_json: bool) -> int:
     "--now", "at_once", is_flag=True, help="Have Slurm do it at once: what saves has only KillWait."
 )
 @json_option
-def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
+def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     """Save, end the running job of RUN, and have it start again a few seconds later.
 
     For instance to leave a node that is to be repaired. The daemon saves with all the time that it needs, reads the
@@ -45,4 +44,3 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> int:
     job_id, detail = requeue_run(run, at_once=at_once)
     value = {"run_dir": str(run.root), "job_id": job_id, "result": "requeued"}
     render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)
-    return ExitCode.OK

@@ -38,7 +38,7 @@ STATE_COLOURS = {
     help="Only runs in this state, e.g. running, queued, gone; may be given again.",
 )
 @json_option
-def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
+def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
 
     \b
@@ -52,7 +52,8 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
     if (place / "run.yaml").is_file():
         from verl_slurm.cli.checkpoint.verify import print_checkpoints
 
-        return print_checkpoints(RunPaths(place.resolve()), as_json)
+        print_checkpoints(RunPaths(place.resolve()), as_json)
+        return
     runs = glance_at_all(place.resolve())
     # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
     if not runs and not place.is_dir():
@@ -68,13 +69,13 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         told = [(run, state) for run, state in told if state.rstrip("?").startswith(states)]
     if as_json:
         render.json_value([_facts(run, state, seen.get(run.root)) for run, state in told])
-        return ExitCode.OK
+        return
     if not runs:
         render.line(f"no runs in {place}; start one with verl-slurm submit quickstart")
-        return ExitCode.OK
+        return
     if not told:
         render.line(f"none of {counted(len(runs), 'run')} in {place} is {' or '.join(states)}")
-        return ExitCode.OK
+        return
     columns = runs_table(told, place.resolve())
     render.table(
         columns,
@@ -84,7 +85,6 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> int:
         cut="run",  # as a last resort
         colours=STATE_COLOURS,
     )
-    return ExitCode.OK
 
 
 def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, list[str]]:

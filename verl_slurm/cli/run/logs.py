@@ -50,7 +50,7 @@ def logs(
     service: str | None,
     list_all: bool,
     as_json: bool,
-) -> int:
+) -> None:
     """What the daemon of RUN prints (its newest job), or with --node or --rank the ranks of one node (newest start).
 
     All ranks of a node print into one file, and each start has its own: with -f, a new start's file follows the last
@@ -74,7 +74,7 @@ def logs(
             render.json_value(names)
         for name in () if as_json else names:
             render.line(name)
-        return ExitCode.OK
+        return
     show = _shower(follow, as_json)
     if follow:
         from verl_slurm.runs.follow import follow_newest
@@ -89,7 +89,7 @@ def logs(
         _lead_log(run)  # raises if there is no job yet
         for path, line in follow_newest(run.logs, newest, num_lines):
             show(path, line)
-        return ExitCode.OK
+        return
     path = _newest(run, node, agent, service)
     with _opened(path) as file:
         if num_lines is not None:
@@ -97,7 +97,6 @@ def logs(
         # A line without an end is shown in pieces.
         for raw in iter(partial(file.readline, _LINE), b""):
             show(path, raw.rstrip(b"\n"))
-    return ExitCode.OK
 
 
 def _opened(path: Path) -> BinaryIO:

@@ -88,7 +88,7 @@ def plan(
     ask: bool,
     as_json: bool,
     **given: float | None,  # the inputs that have an option
-) -> int:
+) -> None:
     """Say what to expect of a run: goodput, duration, cost; whether the warnings suffice; what a change would buy.
 
     The run is simulated from its first start to its end, some hundred times. Each input is shown with its source: this
@@ -127,11 +127,10 @@ def plan(
     back = _looked_back(inputs, events, rows, make) if run and not like else None
     if as_json:
         render.json_value({"plan": ahead, "back": back, "notes": notes})
-        return ExitCode.OK
+        return
     _print(ahead, notes)
     if back is not None:
         _print_back(back)
-    return ExitCode.OK
 
 
 def _configured(source: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunPaths | None]:

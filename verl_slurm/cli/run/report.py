@@ -41,7 +41,7 @@ _BEGINNING = b"<!doctype html>"
 @json_option
 def report(
     runs: tuple[RunPaths, ...], out: Path | None, price_per_hour: float | None, samples: int, as_json: bool
-) -> int:
+) -> None:
     """Write one page about RUN: its timeline, each interruption with cause and cost, goodput and where the rest of the
     time went, hours and price, curves, responses, checkpoints, nodes.
 
@@ -70,7 +70,6 @@ def report(
         import msgspec
 
         render.json_value(msgspec.to_builtins(facts))
-    return ExitCode.OK
 
 
 def _require_page(out: Path) -> None:

@@ -31,7 +31,7 @@ _MOST_LINES = 30
 @json_option
 def samples(
     run: RunPaths, step: int | None, which: str | None, limit: int, key_file: Path | None, as_json: bool
-) -> int:
+) -> None:
     """Prompts, responses and rewards of a step of RUN: what the policy says, and what it gets for it.
 
     Look at the best ones to see what the reward pays for, and at the worst ones to see what it does not: a reward
@@ -69,7 +69,7 @@ def samples(
         for sample in chosen:
             facts = {"step": found.step, "attempt": found.epoch, **msgspec.to_builtins(sample)}
             render.json_value(facts)
-        return ExitCode.OK
+        return
     render.fields(
         [
             ("step", f"{number}, by attempt {found.epoch}; samples of {_steps(kept)} are kept"),
@@ -84,7 +84,6 @@ def samples(
         )
         _text("prompt", sample.prompt)
         _text("response", sample.response)
-    return ExitCode.OK
 
 
 def _text(name: str, text: str) -> None:

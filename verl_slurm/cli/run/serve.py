@@ -23,7 +23,7 @@ __all__ = ["serve"]
 @click.argument("place", type=PLACE, metavar="[DIR]", default="runs")
 @click.option("--port", type=Whole(0, 65535), default=0, show_default=True, help="0: any free one.")
 @json_option
-def serve(place: Path, port: int, as_json: bool) -> int:
+def serve(place: Path, port: int, as_json: bool) -> None:
     """Show the runs below DIR (default: runs) in a browser, live, until Ctrl-C.
 
     A table of all runs, and the page of `verl-slurm report` for each. The browser is told of what changes. Nothing is
@@ -63,4 +63,3 @@ def serve(place: Path, port: int, as_json: bool) -> int:
         if error.errno == errno.EADDRINUSE:
             found = f"the port is taken by {listener_of(port).name}"
         raise WireError("cannot listen", where=where, found=found, remedy="choose another --port") from error
-    return ExitCode.OK

@@ -59,7 +59,7 @@ _MOST_DRAWN = 30
     help="How many of the last interruptions are shown, 0: none. JSON has them all.",
 )
 @json_option
-def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool) -> int:
+def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool) -> None:
     """Where RUN stands: its job, step, last good checkpoint, what interrupted it and what that cost, its last steps.
 
     Each interruption costs the time from its first sign (Slurm's warning, the crash) to the first rollout that is
@@ -83,7 +83,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts |= {"pace": pace, "curve": curve, "nodes": _nodes(run, facts, events, now)}
     if as_json:
         render.json_value(facts)
-        return ExitCode.OK
+        return
     snapshot = facts["status"]
     lines: list[tuple[str, object]] = [("run", facts["run_dir"])]
     if facts["job_id"] is None:
@@ -144,7 +144,6 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         columns, first_to_go = steps_table(facts["steps"])
         lines_ = zip(*columns.values(), strict=True)
         render.table(columns, lines_, right=columns, first_to_go=first_to_go)
-    return ExitCode.OK
 
 
 def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, object]]:

@@ -2,6 +2,8 @@
 
 import os
 import shlex
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -155,9 +157,10 @@ def submit(
         ask_slurm=not prepare_only,
         code=code,
     )
+    # In a dry run nothing is recorded, so no question is asked: the changes are shown.
+    confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None
     if dry_run:
-        # Nothing is recorded, so no question is asked: the changes are shown.
-        check_drift(plan, _Confirm(True) if force_resume else None)
+        check_drift(plan, confirm)
         _print_plan(plan, as_json)
         return ExitCode.OK
     for note in plan.notes:
@@ -167,7 +170,9 @@ def submit(
     paths = RunPaths(plan.run_dir)
     # Before the job exists: --wait tells what is written from here on, and not the run's former ends.
     offset = paths.events.stat().st_size if paths.events.exists() else 0
-    done = carry_out(plan, prepare_only=prepare_only, confirm_drift=_Confirm(yes) if force_resume else None)
+    done = carry_out(
+        plan, prepare_only=prepare_only, confirm_drift=partial(_confirm, yes=yes) if force_resume else None
+    )
     # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)
@@ -273,20 +278,15 @@ def _nodes(config: RunConfig) -> str:
     return f"{config.least_nodes} to {counted(config.all_nodes, 'node')}"
 
 
-class _Confirm:
+def _confirm(drift: Drift, *, yes: bool) -> bool:
     """Shows what changed in the data, and asks."""
-
-    def __init__(self, yes: bool) -> None:
-        self._yes = yes
-
-    def __call__(self, drift: Drift) -> bool:
-        for kind, names in (("added", drift.added), ("removed", drift.removed), ("changed", drift.changed)):
-            for name in names:
-                render.warning(f"data {kind}: {name}")
-        if self._yes:
-            return True
-        # A script would wait for an answer without end.
-        if not os.isatty(0):
-            render.warning("no terminal to ask on: repeat with --yes to accept these changes")
-            return False
-        return click.confirm("Go on with this data? Results will differ from the first start's", err=True)
+    for kind, names in asdict(drift).items():
+        for name in names:
+            render.warning(f"data {kind}: {name}")
+    if yes:
+        return True
+    # A script would wait for an answer without end.
+    if not os.isatty(0):
+        render.warning("no terminal to ask on: repeat with --yes to accept these changes")
+        return False
+    return click.confirm("Go on with this data? Results will differ from the first start's", err=True)

@@ -49,7 +49,7 @@ def update_reward(
     new_model: str | None,
     warm_start_steps: int,
     as_json: bool,
-) -> int:
+) -> None:
     """Have RUN score with the reward NEW from the end of a step on, without stopping it.
 
     \b
@@ -93,7 +93,6 @@ def update_reward(
     said |= {"warm_start_steps": warm_start_steps, "problem": problem}
     text = f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}"
     render.answer(said, text, as_json=as_json)
-    return ExitCode.OK
 
 
 def _run_of(place: Path) -> Path:

@@ -25,7 +25,7 @@ _EXPLAIN = "explain"
     "--schema", is_flag=True, help="Print the JSON Schema by which editors complete a configuration."
 )
 @json_option
-def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_json: bool) -> int:
+def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_json: bool) -> None:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.
 
     `explain KEY` also shows the unit, an example, whether the key may change when a run is submitted again, and the
@@ -43,7 +43,7 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
         if names or explained:
             raise click.UsageError("--schema is of all keys: name none.")
         render.json_value(json_schema())
-        return ExitCode.OK
+        return
     if names[:1] == (_EXPLAIN,):
         names, explained = (), (*names[1:], *explained)
         if not explained:
@@ -52,13 +52,13 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
     keys += [key for name in explained for key in explain_fully(name)]
     if as_json:
         render.json_value(msgspec.to_builtins(keys))
-        return ExitCode.OK
+        return
     if not names and not explained:
         render.table(["key", "type", "default"], [[key.key, key.type, key.default] for key in keys])
         render.line(
             "the meaning of one: verl-slurm config explain KEY; of a section: verl-slurm config SECTION"
         )
-        return ExitCode.OK
+        return
     for number, key in enumerate(keys):
         if number:
             render.line()
@@ -70,7 +70,6 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
         if isinstance(key, Explained) and key.key in explained:
             render.line()
             render.fields(_facts(key))
-    return ExitCode.OK
 
 
 def _facts(key: Explained) -> list[tuple[str, object]]:

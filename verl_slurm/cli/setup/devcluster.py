@@ -18,7 +18,7 @@ from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
-__all__ = ["command"]
+__all__ = ["devcluster"]
 
 
 class _Group(click.Group):
@@ -78,14 +78,13 @@ def _options_of_a_cluster(command: F) -> F:
 
 
 @click.group(
-    "devcluster",
     cls=_Group,
     epilog=(
         "Exit codes: 0 done, 10 an option is out of range, 13 Slurm's programs are missing, "
         "14 Slurm refused, 18 no such cluster, job or node."
     ),
 )
-def command() -> None:
+def devcluster() -> None:
     """A real Slurm cluster of several nodes on this machine, in one private directory.
 
     Real munged, slurmctld and one slurmd a node, as root or as anyone, in a container or not, beside any
@@ -112,7 +111,7 @@ def command() -> None:
     """
 
 
-@command.command("start")
+@devcluster.command("start")
 @_DIR
 @_options_of_a_cluster
 @json_option
@@ -139,7 +138,7 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     render.answer(status, *text.splitlines(), as_json=as_json)
 
 
-@command.command("stop")
+@devcluster.command("stop")
 @_DIR
 @json_option
 def _stop(directory: Path | None, as_json: bool) -> None:
@@ -151,7 +150,7 @@ def _stop(directory: Path | None, as_json: bool) -> None:
     render.answer(status, *text.splitlines(), as_json=as_json)
 
 
-@command.command("status")
+@devcluster.command("status")
 @_DIR
 @json_option
 def _status(directory: Path | None, as_json: bool) -> None:
@@ -164,7 +163,7 @@ def _status(directory: Path | None, as_json: bool) -> None:
     render.answer(status, *text.splitlines(), as_json=as_json)
 
 
-@command.command("preempt")
+@devcluster.command("preempt")
 @click.argument("job", type=Whole(min=1))
 @_DIR
 @click.option(
@@ -194,7 +193,7 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     render.answer(done, text, as_json=as_json)
 
 
-@command.command("fail-node")
+@devcluster.command("fail-node")
 @click.argument("node")
 @_DIR
 @json_option
@@ -205,7 +204,7 @@ def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
     render.answer(failure, text, as_json=as_json)
 
 
-@command.command("restore-node")
+@devcluster.command("restore-node")
 @click.argument("node")
 @_DIR
 @json_option
@@ -215,7 +214,7 @@ def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
     render.answer({"node": node, "state": state}, f"{node} is {state}", as_json=as_json)
 
 
-@command.command("env")
+@devcluster.command("env")
 @_DIR
 @json_option
 def _env(directory: Path | None, as_json: bool) -> None:

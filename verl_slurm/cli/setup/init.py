@@ -83,7 +83,7 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
     default=None,
     help="Ask, or do not. Default: on a terminal, if no option other than --for is given.",
 )
-def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
+def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> None:
     """Write FILE (default my.yaml), a commented configuration for your own model and data.
 
     On a terminal up to five questions are asked: the loop, its model, data and reward or its program, and where to
@@ -128,7 +128,6 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> int:
     rows.append(("check it", f"{_submit(file, answers)} --dry-run"))
     rows.append(("start it", f"{_submit(file, answers)} --wait"))
     render.fields(rows)
-    return ExitCode.OK
 
 
 def _schema_line() -> str:

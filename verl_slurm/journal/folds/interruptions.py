@@ -1,8 +1,8 @@
 """How often a run is interrupted and loses work, measured from its journal. Pure: no clock, no file.
 
 Only what loses work counts against the interval between saves. A preemption or a time limit that was answered
-with a verified emergency checkpoint loses nothing, and no periodic save would have helped: it is counted as
-graceful. What loses work: a crash of the ranks (`crash`), an end without a verified save (`degraded`), and a
+with a verified emergency checkpoint loses nothing, and no periodic save would have helped: it does not
+count. What loses work: a crash of the ranks (`crash`), an end without a verified save (`degraded`), and a
 start that ended without a word (`started` again, and the earlier attempt has neither `ended` nor `fenced`).
 
 The time a run has lived is the sum over its starts, from `started` to the last word of that attempt: waiting in the
@@ -13,7 +13,7 @@ over- than underestimated. Times are the hosts' clocks; one that went backwards 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from verl_slurm.journal.events import Cause, Crash, Degraded, Ended, Event, Fenced, Started
+from verl_slurm.journal.events import Crash, Degraded, Ended, Event, Fenced, Started
 
 __all__ = ["Interruptions", "count_interruptions", "mean_time_between"]
 
@@ -24,12 +24,10 @@ class Interruptions:
 
     Attributes:
         lossy: interruptions that lost work.
-        graceful: ends of a start, other than the run's own, with everything saved.
         run_s: seconds the run has lived, over all its starts.
     """
 
     lossy: int = 0
-    graceful: int = 0
     run_s: float = 0.0
 
 
@@ -42,7 +40,6 @@ class _Attempt:
     crashes: int = 0
     degraded: bool = False
     ended: bool = False
-    cause: bool = False
 
 
 def count_interruptions(events: Iterable[Event]) -> Interruptions:
@@ -67,16 +64,14 @@ def count_interruptions(events: Iterable[Event]) -> Interruptions:
         attempt.crashes += isinstance(event, Crash)
         attempt.degraded |= isinstance(event, Degraded)
         attempt.ended |= isinstance(event, Ended | Fenced)
-        attempt.cause |= isinstance(event, Cause)
     newest = max(attempts, default=0)
-    lossy = graceful = 0
+    lossy = 0
     for number, attempt in attempts.items():
         # The newest attempt may still be at work.
         mute = not attempt.ended and number != newest
         lossy += attempt.crashes + (attempt.degraded or mute)
-        graceful += attempt.cause and attempt.ended and not attempt.degraded
     run_s = sum(attempt.last - attempt.began for attempt in attempts.values())
-    return Interruptions(lossy=lossy, graceful=graceful, run_s=run_s)
+    return Interruptions(lossy=lossy, run_s=run_s)
 
 
 def mean_time_between(seen: Interruptions, expected_s: float) -> float:
