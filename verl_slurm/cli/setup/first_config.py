@@ -4,8 +4,11 @@ A value that is not known becomes a line marked CHANGE. With all of them known t
 """
 
 import re
+from functools import cache
+from importlib.resources import files
 from typing import Literal
 
+import jinja2
 import msgspec
 
 __all__ = [
@@ -91,160 +94,29 @@ def first_config(answers: Answers, name: str) -> str:
     Args:
         name: of the run, as `name_of` makes it.
     """
-    open_lines = _middle(answers) + _tail(answers)
-    mine = (
-        "Lines marked CHANGE are yours to fill in.\n"
-        if CHANGE in open_lines
-        else "It is complete, and yours to change.\n"
+    place = answers.place or Place()
+    ranks = place.nodes * place.ranks_per_node
+    left = 0 if answers.max_tokens is None else answers.max_tokens - answers.max_prompt_tokens
+    return _template().render(
+        a=answers,
+        name=name,
+        place=place,
+        ranks=ranks,
+        # Of verl's step and of an update: the number of ranks has to divide both.
+        batch=max(_BATCH // ranks, 1) * ranks,
+        # If prompts leave no room, `submit` tells it.
+        new_tokens=left if 0 < left < MAX_NEW_TOKENS else MAX_NEW_TOKENS,
     )
-    return f"""\
-# {name}: written by `verl-slurm init`. {mine}\
-# Check it with `verl-slurm submit FILE --dry-run`; a key's meaning: `verl-slurm config explain KEY`.
-# A relative path here goes by the directory of this file. docs/first-run.md goes through it step by step.
-name: {name}
-run_dir: runs/{{name}}          # below where you submit; on a cluster: on a file system that all nodes see
-{open_lines}"""
 
 
-def _middle(answers: Answers) -> str:
-    match answers.kind:
-        case "loop":
-            return _loop(answers)
-        case "verl":
-            return _verl(answers)
-    return _native(answers)
-
-
-def _native(answers: Answers) -> str:
-    root = "a directory of *.jsonl, *.parquet, ... files, one object a row (docs/data.md)"
-    scored = "  # What scores a response: a function of (prompts, responses, answers) that returns one float each, or\n"
-    if not answers.reward:
-        scored = scored.replace("What", f"{CHANGE}: what")
-    ppo = answers.kind == "ppo"
-    group = "1             # responses to one prompt" if ppo else "8             # GRPO's group: at least 2"
-    critic = "  critic_lr: 1.0e-5\n" if ppo else ""
-    files = f"  files: {_yaml(answers.data_files)}\n" if answers.data_files else ""
-    rest = 0 if answers.max_tokens is None else answers.max_tokens - answers.max_prompt_tokens
-    # If prompts leave no room, `submit` tells it.
-    new = rest if 0 < rest < MAX_NEW_TOKENS else MAX_NEW_TOKENS
-    answer = "null" if answers.answer_key is None else _yaml(answers.answer_key)
-    return f"""
-model:
-{_line("  path", answers.model, "/path/to/model", "a Hugging Face directory (`hf download NAME --local-dir DIR`)")}\
-{scored}\
-  # classifier:DIR for a sequence classifier with one label (docs/rewards.md).
-  reward: {_yaml(answers.reward or "python:reward.py:score")}
-
-data:
-{_line("  root", answers.data_root, "data", root)}\
-{files}\
-{_with_note(f"  prompt_key: {_yaml(answers.prompt_key)}", "the text that the model goes on from")}\
-{_with_note(f"  answer_key: {answer}", "handed to the reward; null: there is none")}\
-{_with_note(f"  max_prompt_tokens: {answers.max_prompt_tokens}", "a longer prompt is refused, never cut")}\
-
-rollout:
-  micro_batch_size_per_device: 16   # responses sampled at once; a run can stop behind each
-  samples_per_prompt: {group}
-  max_new_tokens: {new}
-
-train:
-  algorithm: {answers.kind}
-  steps: 100
-  batch_size_per_device: 64         # responses a rank samples for one step
-  mini_batch_size_per_device: 32    # for one optimizer update
-  micro_batch_size_per_device: 8    # in one forward and backward pass: lower it where memory runs out
-  actor_lr: 1.0e-6
-{critic}  kl_coef: 0.001
-"""
-
-
-def _loop(answers: Answers) -> str:
-    what = "your program and its arguments. Started as torchrun would; it calls verl_slurm.run() (docs/guests.md)."
-    words = answers.program or ("train.py", "--lr", "1e-4")
-    note = what[:1].upper() + what[1:] if answers.program else f"{CHANGE}: {what}"
-    return f"""
-trainer:
-  backend: command
-  # {note}
-  command: [{", ".join(map(_yaml, words))}]
-"""
-
-
-def _verl(answers: Answers) -> str:
-    ranks = _ranks(answers.place or Place())
-    # Of the step and of an update: the number of ranks has to divide both.
-    batch = max(_BATCH // ranks, 1) * ranks
-    held_out = "held out: verl evaluates on it"
-    if not answers.val_files:
-        held_out = f"{CHANGE}: {held_out}"
-    elif answers.val_files == answers.train_files:
-        held_out = f"{CHANGE}: the same file, so nothing is held out"
-    return f"""
-trainer:
-  backend: verl
-  entry: ppo                    # verl.trainer.main_ppo on Ray; sft: verl's SFT trainer
-
-# verl's own keys, handed on as they are; `verl-slurm submit FILE -- KEY=VALUE` sets more. docs/verl.md.
-verl:
-  algorithm.adv_estimator: grpo
-  data:
-{_line("    train_files", answers.train_files, "/path/to/train.parquet", "columns as verl wants them")}\
-{_with_note(f"    val_files: {_yaml(answers.val_files or '/path/to/test.parquet')}", held_out)}\
-    train_batch_size: {batch}        # prompts of a step
-  actor_rollout_ref:
-{_line("    model.path", answers.model, "/path/to/model", "a directory, or a name of the Hugging Face hub")}\
-    actor.ppo_mini_batch_size: {batch}
-    actor.ppo_micro_batch_size_per_gpu: 8     # lower it where memory runs out
-    rollout.name: vllm
-    rollout.n: 8                # GRPO's group
-    rollout.log_prob_micro_batch_size_per_gpu: 8
-    ref.log_prob_micro_batch_size_per_gpu: 8
-  trainer.total_epochs: 1
-"""
-
-
-def _tail(answers: Answers) -> str:
-    place, known = answers.place or Place(), answers.place is not None
-    mine = "" if known else f"{CHANGE}: "
-    runtime = "" if answers.kind in ("loop", "verl") else "  runtime_every_steps: 20\n"
-    partition = _with_note(
-        "  # partition: preemptible", f"{mine}`sinfo -s` lists them; without: the default one"
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(  # noqa: S701 - YAML, whose values `yaml` quotes
+        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    gpus = _with_note("  # gpus_per_node: 2", f"{mine}with GPUs, the ranks of one node")
-    if place.partition:
-        partition = f"  partition: {_yaml(place.partition)}\n"
-    if place.gpus_per_node:
-        gpus = f"  gpus_per_node: {place.gpus_per_node}\n"
-    notes = "".join(f"  # {note}\n" for note in place.notes)
-    lead = "how long before the time limit Slurm warns: a save must fit into it"
-    return f"""
-distributed:
-  nodes: {place.nodes}
-{_with_note(f"  dp_size: {_ranks(place)}", f"{mine}ranks in all, one a GPU")}\
-  device: auto                  # cuda where there is a GPU
-
-checkpoint:
-  every_steps: 20               # also saved: at every preemption, time limit and end
-{runtime}
-slurm:
-{partition}{notes}\
-  time_limit_min: {place.time_limit_min}
-  cpus_per_node: {place.cpus_per_node}
-{gpus}\
-{_with_note(f"  signal_lead_s: {place.signal_lead_s}", lead)}"""
-
-
-def _ranks(place: Place) -> int:
-    return place.nodes * place.ranks_per_node
-
-
-def _line(key: str, value: str, otherwise: str, note: str) -> str:
-    """Returns a line with the value, or with a placeholder and the mark."""
-    return _with_note(f"{key}: {_yaml(value or otherwise)}", note if value else f"{CHANGE}: {note}")
-
-
-def _with_note(text: str, note: str) -> str:
-    return f"{text:<{_COMMENT_AT - 2}}  # {note}\n"
+    environment.filters |= {"yaml": _yaml, "noted": lambda text, note: f"{text:<{_COMMENT_AT - 2}}  # {note}"}
+    text = files("verl_slurm.cli.setup") / "assets/first_config.yaml.jinja"
+    return environment.from_string(text.read_text("utf-8"))
 
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+-]*(?:[:][A-Za-z0-9_./@+-]+)*")
