@@ -78,8 +78,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> None:
         render.line(f"no checkpoints in {run.checkpoints} yet")
         return
     columns = checkpoints_table(found, places, best.metric if best.keep else None)
-    rows = zip(*columns.values(), strict=True)
-    render.table(columns, rows, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
+    render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
 
 
 def checkpoints_table(

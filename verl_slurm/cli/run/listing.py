@@ -76,10 +76,8 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     if not told:
         render.line(f"none of {counted(len(runs), 'run')} in {place} is {' or '.join(states)}")
         return
-    columns = runs_table(told, place.resolve())
     render.table(
-        columns,
-        zip(*columns.values(), strict=True),
+        runs_table(told, place.resolve()),
         right=("step", "of", "reward", "cost"),
         first_to_go=FIRST_TO_GO,
         cut="run",  # as a last resort

@@ -132,18 +132,15 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     # The newest ones; --json has them all.
     if outages.each and num_interruptions:
         render.line()
-        columns = interruptions_table(outages.each[-num_interruptions:], now)
         render.table(
-            columns,
-            zip(*columns.values(), strict=True),
+            interruptions_table(outages.each[-num_interruptions:], now),
             right=("cost", "save", "queue", "start", "again"),
             first_to_go=INTERRUPTIONS_TO_GO,
         )
     if facts["steps"]:
         render.line()
         columns, first_to_go = steps_table(facts["steps"])
-        lines_ = zip(*columns.values(), strict=True)
-        render.table(columns, lines_, right=columns, first_to_go=first_to_go)
+        render.table(columns, right=columns, first_to_go=first_to_go)
 
 
 def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, object]]:

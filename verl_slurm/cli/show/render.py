@@ -139,8 +139,8 @@ def draws() -> bool:
 
 
 def table(
-    headings: Iterable[str],
-    rows: Iterable[Sequence[object]],
+    headings: Iterable[str] | Mapping[str, Sequence[object]],
+    rows: Iterable[Sequence[object]] = (),
     *,
     right: Collection[str] = (),
     first_to_go: Sequence[str] = (),
@@ -151,13 +151,16 @@ def table(
     thousand rows. On a terminal a last column without room goes on below itself.
 
     Args:
-        headings: all different.
+        headings: all different; or the columns, by heading, instead of rows.
         right: columns of text that are aligned to the right, too.
         first_to_go, cut: as of `fitting`. A line below the table names the columns that are left out.
         colours: colours on a terminal of cells that are, or begin with, one of these words.
     """
-    listed = list(rows)
-    columns = {name: [row[index] for row in listed] for index, name in enumerate(headings)}
+    if isinstance(headings, Mapping):
+        columns = headings
+    else:
+        listed = list(rows)
+        columns = {name: [row[index] for row in listed] for index, name in enumerate(headings)}
     numeric = {
         name
         for name, cells in columns.items()
