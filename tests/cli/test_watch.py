@@ -61,6 +61,7 @@ def test_several_runs_may_be_named(cli: Cli, place: Path, tmp_path: Path) -> Non
     result = cli("watch", gone.root, place / "over")
     assert result.code == ExitCode.CRASHED
     assert "said nothing more" in result.out
+    assert result.out.startswith("gone  --:--:--  "), "as wide as the longest name"
 
 
 def test_a_place_without_runs_is_not_waited_for(cli: Cli, tmp_path: Path) -> None:

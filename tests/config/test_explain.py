@@ -22,7 +22,10 @@ def every() -> dict[str, Explained]:
 
 def test_every_key_is_explained_and_none_is_called_explain(every: dict[str, Explained]) -> None:
     assert list(every) == [key.key for key in all_keys()]
+    assert [name for name, key in every.items() if not key.meaning] == []
     assert not any(name.partition(".")[0] == "explain" for name in every)
+    assert "distributed.nodes" in every["distributed.dp_size"].related
+    assert "distributed.dp_size" in every["distributed.nodes"].related
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,10 @@ def test_a_directory_whose_name_is_no_utf_8_has_a_page(tmp_path: Path) -> None:
     page = render_page(gather([run]))
     assert page.encode()
     assert "r\\udcffn" in page
+
+
+def test_a_page_of_several_runs_says_what_was_not_compared(tmp_path: Path) -> None:
+    runs = [make_interrupted_run(tmp_path / name, 0) for name in ("one", "two")]
+    assert "names and places apart, they are the same" in render_page(gather(runs))
+    runs[1].run_yaml.unlink()
+    assert "the configuration cannot be read: two" in render_page(gather(runs))
