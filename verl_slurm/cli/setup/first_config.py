@@ -5,7 +5,6 @@ A value that is not known becomes a line marked CHANGE. With all of them known t
 
 import re
 from functools import cache
-from importlib.resources import files
 from typing import Literal
 
 import jinja2
@@ -112,11 +111,13 @@ def first_config(answers: Answers, name: str) -> str:
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(  # noqa: S701 - YAML, whose values `yaml` quotes
-        undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.PackageLoader("verl_slurm.cli.setup", "assets"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters |= {"yaml": _yaml, "noted": lambda text, note: f"{text:<{_COMMENT_AT - 2}}  # {note}"}
-    text = files("verl_slurm.cli.setup") / "assets/first_config.yaml.jinja"
-    return environment.from_string(text.read_text("utf-8"))
+    return environment.get_template("first_config.yaml.jinja")
 
 
 _PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+-]*(?:[:][A-Za-z0-9_./@+-]+)*")
