@@ -177,7 +177,7 @@ def table(
     paint = _paints()
     printed = []
     for number, cells in enumerate([list(shown), *zip(*shown.values(), strict=True)]):
-        first, *rest = textwrap.wrap(cells[-1], rooms[last], break_on_hyphens=False) or [""]
+        first, *rest = textwrap.wrap(cells[-1], max(rooms[last], 1), break_on_hyphens=False) or [""]
         line_ = [
             cell.rjust(room) if name in right or name in numeric else cell.ljust(room)
             for (name, room), cell in zip(rooms.items(), (*cells[:-1], first), strict=True)
