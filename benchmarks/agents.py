@@ -180,12 +180,13 @@ def figure(found: list[dict[str, Any]]) -> str:
         ],
         "the same, talking agents": [each["talking"]["median_ms"] / 1e3 for each in found],
     }
-    powers = [math.log2(each["agents"]) for each in found]
+    thousands = [each["agents"] / 1000 for each in found]
     return lines(
-        {name: list(zip(powers, values, strict=True)) for name, values in curves.items()},
+        {name: list(zip(thousands, values, strict=True)) for name, values in curves.items()},
         title="A lead and its agents, all on one machine of two cores",
-        x="agents, as a power of two",
+        x="thousand agents",
         y="seconds",
+        top=5.0 * math.ceil(max(map(max, curves.values())) / 5),  # for whole numbers at the axis
     )
 
 
