@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from verl_slurm.verl import torch_zip
 from verl_slurm.verl.torch_zip import zip_problem
 
 pytestmark = pytest.mark.torch
 
 
-def judge(data: bytes, *, read_all: bool = True) -> str:
+def judge(data: bytes) -> str:
     fd = os.memfd_create("shard")
     try:
         os.write(fd, data)
-        return zip_problem(fd, read_all=read_all)
+        return zip_problem(fd)
     finally:
         os.close(fd)
 
@@ -82,8 +83,8 @@ def test_a_flipped_bit_that_is_not_found_changes_nothing_that_torch_loads(shard:
     assert missed < len(shard) * 8 / 11 / 2
 
 
-def test_any_truncation_is_found_even_by_a_look_at_the_directory_alone(shard: bytes) -> None:
-    assert all(judge(shard[:length], read_all=False) for length in range(len(shard)))
+def test_any_truncation_is_found(shard: bytes) -> None:
+    assert all(judge(shard[:length]) for length in range(len(shard)))
 
 
 def test_anything_behind_the_end_is_found(shard: bytes) -> None:
@@ -250,7 +251,9 @@ def test_a_directory_with_many_records_is_alone_in_memory(shard: bytes) -> None:
         assert not turn.locked()
 
 
-def test_a_record_of_more_than_4_gib_needs_the_wide_numbers(tmp_path: Path) -> None:
+def test_a_record_of_more_than_4_gib_needs_the_wide_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As torch writes it: a zip64 field in the directory, and 8-byte sizes behind the data."""
     size = (1 << 32) + 5
     name = b"a/data.pkl"
@@ -272,6 +275,8 @@ def test_a_record_of_more_than_4_gib_needs_the_wide_numbers(tmp_path: Path) -> N
         file.write(descriptor + central + end64 + locator + end)
     fd = os.open(path, os.O_RDONLY)
     try:
-        assert zip_problem(fd, read_all=False) == ""
+        # The record is a hole with a made-up checksum: reading 4 GiB of it would tell nothing of the directory.
+        monkeypatch.setattr(torch_zip, "_check_records", lambda *_: 0)
+        assert zip_problem(fd) == ""
     finally:
         os.close(fd)

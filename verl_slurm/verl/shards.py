@@ -123,23 +123,17 @@ def step_bytes(path: Path) -> int:
         return 0
 
 
-def judge_all(
-    directory: Path,
-    *,
-    on_bytes: OnBytes = lambda _: None,
-    read_all: bool = True,
-) -> list[Judged]:
+def judge_all(directory: Path, *, on_bytes: OnBytes = lambda _: None) -> list[Judged]:
     """Judges every step of one directory of verl, newest first, each also against the contents of its neighbours.
 
     Args:
         on_bytes: told how many more bytes were read; one call at a time.
-        read_all: False: names, sizes and the zips' directories alone: finds missing, truncated and empty files.
 
     Raises:
         OSError: `directory` cannot be read.
     """
     # All of them first: what a step lacks altogether shows beside its neighbours alone.
-    found = [judge_step(path, on_bytes=on_bytes, read_all=read_all) for path in list_steps(directory)]
+    found = [judge_step(path, on_bytes=on_bytes) for path in list_steps(directory)]
     judged = []
     for one in found:
         others = [(other.name, other.layout) for other in found if other is not one]
@@ -148,12 +142,7 @@ def judge_all(
     return judged
 
 
-def judge_step(
-    path: Path,
-    *,
-    on_bytes: OnBytes = lambda _: None,
-    read_all: bool = True,
-) -> Judged:
+def judge_step(path: Path, *, on_bytes: OnBytes = lambda _: None) -> Judged:
     """Judges one `global_step_N`. Never raises for what it finds there, nor for missing files."""
     step = step_of(path.name)
     if step is None:
@@ -175,25 +164,14 @@ def judge_step(
             layout = read_layout([entry.path for entry in files])
             # By owner, kind and name before any content: all of it is known without opening a file.
             problems = untrusted + _odd(entries) + list(layout.problems)
-            if untrusted:
-                # None of it is adopted, so none of it is read: its content is another user's choice.
-                unchecked += [entry.path for entry in files]
-                files_to_read = []
-            else:
-                files_to_read = files
-            look = partial(
-                _check_file,
-                root,
-                layout=layout,
-                unchecked=unchecked,
-                count=count,
-                read_all=read_all,
-                turn=turn,
-            )
+            look = partial(_check_file, root, layout=layout, unchecked=unchecked, count=count, turn=turn)
             # Threads are enough: reading and CRC release the interpreter lock.
             with ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="judge") as pool:
-                for found in pool.map(look, files_to_read):
+                # Of an untrusted step none is adopted, so none is read: its content is another user's choice.
+                for found in pool.map(look, [] if untrusted else files):
                     problems += found
+            if untrusted:
+                unchecked += [entry.path for entry in files]
     except OSError as error:
         layout, files = read_layout([]), []
         what = "is a link, and those are not followed"
@@ -257,7 +235,6 @@ def _check_file(
     layout: Layout,
     unchecked: list[str],
     count: OnBytes,
-    read_all: bool,
     turn: threading.Lock,
 ) -> list[Problem]:
     path = entry.path
@@ -270,7 +247,7 @@ def _check_file(
             # to read the medium's bytes, not those of a cache
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             if path.endswith(".pt"):
-                what = zip_problem(fd, count, read_all=read_all, turn=turn)
+                what = zip_problem(fd, count, turn=turn)
             elif path.endswith(".json"):
                 with turn if entry.info.st_size > _LARGE else nullcontext():
                     what = _json_problem(fd, path, layout)

@@ -50,7 +50,6 @@ def zip_problem(
     fd: int,
     on_bytes: Callable[[int], None] = lambda _: None,
     *,
-    read_all: bool = True,
     turn: AbstractContextManager[object] = _NO_TURN,
 ) -> str:
     """Reads the whole file; returns its problem, or an empty text.
@@ -58,7 +57,6 @@ def zip_problem(
     Args:
         fd: a regular file, opened to read. Its position is moved.
         on_bytes: told how many more bytes were read, for a progress bar.
-        read_all: False: the directory alone: finds truncated and empty records, but no flipped bit of a tensor.
         turn: a lock; held while a directory is parsed, and as long as one with many records is in memory.
 
     Raises:
@@ -85,9 +83,8 @@ def zip_problem(
                 # Before any record is opened: a compressed one could unpack to any size.
                 if problem := _directory_problem(archive):
                     return problem
-                if read_all:
-                    # Headers and padding are told at the end, so that a bar arrives at the file's size.
-                    on_bytes(size - _check_records(fd, archive, on_bytes))
+                # Headers and padding are told at the end, so that a bar arrives at the file's size.
+                on_bytes(size - _check_records(fd, archive, on_bytes))
         # RuntimeError: encrypted, or (NotImplementedError) a later version of zip. ValueError: a name is not UTF-8.
         except (zipfile.BadZipFile, EOFError, OverflowError, RuntimeError, ValueError, struct.error) as error:
             return f"damaged: {str(error)[:_MAX_MESSAGE] or 'cut off'}"
