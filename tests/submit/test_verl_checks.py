@@ -5,6 +5,7 @@ import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -47,7 +48,8 @@ def config(place: Path, *overrides: str, entry: str = "sft") -> RunConfig:
 
 
 def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0.9.1") -> Any:
-    return check_verl(given, RunPaths(given.run_dir), committed, ask_version=lambda: version)
+    with mock.patch.object(verl_checks, "installed_verl", return_value=version):
+        return check_verl(given, RunPaths(given.run_dir), committed)
 
 
 def saved(step: int, ranks: int) -> CheckpointInfo:

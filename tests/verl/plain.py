@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 from tests.processes import python_path
@@ -36,11 +35,10 @@ class Ended:
 
 def cpu_environ(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, and verl on CPUs, from this checkout, without a network."""
-    module = "cpu_platform_08" if metadata.version("verl").startswith("0.8.") else "cpu_platform"
     return {
         **environ,
         **python_path(environ=environ),
-        "VERL_USE_EXTERNAL_MODULES": f"tests.verl.{module}",
+        "VERL_USE_EXTERNAL_MODULES": "tests.verl.cpu_platform",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
         "RAY_USAGE_STATS_ENABLED": "0",

@@ -15,23 +15,13 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops import ray_node as node
+from verl_slurm.loops.verl_settings import resume_point
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
 
 
-def arguments(paths: RunPaths, resume: str = "", epoch: int = 1) -> argparse.Namespace:
+def arguments(paths: RunPaths) -> argparse.Namespace:
     scratch = private_dir(paths.root / "scratch")
-    words = [
-        "--run",
-        str(paths.root),
-        "--epoch",
-        str(epoch),
-        "--resume",
-        resume,
-        "--node-rank",
-        "0",
-        "--nodes",
-        "2",
-    ]
+    words = ["--run", str(paths.root), "--epoch", "1", "--node-rank", "0", "--nodes", "2"]
     return node._parser().parse_args([*words, "--head", "127.0.0.1:4001", "--scratch", str(scratch)])
 
 
@@ -45,10 +35,9 @@ def paths(tmp_path: Path) -> RunPaths:
     return found
 
 
-def config(ranks: int = 2) -> RunConfig:
+def config(ranks: int = 2, entry: str = "ppo") -> RunConfig:
     return msgspec.convert(
-        {"distributed": {"dp_size": ranks, "nodes": 2}, "verl": {"trainer.total_epochs": 3}, "name": "a"},
-        RunConfig,
+        {"distributed": {"dp_size": ranks, "nodes": 2}, "trainer": {"entry": entry}}, RunConfig
     )
 
 
@@ -64,20 +53,14 @@ def lead(paths: RunPaths, epoch: int = 1) -> None:
     write_lead_address(paths, LeadAddress(epoch=epoch, generation=1, host="h", port=1, token="ab" * 32))
 
 
-def test_a_first_start_resumes_from_nothing(paths: RunPaths) -> None:
-    own = node._own(paths, config(), arguments(paths))
-    assert (own.resume, own.nodes, own.ranks_per_node) == (None, 2, 1)
-    assert own.save_dir == paths.work(1)
-
-
 def test_a_resume_names_what_verl_wrote_within_the_verified_checkpoint(paths: RunPaths) -> None:
-    own = node._own(paths, config(), arguments(paths, saved(paths)))
-    assert own.resume == paths.checkpoints / "step_000007" / "global_step_7"
+    found = resume_point(config(), paths, saved(paths))
+    assert found == (paths.checkpoints / "step_000007" / "global_step_7", 7)
 
 
 def test_a_checkpoint_of_another_number_of_ranks_is_refused_before_verl_starts(paths: RunPaths) -> None:
     with pytest.raises(ConfigError, match="another number of ranks"):
-        node._own(paths, config(4), arguments(paths, saved(paths)))
+        resume_point(config(4), paths, saved(paths))
 
 
 def test_a_copy_that_was_divided_for_these_ranks_is_read_in_its_place(paths: RunPaths) -> None:
@@ -85,18 +68,15 @@ def test_a_copy_that_was_divided_for_these_ranks_is_read_in_its_place(paths: Run
     copy = paths.resharded.checkpoints / name
     (copy / "global_step_7" / "actor").mkdir(parents=True)
     write_manifest(copy, 7, world_size=4, guest="verl")
-    own = node._own(paths, config(4), arguments(paths, name))
-    assert own.resume == copy / "global_step_7"
+    assert resume_point(config(4), paths, name)[0] == copy / "global_step_7"
     # With the former number of ranks what was saved counts.
-    assert (
-        node._own(paths, config(), arguments(paths, name)).resume
-        == paths.checkpoints / name / "global_step_7"
-    )
+    assert resume_point(config(), paths, name)[0] == paths.checkpoints / name / "global_step_7"
 
 
-def test_a_checkpoint_of_verls_sft_is_refused(paths: RunPaths) -> None:
+@pytest.mark.parametrize(("entry", "part"), [("ppo", "shards"), ("sft", "actor")])
+def test_a_checkpoint_of_verls_other_trainer_is_refused(paths: RunPaths, entry: str, part: str) -> None:
     with pytest.raises(ConfigError, match="another of verl's trainers"):
-        node._own(paths, config(), arguments(paths, saved(paths, part="shards")))
+        resume_point(config(entry=entry), paths, saved(paths, part=part))
 
 
 def test_the_token_is_written_for_this_user_alone(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, Fenced, VerlSlurmError, WireError, restart_may_help
@@ -28,14 +28,13 @@ from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import die_with_parent
 from verl_slurm.base.scratch import Scratch
-from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
+from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.config.elastic import on_nodes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
+from verl_slurm.loops.verl_settings import require_verl, resume_point, start_settings
 from verl_slurm.program.programs import Moves
-from verl_slurm.verl.composing import checked_settings
-from verl_slurm.verl.overrides import OwnSettings
 from verl_slurm.verl.ray_nodes import (
     object_store_bytes,
     ray_argv,
@@ -43,7 +42,6 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
-from verl_slurm.verl.releases import installed_verl, require_installed
 from verl_slurm.wire.environment import GENERATION_VARIABLE, RECIPE_VARIABLE
 from verl_slurm.wire.lead_file import read_lead_address
 
@@ -76,9 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{type(error).__name__}: {error.one_line()}\n")
         # Said over the ranks' protocol: the exit code alone would count as a crash, and be started again.
         if isinstance(error, ConfigError) and not restart_may_help(error):
-            session = Session.open(rank=0, world_size=1, lifeline=False)
-            session.refused(error)
-            session.close()
+            with closing(Session.open(rank=0, world_size=1, lifeline=False)) as session:
+                session.refused(error)
         return int(error.exit_code)
 
 
@@ -103,11 +100,10 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
     # One process speaks for the run: Ray has one driver, and the lead expects rank 0 of 1.
     if is_head:
         # Ray and the driver take a minute before the driver reports for the run; until then this process does.
-        session = Session.open(rank=0, world_size=1, lifeline=False)
-        if config.trainer.backend == "verl":
-            _require_verl(session)
         # Closed again before the driver starts, which opens the same line as rank 0.
-        session.close()
+        with closing(Session.open(rank=0, world_size=1, lifeline=False)) as session:
+            if config.trainer.backend == "verl":
+                require_verl(session)
     _require_ray()
     # Before Ray is started: a refused setting should not cost the minute that Ray and verl take.
     driver = _driver(paths, config, args) if is_head else []
@@ -148,9 +144,9 @@ def _driver(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> lis
         ConfigError: verl does not take its settings, or the checkpoint is not of this kind of run.
     """
     if config.trainer.backend == "verl":
-        recipe = list(config.trainer.command)
-        words = checked_settings("ppo", config.verl, _own(paths, config, args), recipe=bool(recipe)).words
-        return [*(recipe or ("-m", "verl.trainer.main_ppo")), *words]
+        resume = resume_point(config, paths, args.resume)[0] if args.resume else None
+        words = start_settings(config, paths, args.epoch, resume).words
+        return [*(config.trainer.command or ("-m", "verl.trainer.main_ppo")), *words]
     if args.resume:
         # Its `verl_slurm.run` loads it; of another kind of loop it would fail there, after Ray has been started.
         require_guest(paths.checkpoints / args.resume, "loop", world_size=1)
@@ -204,46 +200,6 @@ def _require_ray() -> None:
             expected="the package ray",
             remedy=f"{sys.executable} -m pip install ray, or submit from the environment that has it",
         )
-
-
-def _require_verl(session: Session) -> None:
-    """Requires a verl that is recent enough.
-
-    Raises:
-        ConfigError: there is none, or one that is too old.
-    """
-    release = require_installed("ppo", installed_verl())
-    if release.word != "run":
-        session.notice(release.line, topic="device", loud=True)
-
-
-def _own(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> OwnSettings:
-    """Returns this start's settings for verl.
-
-    Raises:
-        ConfigError: the checkpoint is not of this kind of run.
-    """
-    shape, resume = config.distributed, None
-    if args.resume:
-        directory = for_ranks(paths, args.resume, shape.world_size)
-        manifest = require_guest(directory, "verl", world_size=shape.world_size)
-        resume = directory / f"global_step_{manifest.step}"
-        # verl's SFT trainer writes its shards without `actor/`; PPO would fail on them deep inside its workers.
-        if not (resume / "actor").is_dir():
-            raise ConfigError(
-                "the checkpoint is of another of verl's trainers",
-                where=resume,
-                expected="one of trainer.entry=ppo, with actor/",
-                remedy="go on with the trainer.entry that wrote it",
-            )
-    return OwnSettings(
-        nodes=shape.nodes,
-        ranks_per_node=shape.ranks_per_node,
-        save_dir=paths.work(args.epoch),
-        resume=resume,
-        every_steps=config.checkpoint.every_steps,
-        name=config.name,
-    )
 
 
 def _write_token(paths: RunPaths, args: argparse.Namespace) -> Path:

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
 from verl_slurm.loops.session import Session
-from verl_slurm.verl.composing import checked_settings, compose
-from verl_slurm.verl.overrides import OwnSettings
-from verl_slurm.verl.releases import installed_verl, require_installed
+from verl_slurm.loops.verl_settings import require_verl, resume_point, start_settings
+from verl_slurm.verl.composing import compose
+from verl_slurm.verl.releases import installed_verl
 from verl_slurm.verl.tracker import tracker_file
 
 if TYPE_CHECKING:
@@ -56,9 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _train(session: Session, words: Sequence[str]) -> None:
-    release = require_installed("sft", installed_verl())
-    if release.word != "run":
-        session.notice(release.line, topic="device", loud=True)
+    require_verl(session)
     if session.has_run:
         _under_a_daemon(session)
     else:
@@ -73,20 +70,9 @@ def _under_a_daemon(session: Session) -> None:
     paths, resume, resume_step = session.paths, None, 0
     config = on_ranks(Moves.of(paths).config(load_own(paths.run_yaml)), session.world_size)
     if session.resume is not None:
-        directory = for_ranks(paths, session.resume.name, session.world_size)
-        manifest = require_guest(directory, "verl", world_size=session.world_size)
-        resume_step = manifest.step
-        resume = directory / f"global_step_{resume_step}"
-    own = OwnSettings(
-        nodes=config.distributed.nodes,
-        ranks_per_node=config.distributed.ranks_per_node,
-        save_dir=paths.work(session.epoch),
-        resume=resume,
-        every_steps=config.checkpoint.every_steps,
-        name=paths.root.name,
-    )
+        resume, resume_step = resume_point(config, paths, session.resume.name)
     # Checked here once more: in front of a container `submit` had no verl to compose with.
-    settings = checked_settings("sft", config.verl, own).config
+    settings = start_settings(config, paths, session.epoch, resume).config
     with _process_group(settings) as ranks:
         # Imported here: verl's process group chooses the device first.
         from verl_slurm.loops.step_end import StepEndSaver

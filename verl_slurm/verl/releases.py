@@ -11,91 +11,53 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["OLDEST", "RELEASES", "Release", "installed_verl", "judge", "require_installed", "require_usable"]
+__all__ = ["RELEASES", "Entry", "installed_verl", "require_usable"]
 
 Entry = Literal["sft", "ppo"]
-Word = Literal["run", "unknown", "too_old"]
+
+RELEASES = ("0.9.1", "0.9.0")
+"""Those that were run, newest first: tests/verl and tests/slurm_cluster, with that release in the environment."""
+
+_OLDEST = (0, 9)
+"""Older ones have no PPO trainer that can be asked to save and leave (trainer.use_v1)."""
+_VERSION = re.compile(r"(\d+)\.(\d+)")
 
 
-@dataclass(frozen=True)
-class Release:
-    """The known facts of one release and one entry.
+def require_usable(version: str | None) -> str:
+    """Returns what a user has to know about the installed release: that it was never tried; else an empty text.
 
-    Attributes:
-        word: `run`: its tests pass with it. `unknown`: it was never tried. `too_old`: it cannot be served.
-        line: for people.
-    """
-
-    version: str
-    entry: Entry
-    word: Word
-    line: str
-
-
-OLDEST: dict[Entry, tuple[tuple[int, int, int], str]] = {
-    "sft": ((0, 8, 0), "0.7.1 was tried, and ended at its start with a TypeError (with transformers 5.10)"),
-    "ppo": ((0, 9, 0), "older ones have no trainer that can be asked to save and leave (trainer.use_v1)"),
-}
-"""The oldest that can be served, and what its predecessor lacks: 0.7.1 and 0.8.0 were tried."""
-
-RELEASES: dict[str, dict[Entry, str]] = {
-    "0.9.1": {
-        "sft": "preempted on Slurm, killed, and at an epoch's end: bit for bit",
-        "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
-    },
-    "0.9.0": {
-        "sft": "preempted, killed, and at an epoch's end: bit for bit",
-        "ppo": "GRPO preempted on Slurm over two nodes, saved, resumed and finished",
-    },
-    "0.8.0": {
-        "sft": "preempted, killed, and at an epoch's end: bit for bit, with numpy 2, which it does not ask for"
-    },
-}
-"""The releases that were run, and how: tests/verl and tests/slurm_cluster, with that release in the environment; 0.9.0
-and 0.8.0 with the packages of constraints/verl.txt otherwise.
-"""
-
-_VERSION = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
-
-
-def judge(version: str, entry: Entry) -> Release:
-    """Returns verl-slurm's verdict on `version`."""
-    # Before the oldest: what was run is served, whatever the comparison of numbers says.
-    how = RELEASES.get(version, {}).get(entry)
-    if how is not None:
-        return Release(version, entry, "run", f"verl {version} ({entry}) was run under verl-slurm: {how}")
-    match, (oldest, why) = _VERSION.match(version), OLDEST[entry]
-    # A version that is no number, such as a checkout's, is not called too old: it is unknown.
-    if match and tuple(int(part or 0) for part in match.groups()) < oldest:
-        return Release(version, entry, "too_old", why)
-    ran = ", ".join(known for known, entries in RELEASES.items() if entry in entries)
-    line = f"verl {version} ({entry}) was never run under verl-slurm; these were: {ran}"
-    return Release(version, entry, "unknown", line)
-
-
-def require_usable(version: str, entry: Entry) -> Release:
-    """Judges a release and refuses one that is too old.
+    Args:
+        version: `installed_verl()`.
 
     Raises:
-        ConfigError: the release cannot be served.
+        ConfigError: there is none, or one that is too old.
     """
-    release = judge(version, entry)
-    if release.word == "too_old":
-        oldest = ".".join(map(str, OLDEST[entry][0]))
+    pip = f"{sys.executable} -m pip install verl=={RELEASES[0]}"
+    if version is None:
         raise ConfigError(
-            f"this release of verl cannot be run with trainer.entry: {entry}: {release.line}",
+            "verl is not installed in the Python that the job runs",
+            where=sys.executable,
+            expected="the package verl",
+            remedy=f"{pip}, or submit from the environment that has it",
+        )
+    if version in RELEASES:
+        return ""
+    match = _VERSION.match(version)
+    # A version that is no number, such as a checkout's, is not called too old: it is unknown.
+    if match and (int(match[1]), int(match[2])) < _OLDEST:
+        raise ConfigError(
+            "this release of verl cannot be run under verl-slurm",
             where="verl",
             found=version,
-            expected=f"{oldest} or newer",
-            remedy=f"pip install verl=={next(iter(RELEASES))}",
+            expected=f"{'.'.join(map(str, _OLDEST))} or newer",
+            remedy=pip,
         )
-    return release
+    return f"verl {version} was never run under verl-slurm; these were: {', '.join(RELEASES)}"
 
 
 def installed_verl() -> str | None:
@@ -112,23 +74,3 @@ def installed_verl() -> str | None:
         except (OSError, UnicodeDecodeError):
             continue
     return None
-
-
-def require_installed(entry: Entry, version: str | None) -> Release:
-    """Returns the known facts of the installed release.
-
-    Args:
-        version: `installed_verl()`.
-
-    Raises:
-        ConfigError: there is none, or one that cannot be served.
-    """
-    if version is None:
-        pip = f"{sys.executable} -m pip install verl=={next(iter(RELEASES))}"
-        raise ConfigError(
-            "verl is not installed in the Python that the job runs",
-            where=sys.executable,
-            expected="the package verl",
-            remedy=f"{pip}, or submit from the environment that has it",
-        )
-    return require_usable(version, entry)

@@ -6,7 +6,7 @@ On each of these, verl itself would crash on every node and at every start, or, 
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +24,18 @@ from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.loops.verl_settings import start_settings
 from verl_slurm.submit.checks.model_files import weights_problem
-from verl_slurm.verl.composing import checked_settings
 from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings, with_critic
 from verl_slurm.verl.layout import is_distributed, step_of, way_out
 from verl_slurm.verl.overrides import (
-    OwnSettings,
     Setting,
     refuse_switches_as_text,
     require_possible,
     user_settings,
     value_at,
 )
-from verl_slurm.verl.releases import Entry, installed_verl, require_installed
+from verl_slurm.verl.releases import Entry, installed_verl, require_usable
 from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source_of
 
 __all__ = ["check_input", "check_ranks", "check_verl"]
@@ -57,18 +56,13 @@ _BESIDES = {
 
 
 def check_verl(
-    config: RunConfig,
-    paths: RunPaths,
-    committed: Sequence[CheckpointInfo],
-    *,
-    ask_version: Callable[[], str | None] | None = None,
+    config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]
 ) -> tuple[list[str], list[str]]:
     """Runs all checks; returns the items found good, and notes for the user.
 
     Args:
         config: `trainer.backend: verl`, paths absolute.
         committed: checkpoints of the run, newest first.
-        ask_version: `verl.releases.installed_verl`.
 
     Raises:
         ConfigError: another number of ranks than the checkpoint's, no verl, or settings that verl cannot read.
@@ -83,20 +77,15 @@ def check_verl(
     if committed and not divided:
         checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
     if config.slurm.container is None:
-        line, note = _installed(entry, ask_version or installed_verl)
-        checked.append(line)
-        notes += [note] if note else []
-        own = OwnSettings(
-            nodes=config.distributed.nodes,
-            ranks_per_node=config.distributed.ranks_per_node,
-            # Any attempt's: composing needs a value, and each start says its own.
-            save_dir=paths.work(1),
-            resume=None,
-            every_steps=config.checkpoint.every_steps,
-            name=config.name,
-        )
-        # verl's own defaults count as well, so an input that the user leaves to them is looked at, too.
-        settings = checked_settings(entry, config.verl, own).settings
+        version = installed_verl()
+        if note := require_usable(version):
+            notes.append(note)
+        else:
+            _require_beside(entry)
+        checked.append(f"verl {version} is installed")
+        # verl's own defaults count as well, so an input that the user leaves to them is looked at, too. Any attempt's
+        # number: composing needs one.
+        settings = start_settings(config, paths, 1, None).settings
         _require_fewer(config, settings)
     else:
         notes.append("verl is looked for in the container when the job starts, not before")
@@ -246,13 +235,13 @@ def _require_named(entry: Entry, said: Mapping[str, Setting]) -> None:
             )
 
 
-def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
-    """Returns what was found, and a note about it."""
-    version = ask()
-    release = require_installed(entry, version)
-    if release.word != "run":
-        return f"verl {version} is installed", release.line
-    # Asked of a release whose imports are known; another one may need others. find_spec imports none of them.
+def _require_beside(entry: Entry) -> None:
+    """Requires what verl's trainer imports, of a release whose imports are known; another one may need others.
+
+    Raises:
+        ConfigError: a package is missing.
+    """
+    # find_spec imports none of them.
     missing = [pip for module, pip in _BESIDES[entry].items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigError(
@@ -261,7 +250,6 @@ def _installed(entry: Entry, ask: Callable[[], str | None]) -> tuple[str, str]:
             found=f"no {', no '.join(missing)}",
             remedy=f"{sys.executable} -m pip install {' '.join(missing)}",
         )
-    return f"verl {version} is installed", ""
 
 
 def check_input(one: Input) -> str:
