@@ -11,16 +11,12 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader
 
 from verl_slurm.save.ranks import rng
+from verl_slurm.save.ranks.rng import Generators
 
-__all__ = ["Generators", "ResumableDataLoader", "from_wire", "to_wire"]
-
-Generators = dict[str, bytes | np.ndarray]
-"""The state of every generator (`save.ranks.rng.capture`)."""
+__all__ = ["ResumableDataLoader"]
 
 
 class ResumableDataLoader(DataLoader[Any]):
@@ -36,7 +32,7 @@ class ResumableDataLoader(DataLoader[Any]):
 
     epoch_began: Generators | None = None
     served: int = 0
-    _to_resume: "tuple[int, Generators, Generators] | None" = None
+    _to_resume: tuple[int, Generators, Generators] | None = None
 
     def resume(self, served: int, epoch_began: Generators, then: Generators) -> None:
         """Makes the next epoch continue one that was begun before.
@@ -81,36 +77,12 @@ class ResumableDataLoader(DataLoader[Any]):
             return {}
         return {
             "served": self.served,
-            "epoch_began": _to_tensors(self.epoch_began),
+            "epoch_began": rng.to_tensors(self.epoch_began),
             # As tensors: `torch.load(weights_only=True)` refuses arrays.
-            "then": _to_tensors(rng.capture()),
+            "then": rng.to_tensors(rng.capture()),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self.resume(
-                int(state["served"]), _from_tensors(state["epoch_began"]), _from_tensors(state["then"])
-            )
-
-
-def to_wire(state: Generators) -> dict[str, bytes]:
-    """Converts the state for one of our files."""
-    return {name: value if isinstance(value, bytes) else value.tobytes() for name, value in state.items()}
-
-
-def from_wire(state: dict[str, bytes]) -> Generators:
-    """Restores the argument of `to_wire`: torch's states are arrays, the others are not."""
-    return {
-        name: np.frombuffer(value, dtype=np.uint8) if name in ("torch", "cuda") else value
-        for name, value in state.items()
-    }
-
-
-def _to_tensors(state: Generators) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.frombuffer(bytearray(value), dtype=torch.uint8) for name, value in to_wire(state).items()
-    }
-
-
-def _from_tensors(state: dict[str, torch.Tensor]) -> Generators:
-    return from_wire({name: value.numpy().tobytes() for name, value in state.items()})
+            began, then = rng.from_tensors(state["epoch_began"]), rng.from_tensors(state["then"])
+            self.resume(int(state["served"]), began, then)

@@ -40,7 +40,7 @@ from verl_slurm.base.bounded import RECORD, read_regular
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served
-from verl_slurm.loops.data import Generators, ResumableDataLoader, from_wire, to_wire
+from verl_slurm.loops.data import ResumableDataLoader
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks import rng
 
@@ -202,15 +202,14 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # Otherwise the end of this epoch would skip a ReduceLROnPlateau for lack of its metric, which is here.
         trainer.fit_loop._restarting = False
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in place.metrics.items()})
-        then = from_wire(place.generators)
         for loader, began in zip(loaders, place.loaders, strict=False):
             if isinstance(loader, ResumableDataLoader):
                 # Lightning restores rank 0's loader state on every rank; each rank's own place replaces it.
                 loader.forget()
                 if place.in_epoch and began is not None:
-                    loader.resume(place.served, from_wire(began), then)
+                    loader.resume(place.served, began, place.generators)
         # Last: making iterators and loading a checkpoint draw from the same generators.
-        rng.restore(then)
+        rng.restore(place.generators)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -292,17 +291,16 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
 
 
 def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
-    loaders: list[dict[str, bytes] | None] = []
-    for loader in _flat(trainer.train_dataloader):
-        began: Generators | None = loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
-        loaders.append(None if began is None else to_wire(began))
     return _Place(
-        generators=to_wire(rng.capture()),
+        generators=rng.capture(),
         in_epoch=in_epoch,
         # `batch_idx` is the batch that has just been trained on, from 0.
         served=trainer.fit_loop.batch_idx + 1,
         metrics=_numbers(trainer.callback_metrics),
-        loaders=loaders,
+        loaders=[
+            loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
+            for loader in _flat(trainer.train_dataloader)
+        ],
     )
 
 

@@ -37,10 +37,12 @@ from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.state_files import Generators, load_state, restore_rng, write_state
+from verl_slurm.loops.state_files import load_state, write_state
 from verl_slurm.loops.states import Objects, split
 from verl_slurm.loops.step_end import StepEndSaver, free_ranks, own_ranks
+from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.save.ranks.rng import Generators
 from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
 
 __all__ = ["Run", "run"]
@@ -169,7 +171,7 @@ class Run:
         # more.
         self._generators = load_state(self._objects, directory, self._ranks, written_by=manifest.world_size)
         self.step = manifest.step
-        restore_rng(self._generators)
+        rng.restore(self._generators)
 
     def steps(self, total: int) -> Iterator[int]:
         """Yields the numbers of the remaining steps of `total`, from 0; saves after each where that is due.
@@ -179,7 +181,7 @@ class Run:
         """
         self._start(total)
         if self._generators is not None and self.step < total:
-            restore_rng(self._generators)  # undoes all draws since, to shuffle or to start workers
+            rng.restore(self._generators)  # undoes all draws since, to shuffle or to start workers
         while self.step < total:
             yield self.step
             self.step_done(self.step + 1)

@@ -15,12 +15,10 @@ other tools; it unpickles.
 """
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -34,14 +32,13 @@ from verl_slurm.loops.states import Leaves, Objects, digests, join, misfit, sett
 from verl_slurm.loops.step_end import seal_own
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
+from verl_slurm.save.ranks.rng import Generators
 
-__all__ = ["load_state", "restore_rng", "write_state"]
+__all__ = ["load_state", "write_state"]
 
 _DIRECTORY = "guest"
 _SHARDED = "sharded"
 _COMMON = "common.pt"
-
-Generators = dict[str, bytes | np.ndarray]
 
 
 def write_state(
@@ -83,7 +80,7 @@ def _write(
     names = [_rank_file(rank)]
     # Generators per rank: they differ, and a resume has to continue each one.
     torch.save(
-        {"tree": tree, "own": own, "rng": _as_tensors(rng.capture()), "step": step}, directory / names[0]
+        {"tree": tree, "own": own, "rng": rng.to_tensors(rng.capture()), "step": step}, directory / names[0]
     )
     # The same bits on every rank, so one copy: DDP would otherwise write the model once per rank.
     if rank == 0 and common:
@@ -113,7 +110,7 @@ def load_state(
     name: str = _DIRECTORY,
     written_by: int | None = None,
 ) -> Generators:
-    """Restores the state of a verified checkpoint into `objects`; returns the generators', for `restore_rng`.
+    """Restores the state of a verified checkpoint into `objects`; returns the generators', for `rng.restore`.
     Collective.
 
     Args:
@@ -143,7 +140,7 @@ def load_state(
         "loading the state",
         lambda: objects.put_back(join(mine["tree"], common, mine["own"], sharded)),
     )
-    generators = _as_generators(mine["rng"])
+    generators = rng.from_tensors(mine["rng"])
     return generators if ranks.rank < before else _another_stream(generators, ranks.rank)
 
 
@@ -168,7 +165,7 @@ def _require_same(directory: Path, written_by: int) -> bytes:
 
 def _another_stream(generators: Generators, rank: int) -> Generators:
     """Returns generators of a rank that was not there when `generators` were saved: numbers that no rank has drawn."""
-    seed = hashlib.sha256(b"".join(bytes(generators[name]) for name in ("python", "torch")))
+    seed = hashlib.sha256(b"".join(generators[name] for name in ("python", "torch")))
     rng.seed_all(int.from_bytes(seed.digest(), "big"), rank)
     return rng.capture()
 
@@ -196,13 +193,6 @@ def _failed(what: str, error: BaseException) -> RanksFailed:
     return failed
 
 
-def restore_rng(generators: Generators) -> None:
-    """Restores every generator of this process as it was after the saved step. Call it last, right before the next
-    step.
-    """
-    rng.restore(generators)
-
-
 def _alike(digests: list[bytes], ranks: Collective) -> list[bool]:
     # What all ranks have, rank 0 has as well: each says which of its digests it lacks, and nobody hears all of them.
     first = msgspec.msgpack.decode(ranks.share(msgspec.msgpack.encode(digests), source=0), type=list[bytes])
@@ -220,20 +210,3 @@ def _rank_file(rank: int) -> str:
 def _read(path: Path) -> Any:
     # Not mapped: an optimizer keeps the tensors that it gets, and the file will be pruned under it.
     return torch.load(path, map_location="cpu", weights_only=True)  # noqa: TID251 - weights alone are no program
-
-
-def _as_tensors(generators: Generators) -> dict[str, torch.Tensor]:
-    return {
-        name: torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        if isinstance(state, bytes)
-        else torch.from_numpy(state.copy())
-        for name, state in generators.items()
-    }
-
-
-def _as_generators(tensors: Mapping[str, torch.Tensor]) -> Generators:
-    # These two are packed bytes, torch's generators are arrays (`save.ranks.rng`); the file stores both as tensors.
-    packed = {"python", "numpy"}
-    return {
-        name: state.numpy().tobytes() if name in packed else state.numpy() for name, state in tensors.items()
-    }

@@ -14,13 +14,17 @@ went on on another device: that generator begins anew, as all sums do.
 import math
 import random
 import struct
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
 from verl_slurm.base.errors import CheckpointCorrupt
 
-__all__ = ["capture", "restore", "seed_all"]
+__all__ = ["Generators", "capture", "from_tensors", "restore", "seed_all", "to_tensors"]
+
+Generators = dict[str, bytes]
+"""The state of each generator, by name."""
 
 # random.getstate(): version 3, 624 words and a position, the spare normal deviate (NaN: none).
 _PYTHON = struct.Struct("<I625Id")
@@ -38,7 +42,7 @@ def seed_all(seed: int, rank: int) -> None:
     torch.manual_seed(int(words[2]))  # CPU and all GPUs
 
 
-def capture() -> dict[str, bytes | np.ndarray]:
+def capture() -> Generators:
     """The state of every generator of this process. Changes none of them."""
     version, words, spare = random.getstate()
     if version != _PYTHON_VERSION:
@@ -46,19 +50,19 @@ def capture() -> dict[str, bytes | np.ndarray]:
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     if name != "MT19937":
         raise RuntimeError(f"numpy's global generator is {name}, this knows MT19937")
-    state: dict[str, bytes | np.ndarray] = {
+    state = {
         "python": _PYTHON.pack(version, *words, math.nan if spare is None else spare),
         "numpy": _NUMPY.pack(*np.asarray(keys).tolist(), position, has_gauss, gauss),
-        "torch": torch.get_rng_state().numpy().copy(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
     }
     # Asked, not made: the question for a device's state would create a context there.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        state["cuda"] = torch.cuda.get_rng_state().numpy().copy()
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state
 
 
-def restore(state: dict[str, bytes | np.ndarray]) -> None:
-    """Put back what `capture` gave.
+def restore(state: Mapping[str, bytes | np.ndarray]) -> None:
+    """Put back what `capture` gave. Former versions saved torch's as arrays.
 
     Raises:
         CheckpointCorrupt: a generator is missing from `state` or its bytes are not of this format.
@@ -83,8 +87,18 @@ def restore(state: dict[str, bytes | np.ndarray]) -> None:
         ) from error
 
 
-def _bytes_of(array: bytes | np.ndarray) -> torch.Tensor:
+def to_tensors(state: Generators) -> dict[str, torch.Tensor]:
+    """Returns a state as `torch.load(weights_only=True)` takes it: uint8 [bytes] for each generator."""
+    return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in state.items()}
+
+
+def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Generators:
+    """Returns the argument of `to_tensors`."""
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def _bytes_of(state: bytes | np.ndarray) -> torch.Tensor:
     """A copy of a state, uint8 [bytes]."""
-    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+    if isinstance(state, np.ndarray) and (state.dtype != np.uint8 or state.ndim != 1):
         raise ValueError("a state that is no array of bytes")
-    return torch.from_numpy(array.copy())
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

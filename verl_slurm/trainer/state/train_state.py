@@ -129,7 +129,7 @@ def capture_state(
         episode_id=consumed,
         kl_coef=state.kl.coef,
         kl_window=list(state.kl.window),
-        rng=rng.capture(),
+        rng={**rng.capture()},
         rollouts=to_arrays(stacked(buffers.rollouts)),
         rewards=rewards | pack(state.reward),
         history=state.history,
