@@ -50,9 +50,13 @@ def test_a_glob_is_taken_as_its_regular_expression_would_be() -> None:
     luck = random.Random(1)
     for _ in range(5000):
         pattern = "".join(luck.choices(["a", "b", "/", "*", "**/", "?"], k=luck.randrange(1, 8))) + "a.csv"
+        # As in a shell, two stars are folders where nothing else stands between the slashes.
+        if re.search(r"[^/]\*\*/", pattern):
+            continue
         parts = re.split(r"(\*\*/|\*|\?)", pattern)
         naive = re.compile("".join(words.get(part) or re.escape(part) for part in parts))
         names = {"".join(luck.choices("ab/", k=luck.randrange(0, 9))) + "a.csv" for _ in range(20)}
+        names = {name for name in names if "//" not in name and name[0] != "/"}
         assert chosen(pattern, *names) == sorted(filter(naive.fullmatch, names)), pattern
 
 

@@ -14,6 +14,7 @@ are read in the order of their paths.
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from fnmatch import fnmatchcase
 
 import msgspec
 
@@ -52,9 +53,8 @@ def choose(
     """
     files_key = key.replace("root", "files")
     if pattern is not None:
-        parts = _parts(pattern)
         # Sorted: the order decides which prompt is which number, and storage lists names in any order.
-        chosen = sorted(name for name in names if _matches(parts, name))
+        chosen = sorted(name for name in names if _matches(pattern, name))
         if not chosen:
             raise DataError(
                 f"no file matches {files_key}={pattern}",
@@ -180,54 +180,21 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
     return f"set {key} to a directory with prompts"
 
 
-def _parts(pattern: str) -> list[str]:
-    """Splits a glob into `**/`, `*`, `?` and the text between; equal stars in a row are one."""
-    parts = [part for part in re.split(r"(\*\*/|\*|\?)", pattern) if part]
-    # Equal stars in a row say the same as one, and each would multiply the work.
-    return [
-        part for part, before in zip(parts, ["", *parts], strict=False) if part[0] != "*" or part != before
-    ]
-
-
-def _matches(parts: Iterable[str], name: str) -> bool:
+def _matches(pattern: str, name: str) -> bool:
     """Returns whether a glob matches all of `name`.
 
-    Follows every reading of the glob at once, so the work grows with the product of both lengths. A regular expression
-    tries one reading after the other, and each star multiplies their number.
+    Follows every reading of the glob at once, so the work grows with the product of both lengths. One regular
+    expression for all of it tries one reading after the other, and each `**/` multiplies their number.
     """
-    ends = {0}  # positions in `name` at which the parts so far can end
-    for part in parts:
-        if part == "**/":
-            ends = _after_folders(name, ends)
-        elif part == "*":
-            ends = _within_name(name, ends)
-        elif part == "?":
-            ends = {at + 1 for at in ends if at < len(name) and name[at] != "/"}
+    *folders, last = pattern.replace("[", "[[]").split("/")
+    parts = name.split("/")
+    # Numbers of the name's parts that the pattern's parts so far can take.
+    ends = {0}
+    for folder in folders:
+        if folder == "**":
+            ends = set(range(min(ends), len(parts)))
         else:
-            ends = {at + len(part) for at in ends if name.startswith(part, at)}
-        # No reading of the pattern is left.
+            ends = {at + 1 for at in ends if at < len(parts) and fnmatchcase(parts[at], folder)}
         if not ends:
             return False
-    return len(name) in ends
-
-
-def _within_name(name: str, begins: set[int]) -> set[int]:
-    ends: set[int] = set()
-    reached = -1
-    for begin in sorted(begins):
-        if begin > reached:  # otherwise in the same name as one before, which reaches as far
-            slash = name.find("/", begin)
-            reached = slash if slash >= 0 else len(name)
-            ends.update(range(begin, reached + 1))
-    return ends
-
-
-def _after_folders(name: str, begins: set[int]) -> set[int]:
-    walked: set[int] = set()
-    for begin in begins:
-        at = begin
-        # A slash right at the beginning closes no directory: `**/` takes whole, non-empty names.
-        while (slash := name.find("/", at)) > at and slash + 1 not in walked:
-            at = slash + 1
-            walked.add(at)
-    return begins | walked
+    return len(parts) - 1 in ends and fnmatchcase(parts[-1], last)
