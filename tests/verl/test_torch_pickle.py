@@ -110,7 +110,8 @@ def test_a_file_that_is_written_is_torchs_own_whole_and_aligned(
         monkeypatch.setattr(torch_file, "_ZIP64_FROM", 0)
     first, second = tmp_path / "first.pt", tmp_path / "second.pt"
     torch.save({"w": torch.arange(1000.0), "n": torch.arange(3)}, first)
-    with TorchFile(os.open(first, os.O_RDONLY)) as file:
+    with first.open("rb") as opened:
+        file = TorchFile(opened.fileno())
         storages = [file.value[name].args[0] for name in ("w", "n")]
         places = [file.place(one, size) for one, size in zip(storages, (4, 8), strict=True)]
         parts = [
@@ -123,14 +124,16 @@ def test_a_file_that_is_written_is_torchs_own_whole_and_aligned(
     assert found["n"].tolist() == [7, 8, 9]
     with open(second, "rb") as opened:
         assert zip_problem(opened.fileno()) == ""
-    with TorchFile(os.open(second, os.O_RDONLY)) as file:
+    with second.open("rb") as opened:
+        file = TorchFile(opened.fileno())
         assert [begin % 64 for begin, _ in file._records.values()] == [0] * len(file._records)
 
 
 def test_a_storage_that_is_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"w": torch.arange(10.0)}, path)
-    with TorchFile(os.open(path, os.O_RDONLY)) as file:
+    with path.open("rb") as opened:
+        file = TorchFile(opened.fileno())
         storage = file.value["w"].args[0]
         with pytest.raises(PickleProblem, match="40 bytes"):
             file.place(storage, 8)

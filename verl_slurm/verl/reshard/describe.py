@@ -1,6 +1,5 @@
 """Reads what the shards of a `global_step_N` hold, for a plan. Unpickles nothing, and reads no tensor."""
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -80,9 +79,8 @@ def opened(root: int, name: str) -> Iterator[TorchFile]:
     Raises:
         PickleProblem, OSError: as `TorchFile`.
     """
-    # A descriptor of its own: `open_below` closes the other.
-    with open_below(root, name) as fd, TorchFile(os.dup(fd)) as file:
-        yield file
+    with open_below(root, name) as fd:
+        yield TorchFile(fd)
 
 
 def _describe_model(root: int, role: str, ranks: int) -> Model:

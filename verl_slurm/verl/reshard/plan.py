@@ -221,7 +221,8 @@ def _plan_role(step: Described, model: Model, ranks: int) -> RolePlan:
 def _move(at: int, shards: Sequence[Sequence[Tensor]], flat: bool, ranks: int) -> Move:
     """Plans a tensor that is whole, or a DTensor."""
     tensor = shards[0][at]
-    dim, becomes = tensor.dim, _form(tensor)
+    dim: int | None = tensor.dim
+    becomes: Become = "dtensor" if tensor.is_dtensor else "plain"
     # On one rank FSDP1 divides nothing and saves plain tensors; on more it wants DTensors.
     if flat and ranks == 1:
         dim, becomes = None, "plain"
@@ -234,10 +235,6 @@ def _move(at: int, shards: Sequence[Sequence[Tensor]], flat: bool, ranks: int) -
         becomes=becomes,
         dim=dim,
     )
-
-
-def _form(tensor: Tensor) -> Become:
-    return "dtensor" if tensor.is_dtensor else "plain"
 
 
 def _flat_move(at: int, shards: Sequence[Sequence[Tensor]], numels: Sequence[int]) -> Move:

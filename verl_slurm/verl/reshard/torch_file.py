@@ -16,7 +16,6 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from verl_slurm.base.files import open_new
@@ -46,7 +45,10 @@ class Part:
 
 
 class TorchFile:
-    """An open file of torch.save.
+    """A file of torch.save.
+
+    Args:
+        fd: of the file, open to read; the caller closes it.
 
     Attributes:
         value: what it describes (`torch_pickle.load`).
@@ -89,14 +91,6 @@ class TorchFile:
         if len(data) != size:
             raise PickleProblem(f"{name} is cut off")
         return data
-
-    def __enter__(self) -> "TorchFile":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        os.close(self.fd)
 
 
 def _records(fd: int) -> dict[str, tuple[int, int]]:
