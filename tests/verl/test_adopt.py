@@ -81,10 +81,11 @@ def test_a_copy_is_independent_of_the_original(verl_dir: Path, run: RunPaths) ->
     assert verify(run.checkpoint(6)).ok
 
 
-def test_a_hard_link_is_the_same_file_and_takes_no_room(verl_dir: Path, run: RunPaths) -> None:
-    (done, *_) = adopt_steps(
-        run, plan(verl_dir, run), link=True, ask=lambda *_: pytest.fail("asked for room")
-    )
+def test_a_hard_link_is_the_same_file_and_takes_no_room(
+    verl_dir: Path, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "room_for", lambda *_: pytest.fail("asked for room"))
+    (done, *_) = adopt_steps(run, plan(verl_dir, run), link=True)
     assert (done.how, done.error) == ("link", "")
     shard = "global_step_6/model_world_size_2_rank_0.pt"
     assert (run.checkpoint(6) / shard).samefile(verl_dir / shard)
@@ -141,12 +142,15 @@ def test_what_retention_would_drop_at_once_is_not_copied_unless_asked(tmp_path: 
     assert {row.choice for row in plan(directory, run, keep_last=2, take_all=True)} == {"adopt"}
 
 
-def test_nothing_is_copied_where_it_would_not_fit(verl_dir: Path, run: RunPaths) -> None:
+def test_nothing_is_copied_where_it_would_not_fit(
+    verl_dir: Path, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(_: Path, need: Need) -> Room:
         return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
 
+    monkeypatch.setattr(module, "room_for", full)
     with pytest.raises(NoRoom, match="--link"):
-        adopt_steps(run, plan(verl_dir, run), ask=full)
+        adopt_steps(run, plan(verl_dir, run))
     assert names(run) == []
     assert list((run.root / "work").iterdir()) == []
 

@@ -344,10 +344,13 @@ def test_a_disk_that_fills_up_leaves_nothing_behind(
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
-def test_a_disk_without_room_is_refused_before_anything_is_written(paths: RunPaths) -> None:
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plan = plan_source(open_source(saved(paths)), 3)
+    monkeypatch.setattr(resharding, "room_for", lambda _, need: judge_room(FreeSpace(bytes=10_000), need))
     with pytest.raises(NoRoom, match="10 kB|0.0 GB|needed"):
-        resharding.require_room(plan, paths.root, lambda _, need: judge_room(FreeSpace(bytes=10_000), need))
+        resharding.require_room(plan, paths.root)
 
 
 def test_a_place_among_the_runs_checkpoints_is_refused(paths: RunPaths) -> None:

@@ -31,7 +31,7 @@ from verl_slurm.base.fence import Epoch, read_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.retention import plan_prune
-from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint, sweep
@@ -158,8 +158,6 @@ def adopt_steps(
     *,
     link: bool = False,
     on_bytes: OnBytes = lambda _: None,
-    on_step: Callable[[Judged, How], None] = lambda *_: None,
-    ask: Callable[[Path, Need], Room] = room_for,
 ) -> list[Adoption]:
     """Makes each row of `adopt` a checkpoint of the run, newest first.
 
@@ -168,7 +166,6 @@ def adopt_steps(
     Args:
         link: hard links instead of copies, see `copying`.
         on_bytes: told how many more bytes were copied, and read back.
-        on_step: told before each, and how it will be done.
 
     Raises:
         NoRoom: the copies would not fit.
@@ -193,9 +190,9 @@ def adopt_steps(
         how: How = "link" if link else how_to_copy(chosen[0].path, work)
         # Clones and links take no room of their own.
         if how == "copy":
-            _require_room(paths, chosen, ask)
+            _require_room(paths, chosen)
         # Newest first: if it is interrupted, the run has the one that it would resume from.
-        done = [_adopt(paths, one, work, how, owner, on_bytes, on_step) for one in chosen]
+        done = [_adopt(paths, one, work, how, owner, on_bytes) for one in chosen]
     finally:
         shutil.rmtree(work, ignore_errors=True)
     newest = next((one.saved for one in done if one.saved is not None), None)
@@ -206,16 +203,9 @@ def adopt_steps(
 
 
 def _adopt(
-    paths: RunPaths,
-    one: Judged,
-    work: Path,
-    how: How,
-    owner: Epoch | None,
-    on_bytes: OnBytes,
-    on_step: Callable[[Judged, How], None],
+    paths: RunPaths, one: Judged, work: Path, how: How, owner: Epoch | None, on_bytes: OnBytes
 ) -> Adoption:
     """Adopts one step; its own problem does not keep the others from being adopted."""
-    on_step(one, how)
     # Below RUN, so that the commit can rename it into the checkpoint.
     copy = work / guest_directory("verl", one.step)
     try:
@@ -278,11 +268,11 @@ def _require_same(paths: RunPaths, owner: Epoch | None) -> None:
         )
 
 
-def _require_room(paths: RunPaths, chosen: Sequence[Judged], ask: Callable[[Path, Need], Room]) -> None:
+def _require_room(paths: RunPaths, chosen: Sequence[Judged]) -> None:
     num_bytes, num_files = sum(one.num_bytes for one in chosen), sum(len(one.files) for one in chosen)
     basis = f"a copy of {len(chosen)} checkpoints" if len(chosen) > 1 else f"a copy of {chosen[0].name}"
     # Without the margin that a run's own saves have: the sizes are known exactly.
-    room = ask(paths.checkpoints, need_of_next(num_bytes, num_files, basis=basis, margin=0.0))
+    room = room_for(paths.checkpoints, need_of_next(num_bytes, num_files, basis=basis, margin=0.0))
     if room.enough is False:
         raise NoRoom(
             "there is no room for the copies",

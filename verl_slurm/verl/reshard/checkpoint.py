@@ -24,7 +24,7 @@ import msgspec
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
 from verl_slurm.base.files import fsync_path, write_file
-from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
+from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
 from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
 from verl_slurm.checkpoint.store.medium import room_for
@@ -160,7 +160,7 @@ def _installed_torch() -> str:
         return "none"
 
 
-def require_room(plan: ReshardPlan, where: Path, ask: Callable[[Path, Need], Room] = room_for) -> None:
+def require_room(plan: ReshardPlan, where: Path) -> None:
     """Requires that the result fits.
 
     Raises:
@@ -171,10 +171,8 @@ def require_room(plan: ReshardPlan, where: Path, ask: Callable[[Path, Need], Roo
     # What is whole on every rank, and the descriptions, grow with the ranks; all else stays.
     num_bytes = max(sum(sizes), work_bytes(plan) - 2 * plan.num_bytes)
     num_files = len(sizes) * max(1, -(-plan.after // plan.before))
-    room = ask(
-        where,
-        need_of_next(num_bytes, num_files, basis=f"{plan.step.name} on {plan.after} ranks", margin=0.02),
-    )
+    basis = f"{plan.step.name} on {plan.after} ranks"
+    room = room_for(where, need_of_next(num_bytes, num_files, basis=basis, margin=0.02))
     if room.enough is False:
         raise NoRoom(
             "there is no room for the divided checkpoint", where=where, found=room.reason, remedy="make some"
