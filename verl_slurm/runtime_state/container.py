@@ -6,7 +6,8 @@ Bytes in, structs and arrays out; knows nothing of files, steps or ranks.
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypeVar, cast
 
@@ -145,18 +146,15 @@ def unpack(
     Raises:
         CheckpointCorrupt: anything violates `format.py`.
     """
-    try:
-        view = memoryview(data)
-        begin = _end_of_header(view)
-        header = _header(decompress(view[_START.size : begin], MAX_HEADER_BYTES), header_type)
+    view = memoryview(data)
+    with _explained(where):
         # Slices of a view: a frame is not copied before it is decompressed.
+        header, begin = _header(view, header_type)
         specs, reader = _content(header, lambda at, size: view[at : at + size], begin, len(data), limit)
         groups: dict[str, dict[str, Blob]] = {}
         for spec in specs:
             groups.setdefault(spec.group, {})[spec.name] = _array(spec, reader)
         reader.close()
-    except _UNREADABLE as error:
-        raise _unreadable(error, where) from error
     return header, groups
 
 
@@ -174,10 +172,8 @@ def digests(
     Raises:
         CheckpointCorrupt: it violates `format.py`.
     """
-    try:
-        head = read(0, min(num_bytes, HEAD_BYTES))
-        begin = _end_of_header(head)
-        header = _header(decompress(head[_START.size : begin], MAX_HEADER_BYTES), header_type)
+    with _explained(where):
+        header, begin = _header(read(0, min(num_bytes, HEAD_BYTES)), header_type)
         specs, reader = _content(header, read, begin, num_bytes, MAX_CONTENT_BYTES)
         groups: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = {}
         for spec in specs:
@@ -190,8 +186,6 @@ def digests(
                 left -= part.size
             groups.setdefault(spec.group, {})[spec.name] = spec.dtype, tuple(spec.shape), digest.hexdigest()
         reader.close()
-    except _UNREADABLE as error:
-        raise _unreadable(error, where) from error
     return header, groups
 
 
@@ -204,38 +198,26 @@ def unpack_header(head: bytes, header_type: type[Header], *, where: object) -> H
     Raises:
         CheckpointCorrupt: it violates `format.py`.
     """
-    try:
-        view = memoryview(head)
-        packed = view[_START.size : _end_of_header(view)]
-        header = _header(decompress(packed, MAX_HEADER_BYTES), header_type)
+    with _explained(where):
+        header, _ = _header(memoryview(head), header_type)
         _check_specs(cast(list[ArraySpec], header.arrays), MAX_CONTENT_BYTES)  # type: ignore[attr-defined]
-    except _UNREADABLE as error:
-        raise _unreadable(error, where) from error
     return header
 
 
-# ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes. All of them mean
-# the same here.
-_UNREADABLE = (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError)
-
-
-def _unreadable(error: Exception, where: object) -> CheckpointCorrupt:
-    return CheckpointCorrupt(
-        "runtime state cannot be read",
-        where=where,
-        found=error,
-        expected="a container as runtime_state/format.py specifies",
-        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
-    )
-
-
-def _end_of_header(data: memoryview) -> int:
-    if len(data) < _START.size:
-        raise ValueError(f"{len(data)} bytes are too few")
-    magic, length, name, size = _START.unpack_from(data)
-    if (magic, length, name) != (_START_MAGIC, _START.size - 8, _NAME):
-        raise ValueError("it does not begin as a container of version 2")
-    return _START.size + int(size)
+@contextmanager
+def _explained(where: object) -> Iterator[None]:
+    try:
+        yield
+    # ValueError covers our own refusals; TypeError and OverflowError come from numpy for absurd shapes. All of them
+    # mean the same here.
+    except (ValueError, TypeError, OverflowError, MemoryError, msgspec.MsgspecError) as error:
+        raise CheckpointCorrupt(
+            "runtime state cannot be read",
+            where=where,
+            found=error,
+            expected="a container as runtime_state/format.py specifies",
+            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        ) from error
 
 
 def _content(
@@ -299,13 +281,21 @@ def _num_bytes(spec: ArraySpec) -> int:
     return math.prod(spec.shape) * _itemsize(spec)
 
 
-def _header(data: bytes, header_type: type[Header]) -> Header:
+def _header(head: memoryview, header_type: type[Header]) -> tuple[Header, int]:
+    """Returns the header at the begin of a container, and where it ends."""
+    if len(head) < _START.size:
+        raise ValueError(f"{len(head)} bytes are too few")
+    magic, length, name, size = _START.unpack_from(head)
+    if (magic, length, name) != (_START_MAGIC, _START.size - 8, _NAME):
+        raise ValueError("it does not begin as a container of version 2")
+    end = _START.size + int(size)
+    data = decompress(head[_START.size : end], MAX_HEADER_BYTES)
     # Typed: an untyped decoding makes objects of whatever the bytes describe.
     header = msgspec.msgpack.decode(data, type=header_type)
     if msgspec.msgpack.encode(header) != data:
         raise ValueError("the header is not canonical (duplicate key, other number type, trailing bytes)")
     _require_agreement(data)
-    return header
+    return header, end
 
 
 def _require_agreement(data: bytes) -> None:
