@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.loops.verl_sft_wraps import WatchedHandler, WatchedWorker
+from verl_slurm.loops.verl_sft_wraps import watch_checkpoints, watch_steps
 
 
 class _Handler:
@@ -32,7 +32,8 @@ class _Handler:
 
 
 def saves(handler: _Handler, save: Callable[..., None] = lambda step, write: write()) -> Any:
-    return WatchedHandler(handler, steps_per_epoch=8, save=save)
+    watch_checkpoints(handler, steps_per_epoch=8, save=save)
+    return handler
 
 
 def test_within_an_epoch_the_data_goes_on_where_it_was() -> None:
@@ -68,6 +69,6 @@ def test_a_save_is_ours_around_verls() -> None:
 def test_what_is_not_watched_is_verls_own() -> None:
     worker = SimpleNamespace(train_batch=lambda data: data + 1, infer_batch=lambda data: -data)
     seen: list[int] = []
-    watched = WatchedWorker(worker, seen.append)
-    assert (watched.train_batch(data=1), watched.infer_batch(3)) == (2, -3)
+    watch_steps(worker, seen.append)
+    assert (worker.train_batch(data=1), worker.infer_batch(3)) == (2, -3)
     assert seen == [2]

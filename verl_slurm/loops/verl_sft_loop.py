@@ -1,14 +1,14 @@
 """Serves verl's own SFT trainer: it saves at the end of the running step when asked, and its saves are committed.
 
-`SFTTrainer` is subclassed and two of its members are wrapped: its `training_client`, whose `train_batch` returns when a
-step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own code, including
-the order of a step. Validation and saving follow `train_batch`, so they obey a decision made there.
+`SFTTrainer` is subclassed, and functions of two of its members are wrapped: its `training_client`, whose `train_batch`
+returns when a step is done, and its `ckpt_handler`, which writes and reads checkpoints. Everything else is verl's own
+code, including the order of a step. Validation and saving follow `train_batch`, so they obey a decision made there.
 
 An exit proves nothing: a run is finished when its last step is done and committed (`loops.verl_sft`).
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from verl.utils import tensordict_utils
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.loops.step_end import StepEndSaver, seal_own
-from verl_slurm.loops.verl_sft_wraps import WatchedHandler, WatchedWorker
+from verl_slurm.loops.verl_sft_wraps import watch_checkpoints, watch_steps
 
 __all__ = ["ServedSFT"]
 
@@ -48,7 +48,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def __init__(self, config: Any, saver: StepEndSaver | None, resume_step: int | None) -> None:
         self._saver = saver
-        self._metrics: dict[str, float] = {}
+        self._metrics: Mapping[str, object] = {}
         # Before verl builds the model: LoRA's weights are drawn in its constructor. The same on all ranks.
         _seed(int(config.trainer.seed))
         super().__init__(config=config)
@@ -84,7 +84,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     def _build_engine(self) -> None:
         super()._build_engine()
         # When `train_batch` returns the optimizer has stepped, and verl has not yet decided on validation and saving.
-        self.training_client = WatchedWorker(self.training_client, self._step_is_done)
+        watch_steps(self.training_client, self._step_is_done)
 
     def _build_dataloader(self) -> None:
         super()._build_dataloader()
@@ -96,11 +96,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
 
     def _build_ckpt_handler(self) -> None:
         super()._build_ckpt_handler()
-        self.ckpt_handler = WatchedHandler(
-            self.ckpt_handler,
-            steps_per_epoch=self.steps_per_epoch,
-            save=self._save,
-        )
+        watch_checkpoints(self.ckpt_handler, steps_per_epoch=self.steps_per_epoch, save=self._save)
 
     def fit(self) -> None:
         """Trains to the last step, or to the end of the one in which a request to stop arrives."""
@@ -110,7 +106,7 @@ class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     def _step_is_done(self, output: Any) -> None:
         """Runs when the weights are those of the next step; metrics, validation and saving follow in `fit`."""
         self.step += 1
-        self._metrics = _numbers(output)
+        self._metrics = _metrics_of(output)
         # Restored at each step: the request before this one may have set it to 1.
         self.save_freq = self._own_save_freq
         if self._saver is None:
@@ -154,15 +150,10 @@ def _seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _numbers(output: Any) -> dict[str, float]:
-    """Selects the numbers of `train_batch`'s output; some ranks get none."""
+def _metrics_of(output: Any) -> Mapping[str, object]:
+    """Returns the metrics in `train_batch`'s output; some ranks get none."""
     try:
         # Without a result on this rank the step counts all the same: it is agreed on by all.
-        metrics = tensordict_utils.get(output, "metrics")
+        return tensordict_utils.get(output, "metrics") or {}
     except (KeyError, AttributeError, TypeError):
         return {}
-    found = {}
-    for name, value in (metrics or {}).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[str(name)] = float(value)
-    return found
