@@ -84,15 +84,6 @@ class Manager(Recording):
     def account(self) -> Account:
         return self.told
 
-    def require_workers(self) -> None:
-        pass
-
-    def wait_for_engines(self) -> None:
-        pass
-
-    def stop(self) -> None:
-        pass
-
     def forget(self, before: int) -> None:
         self.forgot.append(before)
 

@@ -4,11 +4,10 @@ verl.
 `verl_rollouts` is the workers' part.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT
@@ -41,32 +40,53 @@ class Account(NamedTuple):
     modes: Set[str] = frozenset()
 
 
-class Recording(ABC):
-    """A manager of verl's that keeps responses: `verl_rollouts.LedgerManager`.
+class Recording:
+    """A manager of verl's that keeps responses, and what it has all of its workers do: `verl_rollouts.LedgerManager`.
 
     Here, because the driver cannot import that module: a process of Ray's imports it first, it imports verl, and verl
     then imports the driver's module.
     """
 
-    @abstractmethod
+    agent_loop_workers: list[Any]
+    alive: list[Any]
+    """Of each worker, what ends with it."""
+
     def account(self) -> Account:
         """Returns what has become of responses since the start."""
+        accounts = self._all("account")
+        replayed, continued, recorded = (sum(one[part] for one in accounts) for part in range(3))
+        news = list(dict.fromkeys(line for one in accounts for line in one.news))
+        modes = frozenset[str]().union(*(one.modes for one in accounts))
+        return Account(replayed, continued, recorded, news, modes)
 
-    @abstractmethod
     def require_workers(self) -> None:
-        """Raises if a process that collects responses is dead."""
+        """Raises Ray's own error if a worker is dead. verl gives its workers prompts and asks no more, so that it would
+        wait without end.
+        """
+        import ray
 
-    @abstractmethod
+        ended, _ = ray.wait(self.alive, timeout=0)
+        ray.get(ended)
+
     def wait_for_engines(self) -> None:
         """Waits from here on where an engine has died: it will be replaced."""
+        self._all("wait_for_engines")
 
-    @abstractmethod
     def stop(self) -> None:
         """Records nothing from here on: responses will be broken off."""
+        self._all("stop")
 
-    @abstractmethod
     def forget(self, before: int) -> None:
         """Drops the records of prompts before this position."""
+        self._all("forget", before)
+
+    def _all(self, method: str, *args: Any) -> list[Any]:
+        """Calls a method of each worker, and returns the answers of all."""
+        import ray
+
+        calls = [getattr(worker, method).remote(*args) for worker in self.agent_loop_workers]
+        answers: list[Any] = ray.get(calls)
+        return answers
 
 
 class Rollouts:

@@ -133,42 +133,15 @@ def _fields(output: AgentLoopOutput) -> dict[str, Any]:
     return fields
 
 
-class LedgerManager(AgentLoopManagerTQ, Recording):  # type: ignore[misc]
+class LedgerManager(Recording, AgentLoopManagerTQ):  # type: ignore[misc]
     """verl's manager, in its driver, with our workers."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         # After verl's constructor, which sets its own.
         self.agent_loop_workers_class = ray.remote(LedgerWorker)
-        self._alive: list[Any] = []
+        self.alive = []
 
     async def _init_agent_loop_workers(self) -> None:
         await super()._init_agent_loop_workers()
-        self._alive = [worker.stay.remote() for worker in self.agent_loop_workers]
-
-    def require_workers(self) -> None:
-        """Raises Ray's own error if a worker is dead. verl gives its workers prompts and asks no more, so that it would
-        wait without end.
-        """
-        ended, _ = ray.wait(self._alive, timeout=0)
-        ray.get(ended)
-
-    def account(self) -> Account:
-        """Returns `LedgerWorker.account` of all workers together."""
-        accounts = ray.get([worker.account.remote() for worker in self.agent_loop_workers])
-        replayed, continued, recorded = (sum(one[part] for one in accounts) for part in range(3))
-        news = list(dict.fromkeys(line for one in accounts for line in one.news))
-        modes = frozenset[str]().union(*(one.modes for one in accounts))
-        return Account(replayed, continued, recorded, news, modes)
-
-    def wait_for_engines(self) -> None:
-        """Has all workers wait where an engine has died."""
-        ray.get([worker.wait_for_engines.remote() for worker in self.agent_loop_workers])
-
-    def stop(self) -> None:
-        """Has all workers record nothing from here on."""
-        ray.get([worker.stop.remote() for worker in self.agent_loop_workers])
-
-    def forget(self, before: int) -> None:
-        """Has all workers drop what is before this position."""
-        ray.get([worker.forget.remote(before) for worker in self.agent_loop_workers])
+        self.alive = [worker.stay.remote() for worker in self.agent_loop_workers]
