@@ -8,7 +8,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import record as module
 from verl_slurm.dataset.fingerprint.entries import FileDigest
-from verl_slurm.dataset.fingerprint.record import Drift, check_dataset, drift, fingerprint, read, write
+from verl_slurm.dataset.fingerprint.record import Drift, check_dataset, drift, fingerprint, look, read, write
 
 
 @pytest.fixture
@@ -40,11 +40,11 @@ def test_added_removed_and_changed_files_are_listed_and_nothing_else(root: Path)
     assert drift(old, new).one_line() == expected
 
 
-def test_content_name_and_kind_count_and_times_modes_and_threads_do_not(root: Path, tmp_path: Path) -> None:
+def test_content_name_and_kind_count_and_times_and_modes_do_not(root: Path, tmp_path: Path) -> None:
     first = fingerprint(root)
     os.utime(root / "a.jsonl", (1, 1))
     (root / "a.jsonl").chmod(0o600)
-    assert fingerprint(root, threads=7) == first
+    assert fingerprint(root) == first
     (root / "a.jsonl").rename(root / "z.jsonl")
     assert fingerprint(root).digest != first.digest
     (root / "z.jsonl").rename(tmp_path / "z")
@@ -91,8 +91,8 @@ def test_a_root_that_cannot_be_hashed_is_a_data_error_with_a_remedy(
 def test_a_tree_that_changes_at_each_look_is_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = module.hash_files
 
-    def slow(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
-        result = real(where, lines, threads=threads)
+    def slow(where: Path, lines: list[str]) -> dict[str, FileDigest]:
+        result = real(where, lines)
         with (root / "b.jsonl").open("a") as file:
             file.write("more\n")
         return result
@@ -109,11 +109,11 @@ def test_a_file_that_changes_once_around_its_reading_is_read_again(
     real = module.hash_files
     rounds: list[int] = []
 
-    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+    def once(where: Path, lines: list[str]) -> dict[str, FileDigest]:
         rounds.append(len(lines))
         if len(rounds) == 1 and when == "before":
             (root / "b.jsonl").write_text("B\n")
-        result = real(where, lines, threads=threads)
+        result = real(where, lines)
         if len(rounds) == 1 and when == "after":
             (root / "b.jsonl").write_text("B\n")
         return result
@@ -129,10 +129,10 @@ def test_a_file_that_appears_while_the_tree_is_read_is_in_the_result(
 ) -> None:
     real = module.hash_files
 
-    def once(where: Path, lines: list[str], *, threads: int | None) -> dict[str, FileDigest]:
+    def once(where: Path, lines: list[str]) -> dict[str, FileDigest]:
         (root / "late.jsonl").write_text("late\n") if not (root / "late.jsonl").exists() else None
         (root / "a.jsonl").unlink(missing_ok=True) if "a.jsonl" not in "".join(lines) else None
-        return real(where, lines, threads=threads)
+        return real(where, lines)
 
     monkeypatch.setattr(module, "hash_files", once)
     found = fingerprint(root).files
@@ -163,7 +163,8 @@ def test_a_run_refuses_changed_data_names_it_and_takes_it_when_told(root: Path, 
     (root / "a.jsonl").write_text("A\n")
     with pytest.raises(DatasetDrift, match=r"1 changed \(a\.jsonl\)"):
         check_dataset(paths, root)
-    accepted = check_dataset(paths, root, accept=True)
+    accepted = look(paths, root, first, may_record=True).found
+    write(paths, accepted)
     assert check_dataset(paths, root) == accepted != first
 
 

@@ -157,4 +157,4 @@ def test_a_large_file_that_is_written_at_each_look_is_given_up(
 
     monkeypatch.setattr(data_hash, "hash_fd", slow)
     with pytest.raises(DataError, match="changes while it is read"):
-        fingerprint(root, threads=1)
+        fingerprint(root)

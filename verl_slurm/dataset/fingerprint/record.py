@@ -71,17 +71,14 @@ class Survey:
     began_ns: int = 0
 
 
-def fingerprint(root: Path | str, *, threads: int | None = None) -> Fingerprint:
+def fingerprint(root: Path | str) -> Fingerprint:
     """Reads and hashes the whole tree below `root`.
-
-    Args:
-        threads: number that hash; default: as many as help.
 
     Raises:
         DataError: it is missing, no directory, without a file, unreadable, holds a broken link, a loop of links, a
             device, socket or pipe, a name that is not UTF-8, or keeps changing while it is read.
     """
-    return survey(root, threads=threads).found
+    return survey(root).found
 
 
 def survey(
@@ -89,7 +86,6 @@ def survey(
     *,
     cache: Path | None = None,
     full: bool = False,
-    threads: int | None = None,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> Survey:
     """Looks at the tree below `root`. Writes nothing: `remember` does.
@@ -97,7 +93,6 @@ def survey(
     Args:
         cache: of an earlier look; None: every file is read.
         full: read every file nevertheless, and report where the cache was wrong.
-        threads: number that hash; default: as many as help.
         clock_ns: the wall clock, ns since 1970.
 
     Raises:
@@ -120,7 +115,7 @@ def survey(
     # find is faster; `walk` decides where find is missing, failed, or met something out of the ordinary.
     lines = lines or lines_of(root, seen) or walk(root)
     # A full look starts with no hashes: what the cache says is then compared with what was read.
-    found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached), threads)
+    found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached))
     unnoticed = [_path(line) for line in lines if full and line in cached and known[line] != cached[line]]
     return Survey(
         root=root,
@@ -201,17 +196,12 @@ def look(
 
 
 def check_dataset(
-    paths: RunPaths,
-    root: Path | str,
-    *,
-    accept: bool = False,
-    notice: Callable[[str], None] = lambda text: None,
+    paths: RunPaths, root: Path | str, *, notice: Callable[[str], None] = lambda text: None
 ) -> Fingerprint:
     """Compares the data at `root` with what the run started with; records it if there is no record yet. Runs at every
     start.
 
     Args:
-        accept: take changed data and record it (`--force-resume`).
         notice: called for a hash cache that cannot be read or stored.
 
     Raises:
@@ -219,14 +209,14 @@ def check_dataset(
         DataError: it cannot be hashed.
     """
     recorded = read(paths)
-    seen = look(paths, root, recorded, may_record=accept)
-    found = seen.found
-    difference = drift(recorded, found) if recorded is not None else None
+    seen = look(paths, root, recorded)
     # Before the refusal: the next look at this tree is spared the reading, whatever it is compared with.
     for text in (*seen.notices, remember(paths.hash_cache, seen)):
         if text:
             notice(text)
-    if difference and not accept:
+    if recorded is None:
+        write(paths, seen.found)
+    elif difference := drift(recorded, seen.found):
         raise DatasetDrift(
             "the data set is not the one the run started with",
             where=root,
@@ -234,15 +224,10 @@ def check_dataset(
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
         )
-    # After the refusal above: here the difference is accepted.
-    if recorded is None or difference:
-        write(paths, found)
-    return found
+    return seen.found
 
 
-def _read_tree(
-    root: Path, lines: list[str], known: Digests, threads: int | None
-) -> tuple[Fingerprint, list[str], int, Digests]:
+def _read_tree(root: Path, lines: list[str], known: Digests) -> tuple[Fingerprint, list[str], int, Digests]:
     """Reads the unknown files, and walks again until a walk shows nothing new.
 
     Returns:
@@ -255,7 +240,7 @@ def _read_tree(
         unknown = [line for line in lines if line not in known and not line.startswith("d ")]
         if not unknown and (found := _assemble(root, lines, known)) is not None:
             return found, lines, len(read_now), known
-        hashed = hash_files(root, unknown, threads=threads)
+        hashed = hash_files(root, unknown)
         known.update(hashed)
         read_now.update(hashed)
         before = lines
