@@ -36,7 +36,6 @@ __all__ = [
     "Entry",
     "Layout",
     "is_distributed",
-    "megatron_command",
     "merge_command",
     "missing_beside",
     "read_layout",
@@ -220,21 +219,16 @@ def _listed(sizes: Iterable[int]) -> str:
     return " and ".join(str(size) for size in sorted(sizes))
 
 
-def merge_command(step: Path, entry: str, target: str = "MODEL_DIR") -> str:
-    """Returns the command that makes a model of `global_step_N`.
+def merge_command(step: Path, entry: str, backend: str = "fsdp") -> str:
+    """Returns the command that makes a model, MODEL_DIR, of `global_step_N`.
 
     Args:
         step: the directory `global_step_N`.
         entry: of verl's trainers; PPO's policy is in actor/.
+        backend: that saved it: `fsdp` or `megatron`.
     """
     local = step if entry == "sft" else step / "actor"
-    words = ("--backend", "fsdp", "--local_dir", str(local), "--target_dir", target)
-    return shlex.join(["python", "-m", "verl.model_merger", "merge", *words])
-
-
-def megatron_command(step: Path, target: str = "MODEL_DIR") -> str:
-    """Returns the command that makes a model of what Megatron saved in `global_step_N`."""
-    words = ("--backend", "megatron", "--local_dir", str(step / "actor"), "--target_dir", target)
+    words = ("--backend", backend, "--local_dir", str(local), "--target_dir", "MODEL_DIR")
     return shlex.join(["python", "-m", "verl.model_merger", "merge", *words])
 
 

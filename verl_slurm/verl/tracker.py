@@ -70,11 +70,9 @@ def look_at_tracker(directory: Path, steps: Sequence[Judged]) -> Tracker:
     try:
         return judge_tracker(read_tracker(directory), steps)
     except OSError as error:  # a link, a directory, another user's
-        wanted = max((one.step for one in steps if one.ok), default=None)
-        where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
-        line = f"a tracker that is no file or cannot be read ({error.strerror}); {where}"
         # Judged without its content: a repair replaces the name, whatever lies there.
-        return Tracker(state="unreadable", step=None, wanted=wanted, line=line)
+        line = f"a tracker that is no file or cannot be read ({error.strerror})"
+        return _tracker("unreadable", line, steps)
 
 
 def read_tracker(directory: Path) -> bytes | None:
@@ -99,43 +97,41 @@ def judge_tracker(content: bytes | None, steps: Sequence[Judged]) -> Tracker:
         content: from `read_tracker`.
         steps: all of the directory, in any order.
     """
-    wanted = max((one.step for one in steps if one.ok), default=None)
-    where = "no step is whole" if wanted is None else f"the newest whole one is global_step_{wanted}"
     if content is None:
-        if not steps:
-            return Tracker(state="absent", step=None, wanted=None, line="no tracker and no checkpoint")
         # To make verl begin anew is right where there is nothing to resume from.
-        if wanted is None:
-            return Tracker(state="absent", step=None, wanted=None, line=f"no tracker, and {where}")
-        line = f"no tracker: verl would train from step 0 and write over what is there; {where}"
-        return Tracker(state="missing", step=None, wanted=wanted, line=line)
+        if not any(one.ok for one in steps):
+            return _tracker("absent", "no tracker" if steps else "no tracker and no checkpoint", steps)
+        line = "no tracker: verl would train from step 0 and write over what is there"
+        return _tracker("missing", line, steps)
     # verl's PPO trainers write it in place, so a kill can leave it empty.
     if not content.strip():
-        line = f"an empty tracker: verl would crash at every start; {where}"
-        return Tracker(state="empty", step=None, wanted=wanted, line=line)
-    step = _number(content)
-    if step is None:
+        return _tracker("empty", "an empty tracker: verl would crash at every start", steps)
+    try:
+        # As verl does: int() of the text, so blanks around it are fine.
+        step = int(content.decode())
+    except ValueError:
         # Others may have written it: what goes to the terminal is escaped.
         shown = printable(content[:_SHOWN].decode("utf-8", "replace"))
-        line = f"a tracker that is no number ({shown}): verl would crash at every start; {where}"
-        return Tracker(state="garbage", step=None, wanted=wanted, line=line)
-    named = next((one for one in steps if one.step == step), None)
+        line = f"a tracker that is no number ({shown}): verl would crash at every start"
+        return _tracker("garbage", line, steps)
+    named, points = next((one for one in steps if one.step == step), None), f"points to global_step_{step}"
     if named is None:
-        line = f"a tracker that points to global_step_{step}, which is not there: verl would train from step 0; {where}"
-        return Tracker(state="nowhere", step=step, wanted=wanted, line=line)
+        line = f"a tracker that {points}, which is not there: verl would train from step 0"
+        return _tracker("nowhere", line, steps, step)
     if not named.ok:
-        line = f"the tracker points to global_step_{step}, which is not whole; {where}"
-        return Tracker(state="broken", step=step, wanted=wanted, line=line)
+        return _tracker("broken", f"the tracker {points}, which is not whole", steps, step)
     # Behind is worth a repair, too: verl writes the tracker after the step, so a kill in between loses a whole one.
-    if step != wanted:
-        line = f"the tracker points to global_step_{step}; {where}"
-        return Tracker(state="behind", step=step, wanted=wanted, line=line)
-    return Tracker(
-        state="good",
-        step=step,
-        wanted=wanted,
-        line=f"the tracker points to global_step_{step}, which is whole",
-    )
+    if any(one.ok and one.step > step for one in steps):
+        return _tracker("behind", f"the tracker {points}", steps, step)
+    return _tracker("good", f"the tracker {points}, which is whole", steps, step)
+
+
+def _tracker(state: State, line: str, steps: Sequence[Judged], step: int | None = None) -> Tracker:
+    """Adds the content that would be right."""
+    wanted = max((one.step for one in steps if one.ok), default=None)
+    if state != "good" and (steps or state != "absent"):
+        line += "; no step is whole" if wanted is None else f"; the newest whole one is global_step_{wanted}"
+    return Tracker(state=state, step=step, wanted=wanted, line=line)
 
 
 def write_tracker(directory: Path, step: int) -> None:
@@ -153,12 +149,3 @@ def write_tracker(directory: Path, step: int) -> None:
     write_file(path, str(step).encode())
     # Without the bits by which others could point verl, and the pickles that it loads, elsewhere.
     path.chmod(mode & 0o755)
-
-
-def _number(content: bytes) -> int | None:
-    """Parses the number as verl does: int() of the text, so blanks around it are fine."""
-    try:
-        value = int(content.decode())
-    except ValueError:
-        return None
-    return value

@@ -10,7 +10,7 @@ import msgspec
 from verl_slurm.base.bounded import CONFIG, read_fd
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
-from verl_slurm.verl.layout import is_distributed, megatron_command, read_layout
+from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
 from verl_slurm.verl.reshard.plan import DataState, Described, Model, cannot
 from verl_slurm.verl.reshard.tensors import Tensor, find_tensors, mapped
 from verl_slurm.verl.reshard.torch_file import TorchFile
@@ -47,7 +47,7 @@ def describe_step(step: Path) -> Described:
                 where=step,
                 found="a distributed checkpoint (Megatron, torchtitan)",
                 remedy="begin a new run from its weights alone (optimizer, schedule and place in the data are lost): "
-                f"`{megatron_command(step)}`, then verl.actor_rollout_ref.model.path=MODEL_DIR",
+                f"`{merge_command(step, 'ppo', 'megatron')}`, then verl.actor_rollout_ref.model.path=MODEL_DIR",
             )
         layout = read_layout(names)
         if layout.problems or layout.world_size is None:
