@@ -216,7 +216,7 @@ def second_copy(root: Path, ranks: int, layers: int) -> Callable[[], Any]:
     data = render(manifest)
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     ours = Collective(dist.group.WORLD)
-    return lambda: len(ours.on_first("the second copy", lambda: data)) and None
+    return lambda: len(ours.on_first("the second copy", lambda: data, bytes)) and None
 
 
 def messages(root: Path, ranks: int, layers: int) -> Callable[[], Any]:

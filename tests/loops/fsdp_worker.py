@@ -110,14 +110,14 @@ def live(
 ) -> tuple[list[torch.Tensor], Sampled]:
     """Returns the trained weights (empty: it was stopped), and what was sampled."""
     paths = RunPaths(root)
-    taken = ranks.on_first("", lambda: str(take_epoch(paths, job_id="1", restart=0).epoch).encode())
+    taken = ranks.on_first("", lambda: take_epoch(paths, job_id="1", restart=0).epoch, int)
     newest = sorted(paths.checkpoints.glob("step_*"))[-1:]
     session = Session(
         daemon,
         rank=ranks.rank,
         world_size=2,
         paths=paths,
-        epoch=int(taken),
+        epoch=taken,
         resume=newest[0] if newest else None,
     )
     trainer, sampled = make(session)

@@ -103,7 +103,7 @@ def test_what_the_first_rank_says_takes_the_room_of_one_copy(monkeypatch: pytest
 
     monkeypatch.setattr(dist, "all_gather", all_gather)
     assert (
-        _on_all_ranks(lambda ranks: ranks.on_first("naming", lambda: bytes(1 << 20)))
+        _on_all_ranks(lambda ranks: ranks.on_first("naming", lambda: bytes(1 << 20), bytes))
         == [bytes(1 << 20)] * WORLD
     )
     assert max(room) <= 8 * WORLD, "lengths alone"
@@ -144,11 +144,19 @@ def test_when_one_rank_fails_all_raise_and_name_it() -> None:
 def test_the_first_rank_works_for_all() -> None:
     seen = []
 
-    def work(ranks: Collective) -> bytes:
-        return ranks.on_first("naming", lambda: seen.append(ranks.rank) or b"step")  # type: ignore[func-returns-value]
+    def work(ranks: Collective) -> list[int]:
+        ranks.first_does("noting", lambda: seen.append(ranks.rank))
+        return ranks.on_first("naming", lambda: [ranks.rank, 7], list[int])
 
-    assert _on_all_ranks(work) == [b"step"] * WORLD
+    assert _on_all_ranks(work) == [[0, 7]] * WORLD
     assert seen == [0]
+
+
+def test_each_rank_gets_the_values_of_all() -> None:
+    assert (
+        _on_all_ranks(lambda ranks: ranks.values((ranks.rank, "x"), tuple[int, str]))
+        == [[(rank, "x") for rank in range(WORLD)]] * WORLD
+    )
 
 
 def test_a_single_process_needs_no_group() -> None:

@@ -106,5 +106,5 @@ def test_an_os_error_on_one_rank_reaches_all_as_a_crash() -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     with pytest.raises(RanksFailed) as caught:
-        Collective(None).on_first("looking", fail)
+        Collective(None).first_does("looking", fail)
     assert caught.value.exit_code is ExitCode.INTERNAL

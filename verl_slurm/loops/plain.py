@@ -152,8 +152,7 @@ class Run:
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks
         # One rank takes the epoch and chooses: ranks that looked by themselves could choose different checkpoints.
-        word = ranks.on_first("taking the run", lambda: msgspec.msgpack.encode(_take_the_run(run_dir)))
-        start = msgspec.msgpack.decode(word, type=_Start)
+        start = ranks.on_first("taking the run", lambda: _take_the_run(run_dir), _Start)
         paths = RunPaths(start.root)
         return Session(
             session.line,
@@ -265,13 +264,12 @@ class Run:
 
     def _write(self, ranks: Collective) -> Sequence[FileEntry]:
         # Rank 0 empties the directory before any rank writes: the file of a failed save must not be committed.
-        ranks.on_first("starting the save", self._prepare)
+        ranks.first_does("starting the save", self._prepare)
         return write_state(self._objects, self._saver.work, self.step, ranks)
 
-    def _prepare(self) -> bytes:
+    def _prepare(self) -> None:
         work = clear_work(self._session.paths, self._session.epoch)
         (work / _DIRECTORY).mkdir(mode=0o700)
-        return b""
 
     def _refuse(self, error: VerlSlurmError) -> None:
         # A RanksFailed says that some rank failed; whether a restart helps depends on that rank's own error.

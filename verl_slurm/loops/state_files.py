@@ -123,7 +123,7 @@ def load_state(
     """
     directory, before = checkpoint / name, written_by or ranks.world_size
     if before != ranks.world_size:
-        ranks.on_first("reading the state", lambda: _require_same(directory, before))
+        ranks.first_does("reading the state", lambda: _require_same(directory, before))
     # A rank that was not there has no file. By now all files say the same.
     file = directory / _rank_file(ranks.rank if ranks.rank < before else 0)
     mine, common, sharded = ranks.together("reading the state", lambda: _read_all(objects, directory, file))
@@ -144,7 +144,7 @@ def load_state(
     return generators if ranks.rank < before else _another_stream(generators, ranks.rank)
 
 
-def _require_same(directory: Path, written_by: int) -> bytes:
+def _require_same(directory: Path, written_by: int) -> None:
     """Refuses state that each rank has for itself: there is no telling which rank of another number gets it."""
     first: Any = None
     for rank in range(written_by):
@@ -160,7 +160,6 @@ def _require_same(directory: Path, written_by: int) -> bytes:
                 expected="the same on every rank, for another number of ranks",
                 remedy=f"go on with {written_by} ranks, or make it a function of the step and the rank",
             )
-    return b""
 
 
 def _another_stream(generators: Generators, rank: int) -> Generators:

@@ -197,16 +197,12 @@ class StepEndSaver:
             self._keeper = Keeper(session, config.checkpoint) if session.rank == 0 else None
             # Collective, so no rank writes before the remains of a dead start are gone: they could mix with its
             # files.
-            ranks.on_first("preparing to save", self._prepare)
+            ranks.first_does("preparing to save", lambda: clear_work(session.paths, session.epoch))
         # One worker: commits must stay in the order of their steps.
         self._pool = ThreadPoolExecutor(1, "verl-slurm-commit") if beside else None
         # A group of its own: collectives of the commit thread and of the loop on one group would pair up wrongly.
         self._side = ranks.another() if beside else ranks
         self._pending: Future[RanksFailed | None] | None = None
-
-    def _prepare(self) -> bytes:
-        clear_work(self.session.paths, self.session.epoch)
-        return b""
 
     def begin(self, step: int, total: int) -> None:
         """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be asked to
@@ -416,7 +412,7 @@ class StepEndSaver:
         session, keeper, request_id = self.session, self._keeper, request.request_id if request else 0
         written = self.work / name
 
-        def put() -> bytes:
+        def put() -> SavedCheckpoint:
             assert keeper is not None
             # Moved, not copied: the work directory is on the run's file system. So the framework's rotation finds
             # none to delete.
@@ -424,13 +420,13 @@ class StepEndSaver:
             done = commit_tree(session.paths, save, parts, texts=texts, sealed=sealed)
             # Not tidied before a stop: removing old checkpoints would cost seconds of the grace period.
             keeper.saved(done, tidy=request is None or not request.stop)
-            return msgspec.msgpack.encode(done)
+            return done
 
         try:
             # Durable on every rank before rank 0 names the files in a manifest: a commit promises them.
             sealed = seal(self._side)
             session.part_saved(request_id)
-            raw = self._side.on_first("committing the checkpoint", put)
+            done = self._side.on_first("committing the checkpoint", put, SavedCheckpoint)
         except RanksFailed as error:
             # A failed save costs that save alone: the previous checkpoint counts, and training goes on.
             session.save_failed(request_id, error.one_line())
@@ -442,7 +438,6 @@ class StepEndSaver:
             if Fenced.__name__ in error.kinds:
                 raise Fenced("a newer attempt owns the run", where=written, found=error.found) from error
             return error
-        done = msgspec.msgpack.decode(raw, type=SavedCheckpoint)
         # Set by the commit thread with `beside`; the loop reads it after `settle` has waited for that thread.
         self.saved_step = save.step
         session.saved(request_id, done.name, seconds=done.seconds, num_bytes=done.num_bytes, reason=why)

@@ -130,7 +130,7 @@ class TrlState:
         problem = self._problem()
         # Agreed on: a rank that resumes with completions would wait for one that samples, in TRL's collectives.
         self._keeps_completions = ranks.max([int(bool(problem))]) == [0]
-        ranks.on_first("starting the save", lambda: _empty(directory / _DIRECTORY))
+        ranks.first_does("starting the save", lambda: _empty(directory / _DIRECTORY))
         entries = write_state(self._objects, directory, step, ranks, name=_DIRECTORY)
         return entries, "" if self._keeps_completions else problem or "another rank cannot save its own"
 
@@ -255,11 +255,10 @@ def _sampler(loader: Any) -> torch.Generator | None:
     return found if isinstance(found, torch.Generator) else None
 
 
-def _empty(directory: Path) -> bytes:
+def _empty(directory: Path) -> None:
     # The Trainer writes into a directory that is there already (transformers 5.10), e.g. after a save that failed.
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(mode=0o700)
-    return b""
 
 
 def _numbers(rows: Mapping[str, Iterable[Any]]) -> dict[str, list[float]]:

@@ -138,9 +138,7 @@ class Checkpointer:
             return  # what is there is all there is
         try:
             # Checkpoints first: the ledger may forget what no kept one needs, never more.
-            oldest = msgspec.json.decode(
-                ranks.on_first("pruning checkpoints", lambda: self._prune(done)), type=int
-            )
+            oldest = ranks.on_first("pruning checkpoints", lambda: self._prune(done), int)
             # Each rank compacts the segment that it writes itself. Segments of former attempts fell to rank 0 in
             # `_prune`.
             ranks.together("pruning the ledger", lambda: self._ledger.compact(oldest))
@@ -153,7 +151,7 @@ class Checkpointer:
         """The same retention; nothing is resumed from these, so the one just written is assurance enough."""
         config, paths = self._config.checkpoint, self._paths.partial
 
-        def prune() -> bytes:
+        def prune() -> None:
             found = list_checkpoints(paths, partial=True)
             plan = plan_prune(
                 found,
@@ -169,15 +167,14 @@ class Checkpointer:
                 verifier=lambda path: verify(path, keys=self._keys),
                 remove=self._removing.remove,
             )
-            return b""
 
         try:
-            ranks.on_first("pruning partial checkpoints", prune)
+            ranks.first_does("pruning partial checkpoints", prune)
         except RanksFailed as error:
             if self._rank == 0:
                 console.complain(error.one_line())
 
-    def _prune(self, done: SavedCheckpoint) -> bytes:
+    def _prune(self, done: SavedCheckpoint) -> int:
         """Does rank 0's part after the commit of `done`; returns the step from which on the ledger is still needed."""
         # No checkpoint is read for it: reading one back here would take the disk from the training.
         plan = plan_prune(
@@ -202,7 +199,7 @@ class Checkpointer:
         oldest = min((info.step for info in kept), default=0)
         prune_ledger(self._paths, oldest, current_epoch=self._epoch)
         self._removing.leave_room(self._paths.checkpoints, need_of_next(done.num_bytes, done.num_files))
-        return msgspec.json.encode(oldest)
+        return oldest
 
     def _contents(self, state: TrainState) -> SaveContents:
         return SaveContents(

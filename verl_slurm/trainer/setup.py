@@ -145,18 +145,16 @@ def _build_loop(
     # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
     model_path, data_root = Path(config.model.path), Path(config.data.root)
     # On rank 0 alone, and before any model is read: all ranks refuse together or none does.
-    digests = msgspec.msgpack.decode(
-        ranks.on_first(
-            "checking data and models",
-            lambda: _first_look(config, paths, data_root, model_path, session, device, copies),
-        ),
-        type=_Digests,
+    digests = ranks.on_first(
+        "checking data and models",
+        lambda: _first_look(config, paths, data_root, model_path, session, device, copies),
+        _Digests,
     )
     # A daemon starts ranks from a checkpoint that it has just read back; without one nobody has.
     by_hand = not session.has_daemon
     directory = checkpoint_directory(paths, resume, by_hand=by_hand)
     if directory and by_hand:
-        ranks.on_first("verifying the checkpoint", lambda: require_verified(directory, keys))
+        ranks.first_does("verifying the checkpoint", lambda: require_verified(directory, keys))
     # Before the models: what cannot be resumed here is refused without reading a tensor.
     manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
 
@@ -363,7 +361,7 @@ def _first_look(
     session: Session,
     device: torch.device,
     copies: FrozenCopies,
-) -> bytes:
+) -> "_Digests":
     """Checks on rank 0 that the run belongs to us, and that data and layout are those of the first start.
 
     Raises:
@@ -393,14 +391,12 @@ def _first_look(
     if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
         session.notice(said, topic="device", loud=True)
         console.complain(said)
-    return msgspec.msgpack.encode(
-        _Digests(
-            dataset=data.digest,
-            frozen=frozen,
-            data=files,
-            model=seen["reference"].digests(),
-            template=template,
-        )
+    return _Digests(
+        dataset=data.digest,
+        frozen=frozen,
+        data=files,
+        model=seen["reference"].digests(),
+        template=template,
     )
 
 

@@ -86,7 +86,7 @@ def config_of(model: Path, data: Path, root: Path, start: dict[str, Any]) -> Run
     return config
 
 
-def prepare(paths: RunPaths, config: RunConfig, ask: str | None) -> bytes:
+def prepare(paths: RunPaths, config: RunConfig, ask: str | None) -> tuple[int, str]:
     """Rank 0: what submit, an operator and the daemon do before a start."""
     private_dir(paths.root)
     if ask is not None:
@@ -95,7 +95,7 @@ def prepare(paths: RunPaths, config: RunConfig, ask: str | None) -> bytes:
         config = keep_step(load.load_resolved(paths.run_yaml), config)
     write_file(paths.run_yaml, load.dump(config))
     epoch = take_epoch(paths, job_id="test", restart=0).epoch
-    return json.dumps([epoch, choose_resume(paths, "auto").name or ""]).encode()
+    return epoch, choose_resume(paths, "auto").name or ""
 
 
 def require_loaded(loop: Loop, checkpoint: Path) -> None:
@@ -119,7 +119,7 @@ def line_of(stop: int | None, kill: int | None) -> AtSafePoint:
 def run_rank(config: RunConfig, stop: int | None, kill: int | None, ask: str | None) -> None:
     with process_group(config, Place.from_environ(os.environ)) as (device, ranks):
         paths = RunPaths(config.run_dir)
-        epoch, resume = json.loads(ranks.on_first("preparing", lambda: prepare(paths, config, ask)))
+        epoch, resume = ranks.on_first("preparing", lambda: prepare(paths, config, ask), tuple[int, str])
         # Every rank has a daemon or none has: without one, rank 0 verifies the checkpoint while the others wait for it.
         line = line_of(stop, kill) if ranks.rank == ranks.world_size - 1 else AtSafePoint()
         config = load.load_resolved(paths.run_yaml)

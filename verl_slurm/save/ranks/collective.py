@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -186,11 +187,21 @@ class Collective:
             raise failed from failure
         return result  # type: ignore[return-value]  # T may itself be None
 
-    def on_first(self, what: str, work: Callable[[], bytes]) -> bytes:
-        """Do `work` on rank 0 only, and give its bytes to all.
+    def values(self, mine: T, kind: type[T]) -> list[T]:
+        """The value of each rank, on every rank; `kind`: its type, as msgspec has it."""
+        return [msgspec.msgpack.decode(raw, type=kind) for raw in self.gather(msgspec.msgpack.encode(mine))]
+
+    def on_first(self, what: str, work: Callable[[], T], kind: type[T]) -> T:
+        """Do `work` on rank 0 only, and give its result, of type `kind`, to all.
 
         Raises:
             RanksFailed: on all ranks, if it raised.
         """
+        first = self.rank == 0
+        raw = self.together(what, lambda: msgspec.msgpack.encode(work()) if first else b"")
         # A broadcast: a gather would give each rank room for as many copies as there are ranks.
-        return self.share(self.together(what, work if self.rank == 0 else bytes), source=0)
+        return msgspec.msgpack.decode(self.share(raw, source=0), type=kind)
+
+    def first_does(self, what: str, work: Callable[[], object]) -> None:
+        """Do `work` on rank 0 only; all wait for it. Raises as `on_first`."""
+        self.together(what, work if self.rank == 0 else lambda: None)

@@ -190,9 +190,7 @@ def _check_names(
     """
     lacking = {name: sorted(domains[name].keys() - indexes[name].tensors.keys()) for name in domains}
     mine = _Lacking(reader.manifest.digest, {domain: names for domain, names in lacking.items() if names})
-    words = [
-        msgspec.msgpack.decode(part, type=_Lacking) for part in ranks.gather(msgspec.msgpack.encode(mine))
-    ]
+    words = ranks.values(mine, _Lacking)
     # The same manifest, so the same indexes: the vector below is as long on every rank.
     if any(word.manifest != mine.manifest for word in words):
         raise _unfit(reader.directory, "another manifest on some ranks", "the same on all of them")

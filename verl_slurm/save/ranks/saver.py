@@ -21,8 +21,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
-import msgspec
-
 from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import load_keys
@@ -175,9 +173,7 @@ class CheckpointSaver:
             try:
                 # Rank 0 decides name, media and salt, because ranks that decided for themselves (by their own clock,
                 # their own random bits) would write to different places.
-                plan = msgspec.msgpack.decode(
-                    self._ranks.on_first("starting the save", lambda: self._plan(save)), type=SavePlan
-                )
+                plan = self._ranks.on_first("starting the save", lambda: self._plan(save), SavePlan)
                 # `directories` is complete before `request` is set: the staging thread reads it when the answers come.
                 save.planned(plan)
                 save.request.set_result(self._request(save, plan))
@@ -195,7 +191,7 @@ class CheckpointSaver:
             then(self._ranks, done)
         return done
 
-    def _plan(self, save: PendingSave) -> bytes:
+    def _plan(self, save: PendingSave) -> SavePlan:
         """Rank 0: the staging directory's name, and why shared storage takes no part, if it does not."""
         runtime, paths = save.contents.runtime, save.paths
         has_local = save.local is not None
@@ -212,7 +208,7 @@ class CheckpointSaver:
         # One salt for each save, drawn here: a chunk's nonce is its number, so a salt that served twice would repeat
         # nonces.
         sealing = begin_sealing(self._keys, staging.final.name)
-        return msgspec.msgpack.encode(SavePlan(staging.directory.name, reason, sealing))
+        return SavePlan(staging.directory.name, reason, sealing)
 
     def _request(self, save: PendingSave, plan: SavePlan) -> Write:
         return Write(
@@ -302,11 +298,8 @@ class CheckpointSaver:
             raise RanksFailed("writing the checkpoint failed", found=result.problem)
         if not result.problem:
             entries = result.entries
-            result = msgspec.msgpack.decode(
-                self._ranks.on_first(
-                    "committing the checkpoint", lambda: self._commit(save, plan.sealing, entries)
-                ),
-                type=MediumResult,
+            result = self._ranks.on_first(
+                "committing the checkpoint", lambda: self._commit(save, plan.sealing, entries), MediumResult
             )
         if result.problem:
             if save.staging is not None:
@@ -321,7 +314,9 @@ class CheckpointSaver:
                 self._last_seconds = time.monotonic() - save.started
         return result
 
-    def _commit(self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]) -> bytes:
+    def _commit(
+        self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]
+    ) -> MediumResult:
         """Rank 0: shared storage has it all."""
         assert save.staging is not None
         problem = ""
@@ -334,7 +329,7 @@ class CheckpointSaver:
             if save.local is None:
                 raise
             problem = f"{type(error).__name__}: {error}"
-        return msgspec.msgpack.encode(MediumResult(num_bytes=manifest.num_bytes, problem=problem))
+        return MediumResult(num_bytes=manifest.num_bytes, problem=problem)
 
     def _manifest_for_nodes(
         self, save: PendingSave, sealing: Sealing | None, entries: tuple[FileEntry, ...]

@@ -128,11 +128,11 @@ class SecondCopy:
         if result.problem:
             return result, True
 
-        def made() -> bytes:
+        def made() -> _Whole:
             whole = manifest(result.entries)
-            return msgspec.msgpack.encode(_Whole(whole.num_bytes, render(whole)))
+            return _Whole(whole.num_bytes, render(whole))
 
-        told = msgspec.msgpack.decode(self._ranks.on_first("committing the second copy", made), type=_Whole)
+        told = self._ranks.on_first("committing the second copy", made, _Whole)
         problem = ""
         if self._place.is_first:
             try:
@@ -143,7 +143,7 @@ class SecondCopy:
                 problem = f"{type(error).__name__}: {error}"
         # Whether to read back must be decided alike on every rank, because reading back is collective. So rank 0's view
         # counts, though another rank may see `on_shared` a moment later.
-        reports = self._gather(_PartReport(problem, save.on_shared.is_set()))
+        reports = self._ranks.values(_PartReport(problem, save.on_shared.is_set()), _PartReport)
         result = MediumResult(num_bytes=told.num_bytes, problem=_problems(reports))
         return result, reports[0].unneeded
 
@@ -159,7 +159,7 @@ class SecondCopy:
                     drop_staging(save.part.path)
             except (OSError, VerlSlurmError) as error:
                 problem = f"{type(error).__name__}: {error}"
-        return _problems(self._gather(_PartReport(problem)))
+        return _problems(self._ranks.values(_PartReport(problem), _PartReport))
 
     def _tell(self, save: PendingSave, result: MediumResult, problem: str) -> None:
         # Shared storage may have finished during the reading back; then the plain answer is on its way.
@@ -172,12 +172,6 @@ class SecondCopy:
                 problem=f"not on {Medium.SHARED}: it was still being written",
             )
         )
-
-    def _gather(self, report: _PartReport) -> list[_PartReport]:
-        return [
-            msgspec.msgpack.decode(part, type=_PartReport)
-            for part in self._ranks.gather(msgspec.msgpack.encode(report))
-        ]
 
 
 def _problems(reports: list[_PartReport]) -> str:

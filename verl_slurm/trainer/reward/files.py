@@ -104,7 +104,7 @@ def start_reward(
             contradict each other), `CheckpointCorrupt` or the storage's error.
     """
 
-    def look() -> bytes:
+    def look() -> _Found:
         # All of it on rank 0: the record, the checkpoint and the files must agree, and one rank has to judge.
         plan = read_reward_plan(paths)
         number = _number(plan, state, position)
@@ -113,9 +113,9 @@ def start_reward(
         # Later replacements will be made again at their steps, so their files must still be what was recorded.
         for switch in plan.switches[number:]:
             _same(paths, switch.reward, switch.digest, keep)
-        return msgspec.msgpack.encode(_Found(plan, digest))
+        return _Found(plan, digest)
 
-    found = msgspec.msgpack.decode(ranks.on_first("checking the reward", look), type=_Found)
+    found = ranks.on_first("checking the reward", look, _Found)
     number = min(state.number, len(found.plan.switches))
     return found.plan, replace(
         state, spec=found.plan.in_force(number, first), digest=found.digest, number=number

@@ -21,6 +21,7 @@ them: those responses come from weights that the old reward has trained.
 import threading
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from typing import cast
 
 import msgspec
 import torch
@@ -133,8 +134,9 @@ class RewardSwap:
             return None
         self._looking = False
         # From rank 0's memory: the file may hold another request by now.
-        wish = self._ranks.on_first("reading the wish", lambda: msgspec.msgpack.encode(self._wish))
-        return msgspec.msgpack.decode(wish, type=RewardRequest)
+        return self._ranks.on_first(
+            "reading the wish", lambda: cast(RewardRequest, self._wish), RewardRequest
+        )
 
     def perform(self, due: RewardSwitch | RewardRequest, state: TrainState) -> None:
         """Replaces the reward, or reports why not. Collective.
@@ -155,8 +157,9 @@ class RewardSwap:
             # By rank 0: the others load what it hashed, and refuse a source that differs on their node.
             digest = self._ranks.on_first(
                 "looking at the new reward",
-                lambda: digest_and_keep(self._paths, due.reward, self._keep).encode(),
-            ).decode()
+                lambda: digest_and_keep(self._paths, due.reward, self._keep),
+                str,
+            )
             new, scores = self._ranks.together(
                 "trying the new reward", lambda: self._try(due.reward, digest, state.reward)
             )
@@ -260,25 +263,23 @@ class RewardSwap:
             handled=max(switch.request, self._plan.handled), switches=(*self._plan.switches, switch)
         )
 
-        def write() -> bytes:
+        def write() -> None:
             require_epoch(self._paths, self._epoch)
             # What is about to be replaced first: once the plan is written, the next start takes the new reward.
             write_light_snapshot(self._paths, len(plan.switches), self._live.present, former)
             write_reward_plan(self._paths, plan)
-            return b""
 
-        self._ranks.on_first("recording the new reward", write)
+        self._ranks.first_does("recording the new reward", write)
         self._plan = plan
 
     def _refuse(self, wish: RewardRequest, error: RanksFailed) -> None:
         plan = msgspec.structs.replace(self._plan, handled=wish.number, refused=error.one_line())
 
-        def write() -> bytes:
+        def write() -> None:
             require_epoch(self._paths, self._epoch)
             write_reward_plan(self._paths, plan)
-            return b""
 
-        self._ranks.on_first("recording the refusal", write)
+        self._ranks.first_does("recording the refusal", write)
         self._plan = plan
 
     def _take(self, switch: RewardSwitch, new: Reward, scores: Tensor | None, state: TrainState) -> None:

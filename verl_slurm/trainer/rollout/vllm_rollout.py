@@ -174,14 +174,11 @@ class VLLMRollout:
         if self._group_size == 1:
             return self._sample(mine, temperature)
         # Over all ranks, though the group's are needed: `ranks` has one group, and each rank comes here equally often.
-        everybody = self._ranks.gather(msgspec.msgpack.encode(mine))
+        everybody = self._ranks.values(mine, list[_Asked])
         start = self._ranks.rank // self._group_size * self._group_size
         # Each micro-batch by itself, never as one batch: after an interruption the ledger has some of the group's and
         # not others, and kernels may round by the size of a batch.
-        made = [
-            self._sample(msgspec.msgpack.decode(part, type=list[_Asked]), temperature)
-            for part in everybody[start : start + self._group_size]
-        ]
+        made = [self._sample(theirs, temperature) for theirs in everybody[start : start + self._group_size]]
         return made[self._ranks.rank - start]
 
     def _sample(self, asked: list[_Asked], temperature: float) -> list[_Made]:
