@@ -116,7 +116,8 @@ def test_a_checkpoint_with_nothing_but_a_manifest_is_not_opened(tmp_path: Path) 
 def test_by_hand_a_checkpoint_of_another_layout_is_refused_as_under_a_daemon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resuming, "verify", lambda *_, **__: SimpleNamespace(ok=True, needs_key=False))
+    whole = SimpleNamespace(needs_key=False, require=lambda *_: None)
+    monkeypatch.setattr(resuming, "verify", lambda *_, **__: whole)
     ours = current_schema()
     former = schema_of(ours.classes | {"trainer.step": {"phases": "generate update"}})
     for schema, fits in ((ours, True), (former, False)):

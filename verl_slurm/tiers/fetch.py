@@ -273,9 +273,7 @@ def _bring(paths: RunPaths, backend: Backend, run: str, name: str, keys: Keyring
             fsync_path(inner / folder)
         fsync_path(inner)
         # Read back from the medium, although each byte was checked on its way: this copy is resumed from next.
-        verdict = verify(inner, keys=keys)
-        if not verdict.ok:
-            raise CheckpointCorrupt("what was fetched does not verify", where=inner, found=verdict.one_line())
+        verify(inner, keys=keys).require("what was fetched does not verify", inner)
         if os.path.lexists(final):
             there = _require_judged(final, keys)
             if there.ok:  # the run saved it while we fetched

@@ -86,14 +86,8 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> None:
     verdict = verify(directory, keys=keys)
     if verdict.needs_key:
         CheckpointReader(directory, keys)  # raises, and says which
-    if not verdict.ok:
-        raise CheckpointCorrupt(
-            "the checkpoint does not verify",
-            where=directory,
-            found=verdict.one_line(),
-            expected="every file as its manifest says",
-            remedy="resume from another one (verl-slurm checkpoints)",
-        )
+    remedy = "resume from another one (verl-slurm checkpoints)"
+    verdict.require("the checkpoint does not verify", directory, remedy)
     # After the verification: a damaged file must be called damaged, and not of another version.
     saved = read_schema(directory)
     check_schema(saved, current_schema(), where=directory)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.format.specification import Manifest
 
 __all__ = ["CheckpointInfo", "Kind", "Problem", "ProblemKind", "Verdict"]
@@ -66,6 +67,16 @@ class Verdict:
         return any(p.kind == "damaged" for p in self.problems) and not any(
             p.kind in {"unreadable", "version"} for p in self.problems
         )
+
+    def require(self, what: str, where: Path, remedy: str | None = None) -> Manifest:
+        """Returns the manifest of a checkpoint that verified.
+
+        Raises:
+            CheckpointCorrupt: it did not; `what` is said, with the problems.
+        """
+        if not self.ok or self.manifest is None:
+            raise CheckpointCorrupt(what, where=where, found=self.one_line(), remedy=remedy)
+        return self.manifest
 
     def one_line(self, limit: int = 3) -> str:
         """Returns `step_000012: ok, 120 bytes` or the first problems."""

@@ -158,21 +158,15 @@ def export(
     progress(Progress(phase="verify", total=manifest.num_bytes))
     # Every byte, before any is written: the child checks each chunk that it reads, but would find a fault in the
     # middle.
-    verdict = verify(directory, keys=keys)
-    if not verdict.ok or verdict.manifest is None:
-        raise CheckpointCorrupt(
-            "the checkpoint does not verify",
-            where=directory,
-            found=verdict.one_line(),
-            remedy="export one that does (`verl-slurm verify RUN`)",
-        )
+    remedy = "export one that does (`verl-slurm verify RUN`)"
+    manifest = verify(directory, keys=keys).require("the checkpoint does not verify", directory, remedy)
     if wish.is_first_model:
         progress(Progress(phase="model"))
-        _require_first_model(wish.model, verdict.manifest)
+        _require_first_model(wish.model, manifest)
     with whole_output(out, "the export") as staging:
         # With the digest the child refuses a checkpoint that was exchanged after the verification.
-        peak = _fill(directory, verdict.manifest.digest, staging, wish, progress, key_file)
-        _record(staging, verdict.manifest, wish)
+        peak = _fill(directory, manifest.digest, staging, wish, progress, key_file)
+        _record(staging, manifest, wish)
         progress(Progress(phase="sync"))
         num_files, num_bytes = _make_durable(staging)
     return Exported(

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
+from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.tensor_index import TensorEntry, slabs
@@ -70,15 +70,9 @@ def compare(a: Path, b: Path, keys_a: Keyring | None = None, keys_b: Keyring | N
         verdict = verify(directory, keys=keys)
         if verdict.needs_key:
             CheckpointReader(directory, keys)  # raises, and says which
-        if not verdict.ok or verdict.manifest is None:
-            first = verdict.problems[0]
-            raise CheckpointCorrupt(
-                "a checkpoint to compare does not verify",
-                where=directory,
-                found=f"{first.path}: {first.what}",
-                remedy="compare checkpoints that verify (verl-slurm verify DIR)",
-            )
-        domains.append(set(verdict.manifest.domains))
+        remedy = "compare checkpoints that verify (verl-slurm verify DIR)"
+        manifest = verdict.require("a checkpoint to compare does not verify", directory, remedy)
+        domains.append(set(manifest.domains))
     differing = [f"{domain}/ (only in one)" for domain in sorted(domains[0] ^ domains[1])]
     num_tensors = num_bytes = 0
     for domain in sorted(domains[0] & domains[1]):

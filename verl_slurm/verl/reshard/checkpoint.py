@@ -98,15 +98,9 @@ def open_source(directory: Path, on_bytes: OnBytes = lambda _: None) -> Source:
                 remedy="reshard one that is: `verl-slurm adopt DIR --dry-run` judges all of them",
             )
         return Source(directory=directory, step=directory, manifest=None)
-    verdict = verify(directory)
-    if not verdict.ok or verdict.manifest is None:
-        raise CheckpointCorrupt(
-            "the checkpoint does not verify",
-            where=directory,
-            found=verdict.one_line(),
-            remedy="reshard one that does (`verl-slurm verify RUN`)",
-        )
-    return source_of(directory, verdict.manifest)
+    remedy = "reshard one that does (`verl-slurm verify RUN`)"
+    manifest = verify(directory).require("the checkpoint does not verify", directory, remedy)
+    return source_of(directory, manifest)
 
 
 def source_of(directory: Path, manifest: Manifest) -> Source:
@@ -216,12 +210,8 @@ def write_checkpoint(
         save_seconds=round(time.monotonic() - began, 3),
     )
     final = commit(staging, made, epoch_check=epoch_check)
-    verdict = verify(final)
-    if not verdict.ok or verdict.manifest is None:
-        raise CheckpointCorrupt(
-            "the divided checkpoint does not verify", where=final, found=verdict.one_line()
-        )
-    return Made(path=final, tensors=tensors, num_bytes=verdict.manifest.num_bytes, num_files=len(made.files))
+    num_bytes = verify(final).require("the divided checkpoint does not verify", final).num_bytes
+    return Made(path=final, tensors=tensors, num_bytes=num_bytes, num_files=len(made.files))
 
 
 def _with_record(data: bytes, manifest: Manifest, plan: ReshardPlan, tensors: str) -> bytes:
