@@ -111,7 +111,8 @@ def test_a_large_model_is_cut_into_shards_that_load(
     source = Source(checkpoint, report=done.append)
     monkeypatch.setattr("verl_slurm.export.source._GROUP_BYTES", 100_000)
     skeleton = build_skeleton(trained.base, "actor", 64, where=trained.base)
-    hf.write_hf(source, "actor", skeleton, trained.base, tmp_path, dtype=None, shard_bytes=400_000)
+    monkeypatch.setattr(hf, "SHARD_BYTES", 400_000)
+    hf.write_hf(source, "actor", skeleton, trained.base, tmp_path, dtype=None)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == set(skeleton.shapes)
     assert len(set(index["weight_map"].values())) > 1

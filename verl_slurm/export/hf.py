@@ -38,7 +38,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def plan_shards(
-    source: Source, role: Role, skeleton: Skeleton, dtype: torch.dtype | None, shard_bytes: int = SHARD_BYTES
+    source: Source, role: Role, skeleton: Skeleton, dtype: torch.dtype | None
 ) -> dict[str, list[str]]:
     """Maps each file to its tensors, cut by Hugging Face's own rule, without reading any."""
     entries = source.entries(role)
@@ -48,7 +48,7 @@ def plan_shards(
         for name, shape in skeleton.shapes.items()
     }
     split = split_torch_state_dict_into_shards(
-        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=SHARD_BYTES
     )
     return dict(split.filename_to_tensors)
 
@@ -61,7 +61,6 @@ def write_hf(
     out: Path,
     *,
     dtype: torch.dtype | None,
-    shard_bytes: int = SHARD_BYTES,
     where: Path | None = None,
 ) -> None:
     """Fills the directory `out`.
@@ -79,7 +78,7 @@ def write_hf(
     # First the part that may be refused, then the slow part.
     _copy_tokenizer(model_dir, out, where or model_dir)
     _write_configs(source, role, skeleton, model_dir, out, dtype)
-    shards = plan_shards(source, role, skeleton, dtype, shard_bytes)
+    shards = plan_shards(source, role, skeleton, dtype)
     total = 0
     for file, names in shards.items():
         tensors = dict(source.tensors(role, names, dtype))

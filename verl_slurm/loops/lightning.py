@@ -25,7 +25,6 @@ import math
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.loops.callback import Served
 from verl_slurm.loops.data import ResumableDataLoader
-from verl_slurm.loops.session import Session
+from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 
 __all__ = ["ResumableDataLoader", "VerlSlurmCheckpoint"]
@@ -133,7 +132,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         elif self not in trainer.callbacks:
             problem, remedy = "a Trainer without this callback", "lightning.Trainer(callbacks=[service])"
         # It requeues the job itself at a signal, and would do so beside the daemon.
-        elif any(isinstance(plugin, SLURMEnvironment) for plugin in _environments(trainer)):
+        elif isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment):
             problem = "SLURMEnvironment among the Trainer's plugins"
             remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
         # Lightning resumes from such a file by itself, without a word, when no ckpt_path is given.
@@ -218,7 +217,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if saver is None or trainer.global_step == self._step:
             return  # gradients are being accumulated
         self._step = step = trainer.global_step
-        self._metrics = _numbers(trainer.logged_metrics)
+        self._metrics = plain_numbers(trainer.logged_metrics)
         # The step's end is reported before it is asked for a save: reports and rows are in the order of the steps.
         saver.step_done(step, self._metrics)
         # Announced here though the save may follow a validation: the daemon allows that time, too.
@@ -234,7 +233,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._saver is None or trainer.sanity_checking:
             return
-        self._metrics |= _numbers(trainer.callback_metrics)
+        self._metrics |= plain_numbers(trainer.callback_metrics)
         # As above: after an epoch's last batch the save comes at the start of the next one.
         if self._step != trainer.max_steps and not trainer.is_last_batch:
             self._save(trainer, in_epoch=True)
@@ -296,7 +295,7 @@ def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
         in_epoch=in_epoch,
         # `batch_idx` is the batch that has just been trained on, from 0.
         served=trainer.fit_loop.batch_idx + 1,
-        metrics=_numbers(trainer.callback_metrics),
+        metrics=plain_numbers(trainer.callback_metrics),
         loaders=[
             loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
             for loader in _flat(trainer.train_dataloader)
@@ -339,18 +338,6 @@ def _validates_now(trainer: Trainer) -> bool:
     if epochs is None:
         return bool((trainer.fit_loop.total_batch_idx + 1) % every == 0)
     return (trainer.current_epoch + 1) % epochs == 0 and bool((trainer.fit_loop.batch_idx + 1) % every == 0)
-
-
-def _environments(trainer: Trainer) -> list[object]:
-    return [trainer._accelerator_connector.cluster_environment]
-
-
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    found = {}
-    for name, value in metrics.items():
-        with suppress(TypeError, ValueError, RuntimeError):
-            found[name] = float(value)
-    return found
 
 
 def _ignore_warnings(trainer: Trainer) -> None:

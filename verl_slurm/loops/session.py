@@ -52,7 +52,7 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm.wire.stacks import answer_with_stacks
 
-__all__ = ["Session"]
+__all__ = ["Session", "plain_numbers"]
 
 
 class Session:
@@ -214,7 +214,7 @@ class Session:
     @staticmethod
     def numbers(metrics: Mapping[str, object]) -> dict[str, float]:
         """Selects the finite numbers of `metrics`, including tensors of one element."""
-        return metrics_of(_numbers(metrics))
+        return metrics_of(plain_numbers(metrics))
 
     def request(self) -> SaveRequest | None:
         """Returns the newest request that was not answered here. Costs one memory read.
@@ -342,7 +342,7 @@ class Session:
         )
 
 
-def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+def plain_numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     """Selects the values that are numbers, including tensors of one element."""
     found = {}
     for name, value in metrics.items():
