@@ -27,7 +27,6 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint.entries import Drift
 
 __all__ = [
     "CodeFile",
@@ -37,7 +36,6 @@ __all__ = [
     "package_drift",
     "read_record",
     "tree_digest",
-    "tree_drift",
 ]
 
 FORMAT = 1
@@ -108,17 +106,6 @@ def tree_digest(files: Iterable[CodeFile]) -> str:
     """Returns the digest of a tree with these files."""
     rows = sorted((file.path, file.kind, file.content) for file in files)
     return hashlib.sha256(b"".join(msgspec.json.encode(row) + b"\n" for row in rows)).hexdigest()
-
-
-def tree_drift(old: Iterable[CodeFile], new: Iterable[CodeFile]) -> Drift:
-    """Compares two trees file by file."""
-    before = {file.path: (file.kind, file.content) for file in old}
-    now = {file.path: (file.kind, file.content) for file in new}
-    return Drift(
-        added=tuple(sorted(now.keys() - before.keys())),
-        removed=tuple(sorted(before.keys() - now.keys())),
-        changed=tuple(sorted(path for path in now.keys() & before.keys() if now[path] != before[path])),
-    )
 
 
 def package_drift(old: CodeRecord, new: CodeRecord) -> list[str]:

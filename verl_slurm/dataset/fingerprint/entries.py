@@ -52,6 +52,15 @@ class Drift:
     removed: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
 
+    @classmethod
+    def between(cls, old: Mapping[str, object], new: Mapping[str, object]) -> "Drift":
+        """Compares what two trees have by relative path."""
+        return cls(
+            added=tuple(sorted(new.keys() - old.keys())),
+            removed=tuple(sorted(old.keys() - new.keys())),
+            changed=tuple(sorted(path for path in old.keys() & new.keys() if old[path] != new[path])),
+        )
+
     def __bool__(self) -> bool:
         return bool(self.added or self.removed or self.changed)
 
@@ -67,11 +76,7 @@ class Drift:
 
 def drift(old: Fingerprint, new: Fingerprint) -> Drift:
     """Returns the differences from `old` to `new`."""
-    return Drift(
-        added=tuple(sorted(new.files.keys() - old.files.keys())),
-        removed=tuple(sorted(old.files.keys() - new.files.keys())),
-        changed=tuple(sorted(p for p in old.files.keys() & new.files.keys() if old.files[p] != new.files[p])),
-    )
+    return Drift.between(old.files, new.files)
 
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:

@@ -21,6 +21,7 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import PYTHONPATH, absolute_only
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.entries import Drift
 from verl_slurm.journal import events as ev
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
@@ -35,7 +36,6 @@ from verl_slurm.program.record import (
     package_drift,
     read_record,
     tree_digest,
-    tree_drift,
 )
 from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.submit.plan import CodePlan
@@ -341,7 +341,8 @@ def _changes(paths: RunPaths, old: CodeRecord, plan: CodePlan) -> str:
         elif root not in before:
             said.append(f"{root} was not copied")
         elif before[root] != tree_digest(now[root]):
-            said.append(tree_drift(files_of(paths, before[root]), now[root]).one_line())
+            former = {file.path: file for file in files_of(paths, before[root])}
+            said.append(Drift.between(former, {file.path: file for file in now[root]}).one_line())
     return "; ".join(said)
 
 
