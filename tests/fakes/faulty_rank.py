@@ -24,6 +24,7 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.pending_save import MediumResult
 from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.loop import Loop
+from verl_slurm.wire.lifeline import run_and_leave
 from verl_slurm.wire.messages import SaveRequest
 
 BENT: dict[str, Any] = json.loads(os.environ["VS_HOSTILE"])
@@ -101,4 +102,4 @@ if __name__ == "__main__":
     _real_write_to_medium, saver.write_to_medium = saver.write_to_medium, _write_to_medium  # type: ignore[attr-defined]
     _real_save, Loop._save = Loop._save, _save  # type: ignore[method-assign]
     Collective.together = _together(Collective.together)  # type: ignore[method-assign]
-    entry.run_and_leave()
+    run_and_leave(entry.main)

@@ -23,6 +23,7 @@ from verl_slurm.trainer import __main__ as entry
 from verl_slurm.trainer.rollout.sampling import HFRollout
 from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
 from verl_slurm.wire.client import NoDaemon
+from verl_slurm.wire.lifeline import run_and_leave
 from verl_slurm.wire.messages import SaveRequest
 
 
@@ -66,4 +67,4 @@ class ScriptedLine(NoDaemon):
 
 if __name__ == "__main__":
     entry.NoDaemon = ScriptedLine
-    entry.run_and_leave()
+    run_and_leave(entry.main)

@@ -72,4 +72,4 @@ def main(plan: list[tuple[str, Lives]]) -> None:
 if __name__ == "__main__":
     main(json.loads(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(0)  # torch 2.13 may abort at the interpreter's own end: trainer.__main__.run_and_leave
+    os._exit(0)  # torch 2.13 may abort at the interpreter's own end: wire.lifeline.run_and_leave

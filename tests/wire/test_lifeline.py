@@ -16,14 +16,13 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 RANK = """
 import os, signal
-from verl_slurm.trainer import __main__ as entry
+from verl_slurm.wire.lifeline import run_and_leave
 
 def train():
     os.write(1, b"training\\n")
     signal.pause()
 
-entry.main = train
-entry.run_and_leave()
+run_and_leave(train)
 """
 LAUNCHER = """
 import signal, subprocess, sys

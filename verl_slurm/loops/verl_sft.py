@@ -9,12 +9,11 @@ The first message to the daemon is sent before torch and verl are imported.
 
 import argparse
 import os
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
@@ -23,11 +22,12 @@ from verl_slurm.loops.verl_settings import require_verl, resume_point, start_set
 from verl_slurm.verl.composing import compose
 from verl_slurm.verl.releases import installed_verl
 from verl_slurm.verl.tracker import tracker_file
+from verl_slurm.wire.lifeline import run_and_leave
 
 if TYPE_CHECKING:
     from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["main", "run_and_leave"]
+__all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,25 +132,5 @@ def _complain(text: str) -> None:
         os.write(2, text.encode(errors="replace") + b"\n")
 
 
-def run_and_leave() -> NoReturn:
-    """Runs `main` and exits without the interpreter's own shutdown: there torch may abort
-    (`trainer.__main__.run_and_leave`).
-    """
-    code = int(ExitCode.INTERNAL)
-    try:
-        code = main()
-    except SystemExit as leave:  # argparse
-        code = leave.code if isinstance(leave.code, int) else int(ExitCode.USAGE)
-    except BaseException:  # noqa: BLE001 - the root of this process: said here, as there is nobody above
-        traceback.print_exc()
-    finally:
-        import sys
-
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(code)
-
-
 if __name__ == "__main__":
-    run_and_leave()
+    run_and_leave(main)

@@ -6,9 +6,7 @@ USR1 and CONT arrive ignored, and run by hand they end the process as usual.
 
 import argparse
 import os
-import traceback
 from pathlib import Path
-from typing import NoReturn
 
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.exit_codes import ExitCode
@@ -18,11 +16,11 @@ from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 from verl_slurm.wire.client import NoDaemon, RankClient, RankLine
 from verl_slurm.wire.environment import CONTROL_VARIABLE
-from verl_slurm.wire.lifeline import die_with_launcher
+from verl_slurm.wire.lifeline import run_and_leave
 from verl_slurm.wire.messages import MAX_REASON, RankStarted, RankUnfit
 from verl_slurm.wire.stacks import answer_with_stacks
 
-__all__ = ["main", "run_and_leave"]
+__all__ = ["main"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -102,27 +100,5 @@ def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:
         loop.run()
 
 
-def run_and_leave() -> NoReturn:
-    """Runs `main` and exits without the interpreter's own shutdown.
-
-    At shutdown torch 2.13 destroys threads that still run. About one in ten processes that used FSDP2 then dies with
-    SIGABRT ("terminate called without an active exception") after all its work is done. The launcher takes that for a
-    crash. By then everything that must be written is flushed and closed. Leaving at once also saves a few tenths of a
-    second.
-    """
-    # Before anything else: a rank whose launcher is gone would train on, unseen by the daemon.
-    die_with_launcher()
-    code = int(ExitCode.INTERNAL)
-    try:
-        code = main()
-    except SystemExit as leave:  # argparse
-        code = leave.code if isinstance(leave.code, int) else int(ExitCode.USAGE)
-    except BaseException:  # noqa: BLE001 - the root of this process: said here, as there is nobody above
-        traceback.print_exc()
-    finally:
-        console.flush()
-        os._exit(code)
-
-
 if __name__ == "__main__":
-    run_and_leave()
+    run_and_leave(main)

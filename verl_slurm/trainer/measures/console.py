@@ -8,7 +8,7 @@ import contextlib
 import sys
 from typing import TextIO
 
-__all__ = ["complain", "flush", "say"]
+__all__ = ["complain", "say"]
 
 
 def say(text: str) -> None:
@@ -19,13 +19,6 @@ def say(text: str) -> None:
 def complain(text: str) -> None:
     """Writes one line to stderr."""
     _write(sys.stderr, text)
-
-
-def flush() -> None:
-    """Flushes what is still buffered, as far as possible."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
 
 
 def _write(stream: TextIO, text: str) -> None:
