@@ -7,6 +7,7 @@ import pytest
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound, SchemaMismatch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import SchemaVersion, current_schema, schema_of
+from verl_slurm.checkpoint.store import recover
 from verl_slurm.checkpoint.store.recover import choose_resume, set_aside
 from verl_slurm.checkpoint.store.verify import verify
 
@@ -129,12 +130,13 @@ def test_an_explicit_one_that_does_not_verify_is_an_error_and_stays(save: Save, 
 
 
 def test_another_schema_is_refused_with_its_exact_differences(
-    save: Save, paths: RunPaths, older_schema: SchemaVersion
+    save: Save, paths: RunPaths, older_schema: SchemaVersion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(1)
     newer = schema_of(dict(older_schema.classes), "0.2.0")
+    monkeypatch.setattr(recover, "current_schema", lambda: newer)
     with pytest.raises(SchemaMismatch) as caught:
-        choose_resume(paths, "auto", newer)
+        choose_resume(paths, "auto")
     assert str(caught.value.found).split(": ", 1)[1].split("; ") == [
         "RuntimeState.kl_sum: not in the checkpoint (float)",
         "RuntimeState.kl_window: only in the checkpoint (list[float])",

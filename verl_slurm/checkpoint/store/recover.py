@@ -12,7 +12,6 @@ from verl_slurm.checkpoint.format.components import require_full
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.schema import (
-    SchemaVersion,
     check_schema,
     current_schema,
     read_schema,
@@ -49,7 +48,6 @@ class ResumeChoice:
 def choose_resume(
     paths: RunPaths,
     resume_from: str | None,
-    expected_schema: SchemaVersion | None = None,
     *,
     move_damaged: bool = True,
     verifier: Callable[[Path], Verdict] = verify,
@@ -59,7 +57,6 @@ def choose_resume(
     Args:
         resume_from: `auto`: the newest of this run that verifies (none: from the beginning). None: from the beginning.
             Else a checkpoint's directory, or the name of one of this run.
-        expected_schema: default: `current_schema()`.
         move_damaged: False only looks and leaves everything in place.
         verifier: the full check.
 
@@ -70,12 +67,11 @@ def choose_resume(
         NotFound: an explicit one does not exist.
         ConfigError: an explicit one is partial.
     """
-    schema = expected_schema or current_schema()
     if resume_from is None:
         return ResumeChoice(name=None, path=None, reasons=("resume_from is null: from the beginning",))
     if resume_from == "auto":
-        return _auto(paths, schema, move_damaged, verifier)
-    return _explicit(paths, resume_from, schema, verifier)
+        return _auto(paths, move_damaged, verifier)
+    return _explicit(paths, resume_from, verifier)
 
 
 def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
@@ -90,12 +86,7 @@ def set_aside(paths: RunPaths, name: str, reason: str) -> Path | None:
     return move_to_quarantine(paths.checkpoints / name, [reason])
 
 
-def _auto(
-    paths: RunPaths,
-    schema: SchemaVersion,
-    move_damaged: bool,
-    verifier: Callable[[Path], Verdict],
-) -> ResumeChoice:
+def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdict]) -> ResumeChoice:
     # By manifests alone. Which of them verify is found out one by one, since each costs reading all its bytes.
     infos = list_checkpoints(paths)
     by_name = {info.name: info.path for info in infos}
@@ -125,15 +116,10 @@ def _auto(
     verdict = verdicts[decision.name]
     if decision.action == "refuse":
         raise _refusal(by_name[decision.name], verdict)
-    return _use(fresh, by_name[decision.name], verdict, schema)
+    return _use(fresh, by_name[decision.name], verdict)
 
 
-def _explicit(
-    paths: RunPaths,
-    resume_from: str,
-    schema: SchemaVersion,
-    verifier: Callable[[Path], Verdict],
-) -> ResumeChoice:
+def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verdict]) -> ResumeChoice:
     named = checkpoint_order(resume_from) is not None
     # A name is one of this run's, and a relative path the user's: `step_000012` in the working directory is not meant.
     path = paths.checkpoints / resume_from if named else Path(resume_from).expanduser().resolve()
@@ -149,20 +135,10 @@ def _explicit(
     if not verdict.ok:
         raise _refusal(path, verdict)
     reasons = (verdict.one_line(), f"checkpoint.resume_from names {path}")
-    return _use(
-        ResumeChoice(name=None, path=None, verdicts=(verdict,), reasons=reasons),
-        path,
-        verdict,
-        schema,
-    )
+    return _use(ResumeChoice(name=None, path=None, verdicts=(verdict,), reasons=reasons), path, verdict)
 
 
-def _use(
-    choice: ResumeChoice,
-    path: Path,
-    verdict: Verdict,
-    schema: SchemaVersion,
-) -> ResumeChoice:
+def _use(choice: ResumeChoice, path: Path, verdict: Verdict) -> ResumeChoice:
     """Returns `choice` with the verified checkpoint at `path` in it, after checking that its schema fits."""
     # After the verification: the file's bytes are the committed ones.
     saved = read_schema(path)
@@ -176,7 +152,7 @@ def _use(
         )
     # A partial one verifies as well, and lacks what a resume needs.
     require_full(verdict.manifest, path)
-    check_schema(saved, schema, where=path)
+    check_schema(saved, current_schema(), where=path)
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest)
 
 

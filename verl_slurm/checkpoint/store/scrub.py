@@ -5,7 +5,7 @@ sets aside what is damaged beyond doubt. A checkpoint that the system would not 
 not signed with the run's key is reported and left: a resume judges it the same way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +86,6 @@ def scrub_one(
     set_aside: bool,
     keys: Keyring | None = None,
     bytes_per_s: float | None = None,
-    verifier: Callable[..., Verdict] = verify,
 ) -> Scrubbed:
     """Reads one checkpoint back.
 
@@ -96,14 +95,7 @@ def scrub_one(
             moved: it may be a good one of another key.
         bytes_per_s: read no faster; None: no limit.
     """
-    verdict = verifier(path, keys=keys, bytes_per_s=bytes_per_s)
-    moved = None
-    if not verdict.ok and not path.exists():
-        return Scrubbed(verdict=verdict, set_aside=None, gone=True)
-    # `damaged` leaves out what could not be read, belongs to others or has another key.
-    if set_aside and not verdict.ok and verdict.damaged:
-        moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
-    return Scrubbed(verdict=verdict, set_aside=moved)
+    return _judged(path, verify(path, keys=keys, bytes_per_s=bytes_per_s), set_aside=set_aside)
 
 
 def scrub_frozen(
@@ -113,10 +105,14 @@ def scrub_frozen(
     damaged one."""
     path = paths.frozen / digest
     # Without the source: on a login node it may be elsewhere, and the record beside the copy suffices.
-    verdict = check_frozen(paths, digest, bytes_per_s=bytes_per_s)
+    return _judged(path, check_frozen(paths, digest, bytes_per_s=bytes_per_s), set_aside=set_aside)
+
+
+def _judged(path: Path, verdict: Verdict, *, set_aside: bool) -> Scrubbed:
     if not verdict.ok and not path.exists():
         return Scrubbed(verdict=verdict, set_aside=None, gone=True)
     moved = None
-    if set_aside and verdict.damaged:
+    # `damaged` leaves out what could not be read, belongs to others or has another key.
+    if set_aside and not verdict.ok and verdict.damaged:
         moved = move_to_quarantine(path, [f"scrub: {problem}" for problem in verdict.problems])
     return Scrubbed(verdict=verdict, set_aside=moved)

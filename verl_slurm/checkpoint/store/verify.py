@@ -10,7 +10,6 @@ import errno
 import os
 import stat
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 from verl_slurm.base import bounded
@@ -39,19 +38,16 @@ def verify(
     directory: Path,
     *,
     name: str | None = None,
-    require_owner: bool = True,
     keys: Keyring | None = None,
     threads: int | None = None,
     bytes_per_s: float | None = None,
-    clock: Callable[[], float] = time.monotonic,
 ) -> Verdict:
-    """Checks one checkpoint directory in full.
+    """Checks one checkpoint directory in full. Everything in it must belong to us, and no other user may write it: one
+    who can write the tensors can write the manifest.
 
     Args:
         directory: `.../step_000012`; its last name must not be a link.
         name: the checkpoint's, if the directory (still) has another one.
-        require_owner: everything must belong to us, and no other user may write it. Loading needs that (a user who can
-            write the tensors can write the manifest); a mere look at another user's checkpoint does not.
         keys: if given, the manifest must be signed with one of them (`signature.authenticate`).
         threads: number that read and hash; default: that of `read_checked`.
         bytes_per_s: read no faster, with one thread; None: no limit.
@@ -59,7 +55,7 @@ def verify(
     Returns:
         The verdict. Never raises for what it finds, not even for a missing directory.
     """
-    started = clock()
+    started = time.monotonic()
     name = name or directory.name
     problems: list[Problem] = []
     manifest: Manifest | None = None
@@ -70,10 +66,9 @@ def verify(
             manifest = _authentic(parsed, keys, problems)
             # Count by the manifest as it is: one signed with another key may be good, with all its files.
             entries = list_tree(root, sum(map(len, _named(parsed))) + _MOST_EXTRA)
-            if require_owner:
-                # The directory itself counts: who can write it can exchange every file in it.
-                here = Entry(path=".", info=os.fstat(root))
-                problems.extend(_untrusted([here, *entries]))
+            # The directory itself counts: who can write it can exchange every file in it.
+            here = Entry(path=".", info=os.fstat(root))
+            problems.extend(_untrusted([here, *entries]))
             # Without a manifest that proves something there is nothing to hold the files against.
             if manifest is not None:
                 # A checkpoint that was renamed would be taken for another step.
@@ -96,7 +91,7 @@ def verify(
         problems=tuple(sorted({_shown(p) for p in problems}, key=lambda p: (p.path, p.what))),
         manifest=manifest,
         num_bytes=num_bytes,
-        seconds=clock() - started,
+        seconds=time.monotonic() - started,
     )
 
 
