@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn, Self
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
@@ -42,7 +42,7 @@ class Served:
             self.resume = self._resume()
         # The daemon is told here, too: an error of the constructor reaches no method of `fit` or `train`.
         except VerlSlurmError as error:
-            self._refuse(error)
+            self.session.ended_by(error)
             raise
 
     def __enter__(self) -> Self:
@@ -98,12 +98,6 @@ class Served:
         self._saver = StepEndSaver(self.session, ranks, guest="loop", step=step, metadata=metadata)
         self._saver.begin(step, total)
         return self._saver
-
-    def _refuse(self, error: BaseException) -> None:
-        """Tells the daemon if another start would end in the same way; otherwise this is a crash."""
-        # Errors of the framework and of the user's code are crashes: the daemon counts them and starts again.
-        if isinstance(error, VerlSlurmError) and not restart_may_help(error):
-            self.session.refused(error)
 
     def _finish(self) -> None:
         if self._finished_at is not None:

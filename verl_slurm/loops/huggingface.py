@@ -34,7 +34,7 @@ import transformers
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError, underlying
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served
 from verl_slurm.loops.session import Session
@@ -112,8 +112,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         except BaseException as error:
             # On every way out: after the training `args.output_dir` is the user's again.
             self._restore(trainer.args)
-            # Of all ranks' failures, this rank's own says whether another start would end in the same way.
-            self._refuse(underlying(error) if isinstance(error, VerlSlurmError) else error)
+            self.session.ended_by(error)
             # No collectives from here on: the other ranks may still be in a step.
             self._close(broken=True)
             raise

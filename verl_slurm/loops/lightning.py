@@ -110,7 +110,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             if self._finished_at is None:
                 self._require_done(trainer)
         except BaseException as error:
-            self._refuse(error)
+            self.session.ended_by(error)
             self._close(broken=True)
             raise
         if not self._held:

@@ -26,7 +26,7 @@ from typing import Self
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
+from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -121,8 +121,7 @@ class Run:
             # a refusal.
             self._begin()
         except BaseException as error:
-            if isinstance(error, VerlSlurmError):
-                self._refuse(error)
+            self._session.ended_by(error)
             self._session.close()
             raise
         return self
@@ -240,12 +239,12 @@ class Run:
     ) -> None:
         # First, whatever the error: its thread would go on answering requests for a loop that is over.
         self._saver.end()
-        if isinstance(error, VerlSlurmError):
-            self._refuse(error)
+        if error is not None:
+            self._session.ended_by(error)
         # `finish` was reached and saved. Leaving the block early does not make a run done.
-        elif error is None and self._done:
+        elif self._done:
             self._session.finished(self.step)
-        elif error is None and not self.stopping and self._session.rank == 0:
+        elif not self.stopping and self._session.rank == 0:
             _complain(
                 f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
             )
@@ -270,12 +269,6 @@ class Run:
     def _prepare(self) -> None:
         work = clear_work(self._session.paths, self._session.epoch)
         (work / _DIRECTORY).mkdir(mode=0o700)
-
-    def _refuse(self, error: VerlSlurmError) -> None:
-        # A RanksFailed says that some rank failed; whether a restart helps depends on that rank's own error.
-        error = underlying(error)
-        if not restart_may_help(error):
-            self._session.refused(error)
 
 
 def _complain(text: str) -> None:

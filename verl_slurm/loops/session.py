@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from verl_slurm.base.errors import ConfigError, VerlSlurmError
+from verl_slurm.base.errors import ConfigError, VerlSlurmError, restart_may_help, underlying
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.journal.steps import append_step
@@ -314,6 +314,16 @@ class Session:
         # Cut: a packet holds 64 KiB. The agent takes a longer one for a stranger's, and later messages would be lost.
         code, reason = int(error.exit_code), (told or error.one_line())[:MAX_STORY]
         self.line.send(Refused(rank=self.rank, exit_code=code, reason=reason, place=place, worked=worked))
+
+    def ended_by(self, error: BaseException) -> None:
+        """Reports the error that ends this rank's loop, if another start would end in the same way.
+
+        All others are crashes, errors of a framework and of the user's code among them: the daemon counts them and
+        starts again.
+        """
+        # Of a failure of several ranks, this rank's own decides.
+        if isinstance(error, VerlSlurmError) and not restart_may_help(own := underlying(error)):
+            self.refused(own)
 
     def notice(self, text: str, *, topic: Topic = "storage", loud: bool = False) -> None:
         """Reports something for people that stops nothing, for the journal; from rank 0."""

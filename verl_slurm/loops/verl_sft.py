@@ -46,11 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except VerlSlurmError as raised:
         error = underlying(raised)
         _complain(f"rank {session.rank}: {error.one_line()}")
-        # No `refused`: the daemon counts a crash and starts the ranks again.
-        if restart_may_help(error):
-            return int(ExitCode.INTERNAL)
-        session.refused(error)
-        return int(error.exit_code)
+        session.ended_by(error)
+        return int(ExitCode.INTERNAL if restart_may_help(error) else error.exit_code)
     return int(ExitCode.OK)
 
 
