@@ -57,25 +57,22 @@ class _AsItWas:
         return self._state
 
 
-class _Interruptible:
+_Verls: Any = object
+"""What verl's trainers bring to the class below, of which no type is known."""
+
+
+class _Interruptible(_Verls):  # type: ignore[misc]
     """The hooks that verl calls in its loop; placed before verl's own class in the method resolution order."""
 
     mode = ""
     saves: Saves
     rollouts: Rollouts
-    agent_loop_manager: Any
-    llm_server_manager: Any
-    checkpoint_manager: Any
-    replay_buffer: Any
     train_dataloader: Any
-    local_trigger_step: int
+    global_steps: int
+    total_training_steps: int
     _data_state: dict[str, Any]
     _engines: Engines | None = None
     _sampling_weights: int
-    config: Any
-    global_steps: int
-    total_training_steps: int
-    steps_per_epoch: int
 
     def __init__(self, config: Any) -> None:
         # Before the base class: verl's replay buffer and transfer queue look for its own name of the mode.
@@ -99,11 +96,11 @@ class _Interruptible:
         if saver.session.has_run and config.actor_rollout_ref.rollout.name == "vllm":
             # Here alone: it imports vLLM, as verl's own next line does.
             import_module("verl_slurm.loops.verl_vllm").register()
-        super().__init__(config)  # type: ignore[call-arg]
+        super().__init__(config)
 
     def on_init_end(self) -> None:
         self._sampling_weights = self.global_steps
-        super().on_init_end()  # type: ignore[misc]
+        super().on_init_end()
 
     def on_train_begin(self) -> None:
         # verl's loop also ends with the epochs, and then does not know that the previous step was its last.
@@ -111,16 +108,16 @@ class _Interruptible:
         self.total_training_steps = min(self.total_training_steps, within)
         # verl has loaded the checkpoint by now, and `global_steps` names the step that comes next.
         self.saves.begin(self.global_steps - 1, self.total_training_steps)
-        super().on_train_begin()  # type: ignore[misc]
+        super().on_train_begin()
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, float]) -> Any:
         # verl fills this map while the step runs; a save reads what is in it by then.
         self.saves.numbers(metrics)
-        return super().step(metrics, timing_raw)  # type: ignore[misc]
+        return super().step(metrics, timing_raw)
 
     def _fetch_one_gen_batch(self) -> Any:
         """Fetches prompts from the data, as verl does, and gives each its position."""
-        batch = super()._fetch_one_gen_batch()  # type: ignore[misc]
+        batch = super()._fetch_one_gen_batch()
         assign_non_tensor_stack(batch, POSITION, self.rollouts.positions(list(batch["uid"])))
         return batch
 
@@ -128,10 +125,10 @@ class _Interruptible:
         # verl's order is that in which responses have ended, which no restart repeats. The batch is cut into
         # mini-batches in this order.
         batch.reorder(self.rollouts.order(batch.keys))
-        return super()._balance_batch(batch, *args, **named)  # type: ignore[misc]
+        return super()._balance_batch(batch, *args, **named)
 
     def _build_replay_buffer(self) -> Any:
-        buffer = super()._build_replay_buffer()  # type: ignore[misc]
+        buffer = super()._build_replay_buffer()
         wait, sample = getattr(buffer, "_wait_for_next_poll", None), buffer.sample
         # A sampler of the user's own may wait in another way: then a step is left at its end alone.
         if wait is None:
@@ -162,7 +159,7 @@ class _Interruptible:
         self.rollouts.note(self.global_steps, {uid for uid, tag in kept.items() if tag.get("is_prompt")})
 
     def on_sample_begin(self) -> None:
-        super().on_sample_begin()  # type: ignore[misc]
+        super().on_sample_begin()
         # `colocate_async`: its queue holds prompts that were given out since, and would have to be saved as it was.
         # Later samples of a step that has several are made after an update.
         self.saves.saver.leaves_early = self.mode == "sync" and self.local_trigger_step == 0
@@ -172,7 +169,7 @@ class _Interruptible:
             # Last chance: from here on the weights change.
             self._leave_if_asked()
             self.saves.saver.leaves_early = False
-        super().on_sample_end()  # type: ignore[misc]
+        super().on_sample_end()
 
     def _leave_if_asked(self) -> None:
         saves, before = self.saves, self.global_steps - 1
@@ -193,7 +190,7 @@ class _Interruptible:
         # The prompts of the running step are given out again.
         self.global_steps, self.train_dataloader = self.global_steps - 1, _AsItWas(self._data_state)
         try:
-            super()._save_checkpoint()  # type: ignore[misc]
+            super()._save_checkpoint()
         finally:
             self.global_steps, self.train_dataloader = now
 
@@ -203,22 +200,22 @@ class _Interruptible:
         self._note()
         if isinstance(self.agent_loop_manager, Recording):
             self.rollouts.step_end(self.agent_loop_manager)
-        if self.saves.step_end(self.global_steps, super()._save_checkpoint):  # type: ignore[misc]
+        if self.saves.step_end(self.global_steps, super()._save_checkpoint):
             self.total_training_steps = self.global_steps  # the loop's own condition ends it
             # No validation: it would run in the grace period, after the save.
             self.config.trainer.test_freq = -1
             return  # skips sending weights to the rollout engines: no more sampling follows
         self._sampling_weights = self.global_steps
-        super().on_step_end()  # type: ignore[misc]
+        super().on_step_end()
 
     def _save_checkpoint(self) -> None:
         self._note()
-        self.saves.save(self.global_steps, super()._save_checkpoint)  # type: ignore[misc]
+        self.saves.save(self.global_steps, super()._save_checkpoint)
 
     def _compute_metrics(
         self, batch: Any, metrics: Mapping[str, object], *args: object, **named: object
     ) -> None:
-        super()._compute_metrics(batch, metrics, *args, **named)  # type: ignore[misc]
+        super()._compute_metrics(batch, metrics, *args, **named)
         # After verl's own: from here on the step's numbers are complete.
         self.saves.step_done(self.global_steps, metrics)
 
@@ -232,7 +229,7 @@ class _Interruptible:
             self._engines = Engines(self.llm_server_manager, self.checkpoint_manager, self.rollouts.tell)
             agent_loop_manager.wait_for_engines()
         with suppress(_LeftEarly):
-            super().fit(agent_loop_manager)  # type: ignore[misc]
+            super().fit(agent_loop_manager)
         if not self.config.trainer.get("val_only", False):
             self.saves.end(self.global_steps - 1)
 
