@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_slurm.base.errors import ConfigError
 
@@ -36,11 +37,12 @@ _OPTIONS = (
 )
 
 
-class Commit:
+class Commit(NamedTuple):
     """Names what a work tree was checked out from."""
 
-    def __init__(self, commit: str = "", branch: str = "", *, dirty: bool = False) -> None:
-        self.commit, self.branch, self.dirty = commit, branch, dirty
+    commit: str = ""
+    branch: str = ""
+    dirty: bool = False
 
 
 def work_tree(place: Path) -> Path | None:
@@ -93,9 +95,8 @@ def diff_of(root: Path, names: Sequence[str]) -> bytes | None:
     changed = _git(root, "diff", *quiet, "--relative", "--name-only", "-z", "HEAD", "--", ".", may_fail=True)
     # Also what was removed; what is there and left out of the copy may hold secrets.
     copied = set(names)
-    wanted = [
-        name for raw in changed.split(b"\0") if raw and _recorded(root, name := os.fsdecode(raw), copied)
-    ]
+    names_changed = [os.fsdecode(raw) for raw in changed.split(b"\0") if raw]
+    wanted = [name for name in names_changed if name in copied or not os.path.lexists(root / name)]
     data, size = [], 0
     # In parts: a list of arguments has a limit.
     for first in range(0, len(wanted), 500):
@@ -105,10 +106,6 @@ def diff_of(root: Path, names: Sequence[str]) -> bytes | None:
         if size > _MOST_DIFF:
             return None
     return b"".join(data)
-
-
-def _recorded(root: Path, name: str, copied: set[str]) -> bool:
-    return name in copied or not os.path.lexists(root / name)
 
 
 def _git(place: Path, *words: str, may_fail: bool = False) -> bytes:

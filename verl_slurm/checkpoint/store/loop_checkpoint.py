@@ -7,7 +7,6 @@ reader sees half a checkpoint, a fenced attempt does no harm, and nothing is cop
 
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -247,7 +246,8 @@ def _files(staging: Path) -> list[str]:
     with open_directory(staging) as root:
         entries = list_tree(root)
     files = [entry.path for entry in entries if entry.kind == "file"]
-    wrong = [f"{entry.path}: a {entry.kind}" for entry in entries if not _is_plain(entry.info.st_mode)]
+    odd = (entry for entry in entries if entry.kind not in ("file", "directory"))
+    wrong = [f"{entry.path}: a {entry.kind}" for entry in odd]
     wrong += [f"{path}: {problem}" for path in files if (problem := path_problem(path))]
     if wrong:
         raise CheckpointCorrupt(
@@ -263,10 +263,6 @@ def _files(staging: Path) -> list[str]:
         if entry.kind == "directory" and entry.path not in needed:
             (staging / entry.path).rmdir()
     return files
-
-
-def _is_plain(mode: int) -> bool:
-    return stat.S_ISREG(mode) or stat.S_ISDIR(mode)
 
 
 def _manifest(

@@ -33,7 +33,7 @@ from verl_slurm.dataset.fingerprint.entries import (
     tree_digest,
 )
 from verl_slurm.dataset.fingerprint.hashing import Digests, hash_files
-from verl_slurm.dataset.fingerprint.walk import data_error, glance, lines_of, walk
+from verl_slurm.dataset.fingerprint.walk import data_error, glance, lines_of, parse_line, walk
 
 __all__ = [
     "Drift",
@@ -116,12 +116,12 @@ def survey(
     lines = lines or lines_of(root, seen) or walk(root)
     # A full look starts with no hashes: what the cache says is then compared with what was read.
     found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached))
-    unnoticed = [_path(line) for line in lines if full and line in cached and known[line] != cached[line]]
+    wrong = [line for line in lines if full and line in cached and known[line] != cached[line]]
     return Survey(
         root=root,
         found=found,
         num_read=num_read,
-        unnoticed=tuple(sorted(unnoticed)),
+        unnoticed=tuple(sorted(parse_line(line).path for line in wrong)),
         notices=(notice,) if notice else (),
         lines=tuple(lines),
         trusted=frozenset() if full else frozenset(cached),
@@ -271,7 +271,3 @@ def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | Non
     parents = {path.rpartition("/")[0] for path in (*folders, *files)}
     empty = FileDigest(size=0, sha256="", kind="directory")
     return sealed(files | {path: empty for path in folders if path not in parents})
-
-
-def _path(line: str) -> str:
-    return line.split(" ", 6)[6]

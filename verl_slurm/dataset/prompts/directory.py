@@ -36,13 +36,10 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
     remedy = f"set {key} to a directory with prompts"
     if not root.is_dir():
         found = "a file" if root.exists() else "nothing"
-        where, named = (
-            root,
-            f"; one file of a directory: {key}={root.parent} and {_files_key(key)}={root.name}",
-        )
-        raise DataError(
-            "no such data directory", where=where, found=found, remedy=remedy + named * root.is_file()
-        )
+        if root.is_file():
+            files_key = key.replace("root", "files")
+            remedy += f"; one file of a directory: {key}={root.parent} and {files_key}={root.name}"
+        raise DataError("no such data directory", where=root, found=found, remedy=remedy)
     pattern = _pattern(config, key)
     try:
         # All names, before any choice: the message for a wrong directory says what is there.
@@ -103,10 +100,6 @@ def no_rows(root: Path, num_files: int, key: str) -> DataError:
         expected="at least one row",
         remedy=f"set {key}",
     )
-
-
-def _files_key(key: str) -> str:
-    return key.replace("root", "files")
 
 
 def _pattern(config: DataConfig, key: str) -> str | None:
