@@ -24,9 +24,9 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import groupby
-from operator import attrgetter
+from operator import itemgetter
 from typing import NamedTuple
 
 import msgpack
@@ -80,11 +80,15 @@ def token_paths(paths: RunPaths) -> RunPaths:
 
 
 @dataclass
-class _New:
+class _Logged:
+    """New tokens of one call, as a record has them; `key`: `Call[:3]`."""
+
+    key: tuple[int, int, int]
+    digest: str
     start: int
+    ids: list[int]
+    log_probs: list[float] | None
     version: int | None
-    ids: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = None
     ended: bool = False
 
 
@@ -102,7 +106,7 @@ class TokenLog:
         self._ledger = Ledger(token_paths(paths), epoch, rank)
         self._epoch, self._every_s, self._number, self._written = epoch, every_s, 0, 0
         self._lock = threading.Lock()
-        self._new: dict[Call, _New] = {}
+        self._new: dict[Call, _Logged] = {}
         # Of calls whose tokens may still be asked for: when each ended.
         self._needed: dict[Call, float | None] = {}
         self._closing = threading.Event()
@@ -131,7 +135,8 @@ class TokenLog:
         with self._lock:
             new = self._new.get(call)
             if new is None:
-                new = self._new[call] = _New(start, version, log_probs=None if log_probs is None else [])
+                kept: list[float] | None = None if log_probs is None else []
+                new = self._new[call] = _Logged(call[:3], call.digest, start, [], kept, version)
             new.ids += ids
             if new.log_probs is not None and log_probs is not None:
                 new.log_probs += log_probs
@@ -159,7 +164,7 @@ class TokenLog:
         self._number = (self._number + 1) & 0xFFFFFFFF  # distinguishes records of one position
         try:
             self._written += self._ledger.append(
-                max(call.position for call in new), self._number, _record(self._epoch, new)
+                max(call.position for call in new), self._number, _record(self._epoch, list(new.values()))
             )
             if self._written > _COMPACT_BYTES:
                 self._compact(now)
@@ -194,19 +199,6 @@ class Prefix:
     ended: bool
 
 
-class _Logged(NamedTuple):
-    """The new tokens of one call in a record."""
-
-    epoch: int
-    key: tuple[int, int, int]
-    digest: str
-    start: int
-    ids: list[int]
-    log_probs: list[float] | None
-    version: int | None
-    ended: bool
-
-
 class Prefixes:
     """What earlier attempts have logged. Reads all segments once, when it is made.
 
@@ -216,8 +208,8 @@ class Prefixes:
 
     def __init__(self, paths: RunPaths, *, report: Callable[[str], None]) -> None:
         self._found: dict[tuple[int, int, int], tuple[str, Prefix]] = {}
-        for _, logged in groupby(_read(paths, report), key=attrgetter("epoch")):
-            later = [one for one in logged if not self._take(one)]
+        for _, logged in groupby(_read(paths, report), key=itemgetter(0)):
+            later = [one for _, one in logged if not self._take(one)]
             # An attempt's are ordered by engine, and a response may have moved to one that comes earlier.
             while later != (left := [one for one in later if not self._take(one)]):
                 later = left
@@ -246,17 +238,18 @@ class Prefixes:
         return True
 
 
-def _read(paths: RunPaths, report: Callable[[str], None]) -> Iterator[_Logged]:
+def _read(paths: RunPaths, report: Callable[[str], None]) -> Iterator[tuple[int, _Logged]]:
+    """Yields what is logged, with the attempt that has logged it."""
     for _, arrays in records(token_paths(paths), from_step=0, report=report):
         try:
-            found = _unpack(arrays)
+            epoch, found = _unpack(arrays)
         except (KeyError, ValueError, TypeError) as error:
             report(CheckpointCorrupt("a record of the token log cannot be read", found=error).one_line())
         else:
-            yield from found
+            yield from ((epoch, one) for one in found)
 
 
-def _unpack(arrays: Arrays) -> list[_Logged]:
+def _unpack(arrays: Arrays) -> tuple[int, list[_Logged]]:
     ids, log_probs = arrays["ids"].tolist(), arrays.get("log_probs")
     at, found = 0, []
     epoch, calls = msgpack.unpackb(arrays["calls"].tobytes())
@@ -265,23 +258,21 @@ def _unpack(arrays: Arrays) -> list[_Logged]:
         if log_probs is not None:
             their = log_probs[at : at + count].tolist()
         at += count
-        found.append(_Logged(epoch, (position, session, turn), digest, start, new, their, version, ended))
+        found.append(_Logged((position, session, turn), digest, start, new, their, version, ended))
     if at != len(ids):
         raise ValueError(f"{at} tokens belong to its calls, and it has {len(ids)}")
-    return found
+    return epoch, found
 
 
-def _record(epoch: int, new: dict[Call, _New]) -> Arrays:
-    calls = [
-        [*call[:3], call.digest, one.start, len(one.ids), one.version, one.ended] for call, one in new.items()
-    ]
+def _record(epoch: int, new: Sequence[_Logged]) -> Arrays:
+    calls = [[*one.key, one.digest, one.start, len(one.ids), one.version, one.ended] for one in new]
     arrays: Arrays = {
         "calls": np.frombuffer(msgpack.packb([epoch, calls]), dtype=np.uint8),
-        "ids": np.array([token for one in new.values() for token in one.ids], dtype=np.int64),
+        "ids": np.array([token for one in new for token in one.ids], dtype=np.int64),
     }
     # All calls of an engine are asked for them, or none: verl's setting is one for the run.
-    if all(one.log_probs is not None for one in new.values()):
+    if all(one.log_probs is not None for one in new):
         arrays["log_probs"] = np.array(
-            [value for one in new.values() for value in one.log_probs or ()], dtype=np.float32
+            [value for one in new for value in one.log_probs or ()], dtype=np.float32
         )
     return arrays
