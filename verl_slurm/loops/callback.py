@@ -13,7 +13,7 @@ from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.step_end import StepEndSaver, free_ranks, own_ranks
+from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 
 __all__ = ["Served"]
 
@@ -119,10 +119,5 @@ class Served:
         """
         # Taken away first: hooks that the framework still calls find no saver and do nothing.
         saver, self._saver = self._saver, None
-        if saver is None:
-            return
-        # Before the session: a commit that is still running reports its end over it.
-        saver.end()
-        self.session.close()
-        if not broken:
-            free_ranks(saver.ranks)
+        if saver is not None:
+            saver.close(broken=broken)

@@ -39,7 +39,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.state_files import load_state, write_state
 from verl_slurm.loops.states import Objects, split
-from verl_slurm.loops.step_end import StepEndSaver, free_ranks, own_ranks
+from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.rng import Generators
@@ -248,10 +248,8 @@ class Run:
             _complain(
                 f"the loop was left behind step {self.step} of {self._total}: call run.finish() if it is done"
             )
-        self._session.close()
-        # All ranks leave together in these two cases; after an error the others may be in a collective.
-        if error is None or isinstance(error, SystemExit):
-            free_ranks(self._ranks)
+        # All ranks leave together without an error and by a stop; after an error the others may be in a collective.
+        self._saver.close(broken=not isinstance(error, SystemExit | None))
 
     def _save(self, why: str = "", *, last: bool = False) -> RanksFailed | None:
         failure = self._saver.save(

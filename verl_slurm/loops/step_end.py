@@ -44,7 +44,7 @@ from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.stopping import Stopper
 
-__all__ = ["ReachWatch", "StepEndSaver", "free_ranks", "own_ranks", "seal_own"]
+__all__ = ["ReachWatch", "StepEndSaver", "own_ranks", "seal_own"]
 
 _LOOK_EVERY_S = 0.25
 
@@ -378,6 +378,18 @@ class StepEndSaver:
         if self._keeper is not None and self.stopping is None:
             self._keeper.close()
 
+    def close(self, *, broken: bool = False) -> None:
+        """Ends the loop's saves, its reports, and the group of `own_ranks`. Collective, unless it is broken.
+
+        Args:
+            broken: other ranks may be anywhere.
+        """
+        # Before the session: a commit that is still running reports its end over it.
+        self.end()
+        self.session.close()
+        if not broken and self.ranks.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.ranks.group)
+
     def _is_busy(self) -> bool:
         # Read once: the main thread may set it to None between the two questions.
         pending = self._pending
@@ -478,9 +490,3 @@ def own_ranks(session: Session, remedy: str) -> Collective:
             remedy=remedy,
         )
     return ranks
-
-
-def free_ranks(ranks: Collective) -> None:
-    """Ends the group of `own_ranks`. Collective: not after an error, when other ranks may be anywhere."""
-    if ranks.group is not None and dist.is_initialized():
-        dist.destroy_process_group(ranks.group)
