@@ -47,8 +47,8 @@ def test_the_new_parts_are_those_that_the_whole_tensor_would_be_cut_into(shape: 
         for rank in range(after):
             found = [
                 value
-                for piece in pieces(shape, dim, before, after, rank)
-                for value in former[piece.rank][piece.start : piece.start + piece.count]
+                for source, start, count in pieces(shape, dim, before, after, rank)
+                for value in former[source][start : start + count]
             ]
             assert found == wanted[rank], (dim, before, after, rank)
 

@@ -6,23 +6,8 @@ have fewer, or none. 5 rows on 4 ranks: 2, 2, 1, 0.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-__all__ = ["Piece", "pieces", "share"]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A range of elements in the part of one rank; the part is contiguous.
-
-    Attributes:
-        rank: of those that saved.
-        start, count: in elements.
-    """
-
-    rank: int
-    start: int
-    count: int
+__all__ = ["pieces", "share"]
 
 
 def share(length: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -31,8 +16,11 @@ def share(length: int, ranks: int, rank: int) -> tuple[int, int]:
     return min(rank * rows, length), min((rank + 1) * rows, length)
 
 
-def pieces(shape: Sequence[int], dim: int, before: int, after: int, rank: int) -> Iterator[Piece]:
-    """Yields the pieces of the part that `rank` of `after` gets, in the order of its bytes.
+def pieces(
+    shape: Sequence[int], dim: int, before: int, after: int, rank: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields the pieces of the part that `rank` of `after` gets, in the order of its bytes: a rank that saved, and the
+    start and the number of elements in its part, which is contiguous.
 
     Args:
         shape: of the whole tensor.
@@ -47,4 +35,4 @@ def pieces(shape: Sequence[int], dim: int, before: int, after: int, rank: int) -
             first, last = share(shape[dim], before, source)
             low, high = max(begin, first), min(end, last)
             if low < high and inner:
-                yield Piece(source, (outer * (last - first) + low - first) * inner, (high - low) * inner)
+                yield source, (outer * (last - first) + low - first) * inner, (high - low) * inner

@@ -197,8 +197,8 @@ def parts_of(move: Move, fds: Sequence[int], after: int, rank: int) -> list[Part
     # One that becomes whole is that of the only rank.
     among = (after, rank) if move.dim is not None else (1, 0)
     found = [
-        Part(piece.count * size, fds[piece.rank], move.offsets[piece.rank] + piece.start * size)
-        for piece in pieces(tensor.shape, dim, move.before, *among)
+        Part(count * size, fds[source], move.offsets[source] + start * size)
+        for source, start, count in pieces(tensor.shape, dim, move.before, *among)
     ]
     if move.becomes == "flat":
         missing = (local_shape(move, after, rank)[0] * size) - sum(part.num_bytes for part in found)
