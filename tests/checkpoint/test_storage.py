@@ -109,7 +109,6 @@ def test_how_well_a_medium_is(says: str, outcomes: list[Outcome], kind: HealthKi
 def test_the_reasons_name_the_numbers() -> None:
     slow = judge_health(saves(2, 2, 2, 10, 10, 10))
     assert slow.reason == "100 MB a second, less than 0.5 of its usual 500 MB, for 3 saves in a row"
-    assert slow.usual_bytes_per_s == 5e8
     failing = judge_health([*saves(2), FULL, FULL])
     assert failing.reason == "the last 2 saves failed: OSError: [Errno 28] No space left on device"
 
@@ -130,18 +129,12 @@ def test_every_history_has_a_verdict_and_failing_is_exactly_a_last_error(outcome
     health = judge_health(outcomes)
     assert health.reason
     assert (health.kind == "failing") is bool(outcomes and outcomes[-1].error)
-    if health.kind == "slow":
-        assert health.bytes_per_s is not None
-        assert health.usual_bytes_per_s is not None
-        assert health.bytes_per_s < health.usual_bytes_per_s
     speed = usual_speed(outcomes)
     assert speed is None or speed > 0.0
 
 
 def test_the_system_is_asked_about_the_nearest_directory_there_is(tmp_path: Path) -> None:
     asked = free_space(tmp_path / "not" / "there" / "yet")
-    there = os.statvfs(tmp_path)
-    assert asked.total_bytes == there.f_blocks * there.f_frsize
     assert asked.device == tmp_path.stat().st_dev
     assert room_for(tmp_path, Need(bytes=1, inodes=1, basis="a byte")).enough
     assert room_for(tmp_path, Need(bytes=10**20, inodes=1, basis="too much")).enough is False

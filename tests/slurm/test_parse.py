@@ -31,7 +31,6 @@ def test_a_running_job_is_read_whole() -> None:
     assert (facts.restarts, facts.requeue) == (0, True)
     assert facts.preempt_time is None
     assert facts.start_time == datetime.fromtimestamp(1795222231, UTC)
-    assert facts.time_limit_s == 600
     assert (facts.node_list, facts.num_nodes, facts.batch_host) == ("node[1-2]", 2, "node1")
     assert facts.partition == "preemptible"
     assert facts.user_id == 0
@@ -191,7 +190,6 @@ def test_what_newer_versions_print_is_read_whole(path: Path) -> None:
     facts = parse_job(path.read_text(), 1)
     assert (facts.name, facts.partition, facts.num_nodes >= 1) == ("job.py", "preemptible", True)
     assert facts.std_out == "/home/ada/run/o"
-    assert facts.time_limit_s == 600
     assert facts.expedited == ("ExpeditedRequeue" in path.read_text())
     assert facts.failed_node == ("node2" if "FailedNode" in path.read_text() else None)
 

@@ -11,7 +11,7 @@ from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.base.errors import Fenced, NoRoom
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.decide.storage import FreeSpace, Need, Room
+from verl_slurm.checkpoint.decide.storage import Need, Room
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.tree import Entry, list_tree
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
@@ -146,7 +146,7 @@ def test_nothing_is_copied_where_it_would_not_fit(
     verl_dir: Path, run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(_: Path, need: Need) -> Room:
-        return Room(enough=False, reason="1 MB free", free=FreeSpace(), need=need)
+        return Room(enough=False, reason="1 MB free")
 
     monkeypatch.setattr(module, "room_for", full)
     with pytest.raises(NoRoom, match="--link"):

@@ -7,7 +7,6 @@ does not set SLURM_JOB_END_TIME, so it is not read.
 
 import re
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -33,10 +32,8 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
     """Slurm's name for the node of this process."""
     cluster: str | None
     partition: str | None
-    submit_dir: Path | None
     array_job_id: int | None = None
     array_task_id: int | None = None
-    het_job_id: int | None = None
     het_size: int = 1
     """Components of a heterogeneous job; `node_list` and `num_nodes` cover all of them."""
     sizes: tuple[int, ...] = ()
@@ -58,7 +55,6 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
         """
         if not env.get("SLURM_JOB_ID"):
             return None
-        submit_dir = env.get("SLURM_SUBMIT_DIR")
         het_size = _number(env, "SLURM_HET_SIZE", default=1)
         if het_size > _MOST_COMPONENTS:
             raise _refuse("SLURM_HET_SIZE", str(het_size), f"at most {_MOST_COMPONENTS}")
@@ -73,11 +69,8 @@ class SlurmJob(msgspec.Struct, frozen=True, kw_only=True):
             node_name=_name(env, "SLURMD_NODENAME", NAME),
             cluster=_name(env, "SLURM_CLUSTER_NAME", NAME) if env.get("SLURM_CLUSTER_NAME") else None,
             partition=_name(env, "SLURM_JOB_PARTITION", NAME) if env.get("SLURM_JOB_PARTITION") else None,
-            # A relative one would be looked for in the working directory.
-            submit_dir=Path(submit_dir) if submit_dir and submit_dir.startswith("/") else None,
             array_job_id=_optional_number(env, "SLURM_ARRAY_JOB_ID"),
             array_task_id=_optional_number(env, "SLURM_ARRAY_TASK_ID"),
-            het_job_id=_optional_number(env, "SLURM_HET_JOB_ID"),
             het_size=het_size,
             sizes=sizes,
         )

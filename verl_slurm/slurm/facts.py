@@ -49,8 +49,6 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     start_time: datetime | None
     end_time: datetime | None
     """While running: the time at which it will be ended. A preemption moves it to the end of the grace time."""
-    time_limit_s: int | None
-    """None: unlimited."""
     exit_code: str
     """`code:signal`."""
     batch_host: str | None

@@ -52,7 +52,6 @@ class FreeSpace:
 
     bytes: int | None = None
     inodes: int | None = None
-    total_bytes: int | None = None
     device: int | None = None
     problem: str = ""
 
@@ -72,8 +71,6 @@ class Room:
 
     enough: bool | None
     reason: str
-    free: FreeSpace
-    need: Need
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,16 +84,10 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """A verdict on a medium.
-
-    Attributes:
-        bytes_per_s, usual_bytes_per_s: of the newest save and of those before; None: not known.
-    """
+    """A verdict on a medium."""
 
     kind: HealthKind
     reason: str
-    bytes_per_s: float | None = None
-    usual_bytes_per_s: float | None = None
 
 
 def need_of_next(
@@ -118,20 +109,20 @@ def judge_room(free: FreeSpace, need: Need) -> Room:
     # Not known is not "not enough": a save that may well fit is tried.
     if free.problem or (free.bytes is None and free.inodes is None):
         reason = free.problem or "the file system does not say how much is free"
-        return Room(enough=None, reason=reason, free=free, need=need)
+        return Room(enough=None, reason=reason)
     if free.bytes is not None and free.bytes < need.bytes:
         reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis})"
-        return Room(enough=False, reason=reason, free=free, need=need)
+        return Room(enough=False, reason=reason)
     # Some file systems report no inodes (Btrfs, FUSE): then these are not judged.
     if free.inodes is not None and free.inodes < need.inodes:
         reason = f"{free.inodes} inodes free, {need.inodes} needed ({need.basis})"
-        return Room(enough=False, reason=reason, free=free, need=need)
+        return Room(enough=False, reason=reason)
     if free.bytes is None:
-        return Room(enough=None, reason="the file system counts inodes only", free=free, need=need)
+        return Room(enough=None, reason="the file system counts inodes only")
     # On most file systems statvfs leaves out quotas of users, groups and projects, and thin pools: Lustre, GPFS and NFS
     # show the whole; some XFS project quotas do show.
     reason = f"{_gb(free.bytes)} free, {_gb(need.bytes)} needed ({need.basis}); quotas are not seen"
-    return Room(enough=True, reason=reason, free=free, need=need)
+    return Room(enough=True, reason=reason)
 
 
 def usual_speed(outcomes: Sequence[Outcome]) -> float | None:
@@ -160,7 +151,7 @@ def judge_health(outcomes: Sequence[Outcome]) -> Health:
     # Without the newest: a disk that has just become slow must not lower what it is measured by.
     usual = usual_speed(good[:-SLOW_SAVES])
     if now is None or usual is None:
-        return Health(kind="unknown", reason="too few saves to know its usual speed", bytes_per_s=now)
+        return Health(kind="unknown", reason="too few saves to know its usual speed")
     newest = good[-SLOW_SAVES:]
     # All of them: one slow save may be another job's doing.
     if all(_is_slow(outcome, usual) for outcome in newest):
@@ -168,9 +159,9 @@ def judge_health(outcomes: Sequence[Outcome]) -> Health:
             f"{_mb(now)} a second, less than {SLOW_FRACTION:g} of its usual {_mb(usual)}, "
             f"for {SLOW_SAVES} saves in a row"
         )
-        return Health(kind="slow", reason=reason, bytes_per_s=now, usual_bytes_per_s=usual)
+        return Health(kind="slow", reason=reason)
     reason = f"{_mb(now)} a second, usually {_mb(usual)}"
-    return Health(kind="well", reason=reason, bytes_per_s=now, usual_bytes_per_s=usual)
+    return Health(kind="well", reason=reason)
 
 
 def _speed(outcome: Outcome) -> float | None:

@@ -43,7 +43,6 @@ def free_space(path: Path) -> FreeSpace:
     return FreeSpace(
         bytes=stat.f_bavail * stat.f_frsize if stat.f_blocks else None,
         inodes=stat.f_favail if stat.f_files else None,
-        total_bytes=stat.f_blocks * stat.f_frsize if stat.f_blocks else None,
         device=device,
     )
 
@@ -81,11 +80,6 @@ class StorageWatch:
         # A new process knows nothing yet, so the first healthy save after a start is no news.
         self._kind: HealthKind = "unknown"
         self.room: Room | None = None
-
-    @property
-    def outcomes(self) -> tuple[Outcome, ...]:
-        """Returns all known outcomes of its saves, oldest first."""
-        return tuple(self._outcomes)
 
     def before_save(self) -> tuple[Notice, ...]:
         """Asks whether the next save fits. The save is tried anyway: only the write itself is proof."""
