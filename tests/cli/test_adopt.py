@@ -16,6 +16,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.submit.checks import verl as verl_checks
 from verl_slurm.verl.tracker import TRACKER
 
 pytestmark = pytest.mark.torch
@@ -30,8 +31,8 @@ def verl_dir(tmp_path: Path) -> Path:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Of a run of verl's SFT trainer on two ranks, whose inputs are there."""
-    monkeypatch.setattr("verl_slurm.submit.checks.verl.installed_verl", lambda: "0.9.1")
-    monkeypatch.setattr("verl_slurm.submit.checks.verl._BESIDES", {"sft": {}, "ppo": {}})
+    monkeypatch.setattr(verl_checks, "installed_verl", lambda: "0.9.1")
+    monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {}, "ppo": {}})
     without_hydra(monkeypatch)
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     (tmp_path / "model").mkdir()
