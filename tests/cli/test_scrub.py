@@ -68,9 +68,7 @@ def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
             shutil.rmtree(path)
         return real(path, **options)
 
-    monkeypatch.setattr(
-        scrub_module.scrub_one, "__kwdefaults__", {"bytes_per_s": None, "verifier": prune_first}
-    )
+    monkeypatch.setattr(scrub_module, "verify", prune_first)
     result = cli("scrub", run.root, "--json")
     assert result.code == ExitCode.OK
     assert len(result.json["checkpoints"]) == 1

@@ -131,17 +131,14 @@ def generators() -> Sequence[bytes]:
 
     random.seed(1)
     state = rng.capture()
-    assert isinstance(state["python"], bytes)
-    assert isinstance(state["numpy"], bytes)
-    words = struct.unpack("<I625Id", state["python"])
-    torch = state["torch"].tobytes() if isinstance(state["torch"], np.ndarray) else b""
+    words, torch = struct.unpack("<I625Id", state["python"]), state["torch"]
     made = {
         "python": [words[0], words[1], words[625], words[626]],
         "numpy": list(struct.unpack("<IId", state["numpy"][4 * 624 :])),
         "torch": [torch[:24], torch[24:-40], torch[-40:]],
-        "dtype": "uint8",
     }
-    return [bytes(msgpack.packb(made))]
+    # As bytes, and as former versions saved them.
+    return [bytes(msgpack.packb({**made, "dtype": dtype})) for dtype in (None, "uint8")]
 
 
 def generator_states(data: bytes) -> dict[str, bytes | np.ndarray] | None:
@@ -149,10 +146,11 @@ def generator_states(data: bytes) -> dict[str, bytes | np.ndarray] | None:
     parts = _unpacked(data)
     try:
         version, first, position, spare = parts["python"]
+        torch, dtype = b"".join(parts["torch"]), parts["dtype"]
         return {
             "python": struct.pack("<I625Id", version, *[first] * 624, position, spare),
             "numpy": struct.pack("<624I", *range(624)) + struct.pack("<IId", *parts["numpy"]),
-            "torch": np.frombuffer(b"".join(parts["torch"]), parts["dtype"]),
+            "torch": torch if dtype is None else np.frombuffer(torch, dtype),
         }
     except (TypeError, KeyError, ValueError, struct.error, OverflowError):
         return None

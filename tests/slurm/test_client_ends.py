@@ -120,7 +120,7 @@ class HungSlurm:
             list[str](),
         )
 
-    def run(self, argv: list[str], env: Mapping[str, str], timeout_s: float) -> Completed:
+    def run(self, argv: list[str], env: Mapping[str, str], timeout_s: float, cwd: str | None) -> Completed:
         self.commands.append(argv[1])
         self.hung = self.hung or argv[1] == self.hangs_from
         if self.hung:
