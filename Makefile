@@ -126,7 +126,7 @@ demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, res
 	$(BIN)/verl-slurm demo
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus accounting browser ## the tests, the real-Slurm ones included (13 minutes on two cores)
+test: setup prometheus accounting browser ## the tests, the real-Slurm ones included (20 minutes on two cores)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

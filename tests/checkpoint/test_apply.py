@@ -127,13 +127,25 @@ def test_a_save_before_the_end_does_not_wait_for_the_files_of_an_old_checkpoint(
 
 
 def test_a_save_that_has_no_room_beside_them_waits_for_the_files_of_an_old_checkpoint(
-    save: Save, paths: RunPaths
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked = threading.Event()
+
+    def after_the_question(name: str, *, dir_fd: int) -> None:
+        assert asked.wait(30)
+        shutil.rmtree(paths.checkpoints / name)
+
+    def no_room(*_: object) -> SimpleNamespace:
+        asked.set()
+        return SimpleNamespace(enough=False)
+
+    monkeypatch.setattr(pruning, "shutil", SimpleNamespace(rmtree=after_the_question))
+    monkeypatch.setattr(pruning, "room_for", no_room)
     removing = pruning.Removing()
     for step in (1, 2):
         save(step)
     apply_prune(paths, plan_prune(list_checkpoints(paths), 1), remove=removing.remove)
-    removing.leave_room(paths.checkpoints, need_of_next(1 << 60, 1))
+    removing.leave_room(paths.checkpoints, need_of_next(1, 1))
     assert not list(paths.checkpoints.glob(".step_*.tmp"))
     removing.close()
 

@@ -193,7 +193,7 @@ def _failed(what: str, error: BaseException) -> RanksFailed:
 
 
 def _alike(digests: list[bytes], ranks: Collective) -> list[bool]:
-    # What all ranks have, rank 0 has as well: each says which of its digests it lacks, and nobody hears all of them.
+    # What all ranks have, rank 0 has as well: each says which of its digests it lacks, and no rank hears all of them.
     first = msgspec.msgpack.decode(ranks.share(msgspec.msgpack.encode(digests), source=0), type=list[bytes])
     # A digest includes the path, so a set is enough: a tensor is common if every rank has the same one at that place.
     mine = set(digests)

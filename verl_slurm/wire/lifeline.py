@@ -54,7 +54,7 @@ def run_and_leave(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit as leave:  # argparse
         code = leave.code if isinstance(leave.code, int) else int(ExitCode.USAGE)
-    except BaseException:  # noqa: BLE001 - the root of this process: said here, as there is nobody above
+    except BaseException:  # noqa: BLE001 - the root of this process: no caller is left to say it
         traceback.print_exc()
     finally:
         for stream in (sys.stdout, sys.stderr):
