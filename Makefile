@@ -1,5 +1,7 @@
 # `make demo` runs the main job for real; `make test` passes the tests. Both set up what they need.
 SHELL := /bin/bash
+# Tests start hundreds of processes: each would compile the package and its tests anew.
+unexport PYTHONDONTWRITEBYTECODE
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 
@@ -34,7 +36,7 @@ SEE = $(1)/bin/python -c 'import os, sys, sysconfig; places = [sysconfig.get_pat
 	  print("".join("import site; site.addsitedir(%r)\n" % place for place in places), end="", file=open(sysconfig.get_path("purelib") + "/ours.pth", "w"))' $(2)
 SEE_OURS = $(call SEE,$(1),$(VENV))
 
-.PHONY: help docs docs-links test-docs setup slurm prometheus browser charts vllm verl trl demo test test-all test-long test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
+.PHONY: help docs docs-links test-docs setup slurm prometheus browser charts vllm verl trl demo lint test test-all test-due test-slurm test-rest test-long-slurm test-long-rest test-vllm test-vllm-newest test-verl test-trl test-verl-vllm test-s3 test-slurm-versions test-matrix check campaign soak fuzz faults families gpu bench bench-check bench-step clean accounting containers
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
@@ -125,70 +127,84 @@ $(DOCS)/.ready: constraints/docs.txt
 demo: setup ## the main job on a real embedded Slurm: preempted in mid-step, resumed, proven bit for bit
 	$(BIN)/verl-slurm demo
 
-# Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus accounting browser ## the tests, the real-Slurm ones included (20 minutes on two cores)
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
+test: setup prometheus accounting browser lint ## the tests, the real-Slurm ones included (20 minutes on two cores)
 	@$(MAKE) --no-print-directory -k -j2 test-slurm test-rest
 
-test-all: test test-long ## all tests: also the long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
-
 # The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
-test-long: setup containers
-	@$(MAKE) --no-print-directory -k -j3 test-long-slurm test-long-rest test-verl test-verl-vllm test-trl test-vllm test-s3 test-docs
+LONG = long-slurm long-rest verl verl-vllm trl vllm s3 docs
+
+test-all: setup prometheus accounting browser containers lint ## all tests, lane by lane: also variants of long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
+	@VERL_SLURM_VARIANTS=1 $(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))
+
+# A lane that passed whole is written into .ci/passed.toml.
+passed-%: test-%
+	@$(BIN)/python -m tests.lanes passed $* $(COMMIT)
+
+# What CI runs of the long lanes: those that the changes since their last whole pass start, without variants.
+test-due: setup containers
+	@due=$$($(BIN)/python -m tests.lanes due) && echo "long lanes: $${due:-none: nothing has changed that they test}" && \
+	  for lane in $(LONG); do [[ " $$due " == *" $$lane "* ]] && echo "test-$$lane"; done | \
+	  xargs --no-run-if-empty $(MAKE) --no-print-directory -k -j3
 
 PYTEST = -m pytest -p no:cacheprovider
-# A lane: its marks, what each of its lines begins with, and how tests go to the two workers.
-LANE = bash -o pipefail -c '$(BIN)/python $(PYTEST) -n 2 --dist $(or $(3),worksteal) -m "$(1)" | sed -u "s/^/$(2) | /"'
+# The files with tests of a mark: collecting the whole tree takes longer than many a lane's first test.
+MARKED = $$(grep -rlE 'mark\.$(1)\b' tests --include='test_*.py')
+# A lane: its marks, what each of its lines begins with, how tests go to the two workers, and where the tests are.
+LANE = bash -o pipefail -c "$(BIN)/python $(PYTEST) -n 2 --dist $(3) -m '$(1)' $(4) | sed -u 's/^/$(2) | /'"
 
 test-slurm: setup
-	@$(call LANE,slurm and not long and not verl and not trl,slurm)
+	@$(call LANE,slurm and not long and not verl and not trl,slurm,worksteal,$(call MARKED,slurm))
 
 test-rest: setup
-	@$(call LANE,not slurm and not long and not vllm and not verl and not trl,rest )
+	@$(call LANE,not slurm and not long and not vllm and not verl and not trl,rest ,worksteal,--ignore=tests/slurm_cluster)
 
 test-long-slurm: setup
-	@$(call LANE,slurm and long and not verl and not trl,slurm)
+	@$(call LANE,slurm and long and not verl and not trl,slurm,worksteal,$(call MARKED,slurm))
 
 # By file: fixtures that train for minutes serve all tests of a file, and would be made by both workers.
 test-long-rest: setup
-	@$(call LANE,not slurm and long and not vllm and not verl and not trl,rest ,loadfile)
+	@$(call LANE,not slurm and long and not vllm and not verl and not trl,rest ,loadfile,$(call MARKED,long))
 
 # A lane in an environment of its own: what makes the environment, the environment, marks, what each line begins with,
 # and where the tests are.
 APART = if $(MAKE) --no-print-directory -s $(1) >$(2).log 2>&1; then rm -f $(2).log; \
-	  bash -o pipefail -c '$(2)/bin/python $(PYTEST) -m "$(3)" $(5) | sed -u "s/^/$(4) | /"'; \
-	else echo "$(4) | NOT RUN: $(2) could not be made here: $$(grep -m1 -iE 'error|needs' $(2).log) (see $(2).log)"; fi
+	  bash -o pipefail -c "$(2)/bin/python $(PYTEST) -m '$(3)' $(5) | sed -u 's/^/$(4) | /'"; \
+	else echo "$(4) | NOT RUN: $(2) could not be made here: $$(grep -m1 -iE 'error|needs' $(2).log) (see $(2).log)"; exit 1; fi
 
 test-vllm: setup
-	@$(call APART,vllm,$(VLLM),vllm,vllm )
+	@$(call APART,vllm,$(VLLM),vllm and not verl,vllm ,$(call MARKED,vllm))
 
 test-vllm-newest: $(VLLM_NEWEST)/.ready ## the rollouts of vLLM by its newest release for CPUs (3 minutes)
 	$(VLLM_NEWEST)/bin/python -m pytest -q -m vllm tests/trainer tests/hostile
 
 # Not the whole tree: once a test's module has imported Lightning, FSDP2 fails in the ranks that tests/verl forks.
 test-verl: setup
-	@$(call APART,verl,$(VERL),verl,verl ,tests/slurm_cluster tests/verl)
+	@$(call APART,verl,$(VERL),verl,verl ,$(call MARKED,verl))
 
 test-verl-vllm: setup
-	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,tests/slurm_cluster)
+	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,$(call MARKED,verl))
 
 test-trl: setup
-	@$(call APART,trl,$(TRL),trl,trl  ,tests/slurm_cluster tests/loops)
+	@$(call APART,trl,$(TRL),trl,trl  ,$(call MARKED,trl))
 
 test-docs:
 	@if $(MAKE) --no-print-directory -s $(DOCS)/.ready >$(DOCS).log 2>&1; then rm -f $(DOCS).log; \
 	  bash -o pipefail -c '$(MAKE) --no-print-directory -s docs | sed -u "s/^/docs  | /"'; \
-	else echo "docs  | NOT RUN: $(DOCS) could not be made here: $$(grep -m1 -iE 'error|needs' $(DOCS).log) (see $(DOCS).log)"; fi
+	else echo "docs  | NOT RUN: $(DOCS) could not be made here: $$(grep -m1 -iE 'error|needs' $(DOCS).log) (see $(DOCS).log)"; exit 1; fi
 
 # The same for a real S3 server, Ceph's radosgw.
 test-s3: setup
 	@{ command -v radosgw && command -v ceph-mon && command -v ceph-osd; } >/dev/null || \
 	  { command -v apt-get >/dev/null && $(SUDO) apt-get update -qq && \
 	    $(SUDO) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
-	      radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; } || echo "s3    | Ceph could not be installed: its tests are NOT RUN."
+	      radosgw ceph-mon ceph-osd ceph-base ceph-common >/dev/null; } || { echo "s3    | NOT RUN: Ceph could not be installed"; exit 1; }
 	@VERL_SLURM_S3=1 bash -o pipefail -c '$(BIN)/python $(PYTEST) -m s3 tests/tiers | sed -u "s/^/s3    | /"'
 
 check: $(READY) ## the quick part: linters, types, import contracts, quick tests without torch and Slurm (2 minutes)

@@ -23,19 +23,20 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """What takes minutes to hours runs by `make soak` only: elsewhere it is left out, and counted as such. Long tests
-    run four at a time on CI's two cores, and wait that much longer before they count as stuck."""
+    """Leaves out, and counts as left out, what takes minutes to hours without `make soak`, and variants without
+    `make test-all`. Long tests run four at a time on CI's two cores, and wait that much longer before they count as
+    stuck."""
+    soaking = bool(os.environ.get("VERL_SLURM_SOAK"))
     for item in items:
-        if item.get_closest_marker("long") and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(1800))
-    soaks = [item for item in items if item.get_closest_marker("soak")]
-    if os.environ.get("VERL_SLURM_SOAK"):
-        for item in soaks:
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(0))  # it takes as long as it is asked to
-    elif soaks:
-        config.hook.pytest_deselected(items=soaks)
-        items[:] = [item for item in items if item not in soaks]
+        soak = soaking and item.get_closest_marker("soak")  # takes as long as it is asked to
+        if (soak or item.get_closest_marker("long")) and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(0 if soak else 1800))
+    variables = {"soak": "VERL_SLURM_SOAK", "variant": "VERL_SLURM_VARIANTS"}
+    left_out = [mark for mark, variable in variables.items() if not soaking and not os.environ.get(variable)]
+    removed = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    if removed:
+        config.hook.pytest_deselected(items=removed)
+        items[:] = [item for item in items if item not in removed]
 
 
 @pytest.fixture(autouse=True)
