@@ -189,7 +189,7 @@ test-verl: setup
 	@$(call APART,verl,$(VERL),verl,verl ,$(call MARKED,verl))
 
 test-verl-vllm: setup
-	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,$(call MARKED,verl))
+	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,$$(grep -lE 'mark\.vllm\b' $(call MARKED,verl)))
 
 test-trl: setup
 	@$(call APART,trl,$(TRL),trl,trl  ,$(call MARKED,trl))

@@ -251,17 +251,3 @@ def test_import_linter_refuses_a_clock_in_a_folder_of_decisions(tmp_path: Path) 
     assert done.returncode != 0
     for folder in folders:
         assert [w for w in words if f"{folder} is not allowed to import {w}" not in done.stdout] == []
-
-
-@pytest.mark.parametrize("mark", ["verl", "trl"])
-def test_a_lane_that_runs_some_folders_leaves_out_no_test_of_its_mark(mark: str) -> None:
-    folders = re.search(rf"APART,{mark},.*,([\w/ ]+)\)", (ROOT / "Makefile").read_text())
-    assert folders is not None
-    marked = [path for path in (ROOT / "tests").rglob("test_*.py") if f"pytest.mark.{mark}\n" in _marks(path)]
-    assert marked
-    for path in marked:
-        assert any(path.is_relative_to(ROOT / folder) for folder in folders[1].split()), path
-
-
-def _marks(path: Path) -> str:
-    return "".join(f"{found}\n" for found in re.findall(r"pytest\.mark\.\w+", path.read_text()))
