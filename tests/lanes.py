@@ -12,10 +12,18 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / ".ci" / "lanes.toml"
 PASSED = ROOT / ".ci" / "passed.toml"
+
+
+def with_variants(*cases: Any, keep: int = 1) -> list[Any]:
+    """The cases of one claim, for `parametrize`: CI runs the first `keep`, `make test-all` all of them."""
+    return [*cases[:keep], *(pytest.param(case, marks=pytest.mark.variant) for case in cases[keep:])]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.hostile.measured import Measured, measured
 from tests.hostile.resealed import ROOM_MB, one_line
+from tests.lanes import with_variants
 from verl_slurm.base.exit_codes import ExitCode
 
 pytestmark = pytest.mark.torch
@@ -33,7 +34,9 @@ def change(model: Path, **said: object) -> None:
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC06")
-@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "config.json", "vocab.txt"])
+@pytest.mark.parametrize(
+    "name", with_variants("chat_template.jinja", "config.json", "tokenizer_config.json", "vocab.txt", keep=2)
+)
 def test_a_link_out_of_a_model_directory_is_not_followed(
     checkpoint: Path, model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -193,8 +196,8 @@ def test_a_library_that_takes_too_much_cpu_ends_the_export_in_one_line(
     "key",
     [
         "attn_implementation",
-        pytest.param("_attn_implementation", marks=pytest.mark.long),
-        pytest.param("experts_implementation", marks=pytest.mark.long),
+        pytest.param("_attn_implementation", marks=pytest.mark.variant),
+        pytest.param("experts_implementation", marks=pytest.mark.variant),
     ],
 )
 def test_a_config_that_names_a_kernel_of_the_hub_is_exported_without_it(

@@ -26,6 +26,7 @@ from tests.hostile.runs_of_ranks import (
     require_nothing_listens_but_lead_and_gloo,
 )
 from tests.journals import read_events
+from tests.lanes import with_variants
 from tests.local_runs import QUICK
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(1500)]
@@ -206,7 +207,14 @@ os._exit(0)
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC01")
-@pytest.mark.parametrize("word", ["silence", pytest.param("noise", marks=pytest.mark.soak), "gloo"])
+@pytest.mark.parametrize(
+    "word",
+    [
+        "silence",
+        pytest.param("noise", marks=pytest.mark.soak),
+        pytest.param("gloo", marks=pytest.mark.variant),
+    ],
+)
 def test_a_stranger_who_is_first_at_gloos_port_is_refused(tmp_path: Path, loot: Path, word: str) -> None:
     """gloo takes the first connection with the right pair number. The run ends that start, and goes on without.
 
@@ -261,7 +269,9 @@ def _guest(name: str, root: Path) -> tuple[Path, list[str]]:
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC01")
-@pytest.mark.parametrize("name", ["native", "pytorch_loop", "huggingface_trainer", "lightning_trainer"])
+@pytest.mark.parametrize(
+    "name", with_variants("native", "pytorch_loop", "huggingface_trainer", "lightning_trainer", keep=2)
+)
 def test_no_process_of_a_job_listens_but_the_lead_and_gloo(tmp_path: Path, name: str) -> None:
     config, overrides = _guest(name, tmp_path)
     paths = planned(config, tmp_path / "run", *overrides)

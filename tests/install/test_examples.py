@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.install.conftest import ROOT, link
+from tests.lanes import with_variants
 
 # verl's examples are for two nodes of eight GPUs, and Ray and TRL are in environments of their own: tests/verl,
 # tests/slurm_cluster/test_ray_program.py and test_trl.py run these.
@@ -40,7 +41,11 @@ def whole(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.torch
 @pytest.mark.scenario("USE03")
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.soak) if name in OFTEN else name for name in EXAMPLES]
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.soak) for name in EXAMPLES if name in OFTEN),
+        *with_variants(*(name for name in EXAMPLES if name not in OFTEN), keep=2),
+    ],
 )
 def test_an_installed_wheel_runs_each_example_to_its_end(whole: Path, tmp_path: Path, name: str) -> None:
     clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}

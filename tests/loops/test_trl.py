@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.fakes.daemon import Daemon
+from tests.lanes import with_variants
 from tests.loops.frames_kit import Run, stop, two_ranks
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.checkpoint.store.verify import verify
@@ -209,7 +210,7 @@ def test_a_checkpoint_without_trls_state_is_resumed_and_its_loss_said(tmp_path: 
     assert "the checkpoint has no state of TRL's" in said
 
 
-@pytest.mark.parametrize("at", [2, 5, 8], ids=["in-an-epoch", "at-its-end", "in-the-next"])
+@pytest.mark.parametrize("at", with_variants(2, 5, 8))
 def test_sft_ends_bit_for_bit_alike(tmp_path: Path, at: int) -> None:
     settings = {"max_steps": 9, "logging_strategy": "steps", "logging_steps": 3}
     straight = sft(Run(tmp_path / "straight").life(Daemon()), **settings).train()
@@ -224,7 +225,12 @@ def test_sft_ends_bit_for_bit_alike(tmp_path: Path, at: int) -> None:
     ("make", "settings"),
     [
         pytest.param(dpo, {}, id="dpo"),
-        pytest.param(dpo, {"sync_ref_model": True, "ref_model_sync_steps": 2}, id="dpo-synced"),
+        pytest.param(
+            dpo,
+            {"sync_ref_model": True, "ref_model_sync_steps": 2},
+            id="dpo-synced",
+            marks=pytest.mark.variant,
+        ),
         pytest.param(dpo, {"precompute_ref_log_probs": True}, id="dpo-precomputed", marks=pytest.mark.soak),
         pytest.param(kto, {}, id="kto", marks=pytest.mark.soak),
         pytest.param(reward, {}, id="reward"),

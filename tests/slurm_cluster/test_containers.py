@@ -14,6 +14,7 @@ import pytest
 
 from tests.containers import image as images
 from tests.harness import ROOT, SMALL, LiveRun, ends_like
+from tests.lanes import with_variants
 from tests.processes import captured
 from verl_slurm.containers.image import file_digest
 from verl_slurm.devcluster.cluster import DevCluster
@@ -93,7 +94,7 @@ def started() -> Iterator[list[LiveRun]]:
 
 
 @pytest.mark.scenario("L20")
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", with_variants(*RUNTIMES))
 def test_a_run_in_an_image_is_preempted_and_ends_like_its_twin_outside(
     runtime: str,
     image: Path,
@@ -119,7 +120,7 @@ def test_a_run_in_an_image_is_preempted_and_ends_like_its_twin_outside(
     ends_like(run, twin)
 
 
-@pytest.mark.parametrize("runtime", RUNTIMES)
+@pytest.mark.parametrize("runtime", with_variants(*RUNTIMES))
 def test_ranks_in_an_image_have_what_the_run_says_and_nothing_of_the_daemon(
     runtime: str,
     image: Path,

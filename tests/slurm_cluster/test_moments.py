@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import with_variants
 from tests.processes import captured
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
@@ -122,12 +123,14 @@ def _kill_batch(job: Job) -> None:
         return
 
 
+@pytest.mark.variant  # test_cause.py has the recorded answers
 def test_a_running_job_has_no_cause_but_its_operators(job: Job) -> None:
     job.submit()
     kinds = [job.cause(trigger, "running").kind for trigger in ("poll", "warning", "requeue_wish", "term")]
     assert kinds == ["none", "operator", "operator_requeue", "operator"]
 
 
+@pytest.mark.variant  # test_cause.py has the recorded answers
 def test_a_preemption_shows_in_its_grace_time_and_as_a_requeue_at_its_end(job: Job) -> None:
     job.submit()
     preempt(job.cluster, job.number, hold_s=1)
@@ -149,6 +152,7 @@ def test_a_preemption_of_a_job_that_may_not_be_requeued_is_no_cancel(job: Job) -
     assert late.kind == "preemption", late.evidence
 
 
+@pytest.mark.variant  # test_cause.py has the recorded answers
 def test_a_cancel_is_one_from_its_first_moment_on(job: Job) -> None:
     job.submit()
     job.slurm("scancel", str(job.number))
@@ -239,7 +243,7 @@ def test_the_time_limit_is_named(job: Job) -> None:
     assert ended.kind == "time_limit", ended.evidence
 
 
-@pytest.mark.parametrize("grace_s", [6, 0])
+@pytest.mark.parametrize("grace_s", with_variants(6, 0))
 def test_a_preemption_that_cancels_is_told_from_a_cancel_as_far_as_slurm_says_it(
     make_cluster: Callable[..., DevCluster], tmp_path: Path, grace_s: int
 ) -> None:

@@ -14,7 +14,7 @@ from tests.processes import python_path
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long, pytest.mark.variant]
 
 FORMER = "d841de5"
 

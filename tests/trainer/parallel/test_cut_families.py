@@ -1,6 +1,6 @@
 """Every family that has a tensor-parallel plan, cut over two ranks, trains as its whole self does.
 
-`make test-long` takes every third of them; `make families` (VERL_SLURM_FAMILIES=all) all.
+`make test-long-rest` takes every eighth of them, `make test-all` every third; `make families` (VERL_SLURM_FAMILIES=all) all.
 """
 
 import json
@@ -20,7 +20,9 @@ pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 WORKER = Path(__file__).with_name("cut_worker.py")
 ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
-CUT = [name for name in TINY if not FAMILIES[name.partition("-")[0]].tp][:: 1 if ALL else 3]
+CUT = [name for name in TINY if not FAMILIES[name.partition("-")[0]].tp][
+    :: 1 if ALL else 3 if os.environ.get("VERL_SLURM_VARIANTS") else 8
+]
 
 
 @pytest.fixture(scope="module")
