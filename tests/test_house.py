@@ -265,3 +265,20 @@ def test_a_lane_that_runs_some_folders_leaves_out_no_test_of_its_mark(mark: str)
 
 def _marks(path: Path) -> str:
     return "".join(f"{found}\n" for found in re.findall(r"pytest\.mark\.\w+", path.read_text()))
+
+
+def test_a_bound_is_written_as_the_number_that_it_bounds() -> None:
+    """`typing` keeps one object for equal `Annotated[...]`: `ge=0` of a float shows as the first import wrote it."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and ast.unparse(node).startswith("Annotated[float,"):
+                bounds = [
+                    word for call in ast.walk(node) if isinstance(call, ast.Call) for word in call.keywords
+                ]
+                found += [
+                    f"{_name(path)}:{node.lineno}"
+                    for bound in bounds
+                    if isinstance(bound.value, ast.Constant) and type(bound.value.value) is int
+                ]
+    assert found == []
