@@ -185,6 +185,21 @@ def test_the_map_has_a_line_for_each_package_and_names_files_that_are_there() ->
     assert sorted(name for name in named if not any((root / name).is_file() for root in roots)) == []
 
 
+def test_a_page_names_nothing_in_a_file_that_the_file_does_not_have() -> None:
+    """Pages write `file.py` (`name`, `other`), also of several files of one name."""
+    sources = [*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")]
+    missing = []
+    for page in PAGES:
+        for file, names in re.findall(
+            r"`([\w/]+\.py)`(?: of the daemon)? \(((?:`\w+`(?:, )?)+)\)", page.read_text()
+        ):
+            text = "".join(path.read_text() for path in sources if path.as_posix().endswith(f"/{file}"))
+            missing += [
+                f"{_name(page)}: {file} {name}" for name in re.findall(r"\w+", names) if name not in text
+            ]
+    assert missing == []
+
+
 @pytest.mark.parametrize("page", sorted(set(DOCS.glob("*.md")) - {DOCS / "pypi.md"}), ids=_name)
 def test_a_page_says_first_who_needs_it(page: Path) -> None:
     title, blank, first, *_ = page.read_text().split("\n")

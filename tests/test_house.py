@@ -251,3 +251,20 @@ def test_import_linter_refuses_a_clock_in_a_folder_of_decisions(tmp_path: Path) 
     assert done.returncode != 0
     for folder in folders:
         assert [w for w in words if f"{folder} is not allowed to import {w}" not in done.stdout] == []
+
+
+def test_a_bound_is_written_as_the_number_that_it_bounds() -> None:
+    """`typing` keeps one object for equal `Annotated[...]`: `ge=0` of a float shows as the first import wrote it."""
+    found = []
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and ast.unparse(node).startswith("Annotated[float,"):
+                bounds = [
+                    word for call in ast.walk(node) if isinstance(call, ast.Call) for word in call.keywords
+                ]
+                found += [
+                    f"{_name(path)}:{node.lineno}"
+                    for bound in bounds
+                    if isinstance(bound.value, ast.Constant) and type(bound.value.value) is int
+                ]
+    assert found == []

@@ -109,7 +109,7 @@ def test_processes_of_ranks_that_are_all_done_have_to_end() -> None:
     assert hang.silence(69.0) is None
     silence = hang.silence(70.0)
     assert silence is not None
-    assert silence.words == "all ranks are done since 60 s, and their processes do not end"
+    assert silence.words == "all ranks have been done for 60 s, and their processes do not end"
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.0, 50.0)), max_size=30))

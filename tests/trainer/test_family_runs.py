@@ -1,6 +1,7 @@
 """Families trained for real: two ranks of FSDP2, sharded layer by layer; PPO, GRPO, and runs that are interrupted.
 
-`make test-long-rest` trains two of the families below, `make test-all` all seven; `make families` (VERL_SLURM_FAMILIES=all) every one of docs/models.md.
+`make test-long-rest` trains two of the families below, `make test-all` all seven, and `make families`
+(VERL_SLURM_FAMILIES=all) every one of docs/models.md.
 
 The safe points of a run of one step here, by number:
 

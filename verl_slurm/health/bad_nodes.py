@@ -3,8 +3,8 @@
     $XDG_STATE_HOME/verl-slurm/bad_nodes/CLUSTER/NODE.json      (mostly below ~/.local/state)
 
 The folder lies in the user's home, since it is what the login nodes and all of a cluster's nodes see of one user,
-wherever runs lie. A file is a `BadNode`, 0600, replaced as a whole, so writers need no lock: the last one is as right
-as the first. A file that is damaged, too large or another user's is passed over and named. To forget a node, remove its
+wherever runs lie. A file is a `BadNode`, 0600, replaced as a whole, so writers need no lock: any of their verdicts
+will do. A file that is damaged, too large or another user's is passed over and named. To forget a node, remove its
 file.
 """
 

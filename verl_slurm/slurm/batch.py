@@ -87,8 +87,8 @@ def sbatch_parameters(
     }
     if config.may_lose_nodes:
         least = nodes_of_components(config.least_nodes, config.services)[0]
-        # No start waits for spare nodes: they come as far as there are any. Beside the number above, with which
-        # submitit calculates. With a number of tasks per node, Slurm would give the fewest (22.05).
+        # A range, so that no start waits for spare nodes. submitit calculates with the number of nodes above, which
+        # stays. With a number of tasks per node, Slurm would give the fewest (22.05).
         additional["nodes"] = f"{least}-{most}"
         del parameters["ntasks_per_node"]
     if slurm.partition is not None:

@@ -217,7 +217,7 @@ class SpotNoticeSeen(_Message, frozen=True, kw_only=True):
 
     node: str
     evidence: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
-    seconds_left: Annotated[float, msgspec.Meta(ge=0)]
+    seconds_left: Annotated[float, msgspec.Meta(ge=0.0)]
 
 
 class StacksWritten(_Message, frozen=True, kw_only=True):
@@ -253,7 +253,7 @@ class ServiceSaid(_Message, frozen=True, kw_only=True):
     # What each rank finds in its environment: the longest IPv6 address, brackets and a port.
     address: Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z.:%\[\]_-]+:[0-9]{1,5}\Z", max_length=80)]
     restarts: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
-    seconds: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    seconds: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """`ready`: since its start."""
     detail: Annotated[str, msgspec.Meta(max_length=MAX_REASON)] = ""
 
@@ -290,7 +290,7 @@ class Progress(_Message, frozen=True, kw_only=True):
     """Memory in use on this rank's GPU, by all processes; None without a GPU."""
     total: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
     """Number of steps, if only the loop knows it; 0: the configuration has it."""
-    own_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    own_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """Seconds since this rank's first safe point in which it did not wait at one for the others (`stopping.py`)."""
 
 
@@ -421,7 +421,7 @@ class StoreCall(_Message, frozen=True, kw_only=True):
     """`set`, `append`, `push`: the value. `compare_set`: expected and desired."""
     number: _Int64 = 0
     """`add`: the summand."""
-    timeout_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    timeout_s: Annotated[float, msgspec.Meta(ge=0.0)] = 0.0
     """`get`, `wait`, `pop`: seconds that the key may take to appear."""
 
 

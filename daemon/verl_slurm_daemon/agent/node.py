@@ -20,7 +20,7 @@ import traceback
 from collections.abc import Coroutine, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
@@ -416,6 +416,8 @@ class Agent:
             case Shutdown():
                 self._log.say("shutdown")
                 self._shutdown.set()
+            case _:
+                assert_never(message)
 
     async def _dump_stacks(self) -> None:
         """Makes all processes dump their stacks and waits: nothing tells when one has written its last line."""

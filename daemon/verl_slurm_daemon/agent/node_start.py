@@ -55,7 +55,7 @@ class NodeStart:
     """One start of this node's ranks.
 
     Args:
-        address: of the lead; its token is behind the ranks' key.
+        address: of the lead, with its token, and the ranks' key after it.
         control: the agent's control directory.
         said: the agent's log.
 

@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     become_subreaper()
     signal.signal(HOST_GONE, _host_gone)
     die_with_parent(HOST_GONE)
-    # Its parent is its host, or the host has died before the kernel was told.
+    # A host that died before `die_with_parent` sent no signal: another parent than the host means that it is gone.
     if os.getppid() == 1 or os.getppid() != int(os.environ.pop(HOST_PID_VARIABLE, "0")):
         return 1
     signal.pthread_sigmask(signal.SIG_BLOCK, WARNINGS)

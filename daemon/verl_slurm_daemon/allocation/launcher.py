@@ -43,8 +43,8 @@ def agent_argv(python: str, paths: RunPaths, epoch: int, generation: int = 0) ->
     Args:
         generation: of the restart that it stands by for; 0: it is wanted now.
     """
-    # -P: the directory in which the user submitted is not searched for modules; one planted there was imported before
-    # us.
+    # -P: Python does not search the directory in which the user submitted. A module planted there would be imported in
+    # place of ours.
     argv = [python, "-P", "-m", "verl_slurm_daemon", "agent", "--run", str(paths.root), "--epoch", str(epoch)]
     return [*argv, "--stand-by", str(generation)] if generation else argv
 

@@ -267,7 +267,7 @@ class SlurmAllocation:
         with contextlib.suppress(VerlSlurmError, TimeoutError):
             async with asyncio.timeout(_LAST_WORD_S):
                 facts = await self._client.job(self._job.job_id)
-                # Whoever used requeuehold wants to look first.
+                # A job that an operator held by requeuehold stays held: the operator wants to look first.
                 held = "held" in (facts.reason or "").lower()
                 if facts.state != "COMPLETING" or facts.restarts <= self.restart or held:
                     return None

@@ -29,7 +29,7 @@ class Silence:
     @property
     def words(self) -> str:
         if self.done:
-            return f"all ranks are done since {self.seconds:.0f} s, and their processes do not end"
+            return f"all ranks have been done for {self.seconds:.0f} s, and their processes do not end"
         pace = f"the longest before was {self.longest_s:.1f} s" if self.longest_s else "and none before"
         limit = f"({pace}, limit {self.limit_s:.0f} s)"
         if len(self.ranks) == 1:

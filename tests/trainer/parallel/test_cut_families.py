@@ -1,6 +1,7 @@
 """Every family that has a tensor-parallel plan, cut over two ranks, trains as its whole self does.
 
-`make test-long-rest` takes every eighth of them, `make test-all` every third; `make families` (VERL_SLURM_FAMILIES=all) all.
+`make test-long-rest` takes every eighth of them, `make test-all` every third, and `make families`
+(VERL_SLURM_FAMILIES=all) all.
 """
 
 import json
