@@ -44,6 +44,7 @@ from verl_slurm.submit.undoing import names_in, remove_new, replace_content
 __all__ = ["CodeChoice", "TreesRead", "keep_code", "plan_code"]
 
 CodeChoice = Literal["run", "new"]
+_NO_DIFF = "the difference from the commit is over 16 MiB, or git cannot make it; it is not recorded"
 TreesRead = dict[tuple[Path, tuple[str, ...]], "Content"]
 """By root and names of the files."""
 
@@ -174,7 +175,7 @@ def _content(found: "_Tree") -> Content:
     files = tuple(read_tree(found.root, found.names))
     commit = commit_of(found.root) if found.of_git else Commit()
     diff = diff_of(found.root, found.names) if commit.commit else b""
-    notes = () if diff is not None else ("the difference from the commit is over 16 MiB and is not recorded",)
+    notes = () if diff is not None else (_NO_DIFF,)
     tree = CodeTree(
         root=str(found.root),
         digest=tree_digest(files),
@@ -230,7 +231,7 @@ def _trees(config: RunConfig, programs: Sequence[Program]) -> list[_Tree]:
         if any(tree.has(program) for tree in trees.values()):
             continue
         folder = program.path.resolve().parent
-        top = work_tree(folder)
+        top, note = work_tree(folder)
         # Settings of the whole home are kept in a repository by some.
         if (
             top is not None
@@ -241,16 +242,18 @@ def _trees(config: RunConfig, programs: Sequence[Program]) -> list[_Tree]:
         elif program.alone:
             # Git ignores it, or does not know it: nothing tells what belongs to it.
             beside = trees[folder].names if folder in trees else []
-            trees[folder] = _Tree(folder, sorted([*beside, program.path.resolve().name]), [], of_git=False)
+            names = sorted([*beside, program.path.resolve().name])
+            trees[folder] = _Tree(folder, names, [note] if note else [], of_git=False)
         else:
-            trees[folder] = _with_all(listed(folder, ask_git=False), [program])
+            tree = _with_all(listed(folder, ask_git=False), [program])
+            trees[folder] = tree._replace(notes=[*([note] if note else []), *tree.notes])
     return list(trees.values())
 
 
 def _git_answers(root: Path) -> bool:
     # The user has named what is copied, so git is a help and no condition.
     try:
-        return work_tree(root) is not None
+        return work_tree(root).top is not None
     except ConfigError:
         return False
 
