@@ -57,6 +57,7 @@ def plan_code(
     begun: bool,
     choice: CodeChoice | None = None,
     known: TreesRead | None = None,
+    ask_python: bool = True,
 ) -> CodePlan:
     """Reads the user's code and decides what the run's attempts run. Makes nothing.
 
@@ -66,6 +67,7 @@ def plan_code(
         begun: the run has something to lose.
         choice: of the user, where the code of a run that has begun is another one now.
         known: trees that were read before, for other runs of a sweep. This one's are added.
+        ask_python: False: `slurm.python` is not run, so its packages and where it finds modules are unknown.
 
     Raises:
         ConfigError: the code cannot be copied, or has changed and there is no choice; or packages have changed and
@@ -84,7 +86,8 @@ def plan_code(
     inherited = absolute_only(os.environ.get(PYTHONPATH, ""))[0]
     installed = Installed(search=tuple(place for place in inherited.split(os.pathsep) if place))
     unknown = []
-    if config.slurm.container is None:
+    asked = config.slurm.container is None and (ask_python or config.slurm.python is None)
+    if asked:
         python = python_of(config.slurm) or sys.executable
         installed = look(python)
         if not installed.python:
@@ -94,6 +97,10 @@ def plan_code(
         plan, changes = CodePlan(record=CodeRecord(python=installed.python, packages=installed.packages)), ""
     else:
         plan = _present(config, caller, installed, {} if known is None else known)
+        if not asked and config.slurm.container is None and module_of(config) and not plan.record.programs:
+            unknown = [
+                f"whether {module_of(config)} is copied is not known: only {python_of(config.slurm)} finds it"
+            ]
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unknown))
         changes = "" if old is None else _changes(paths, old, plan)
     if old is None:
@@ -127,7 +134,8 @@ def plan_code(
 def _present(config: RunConfig, caller: Path, installed: Installed, known: TreesRead) -> CodePlan:
     programs = programs_of(config, installed.search)
     notes = []
-    if not programs and config.code.tree is not None and (module := module_of(config)):
+    looked = installed.python or config.slurm.container is not None
+    if not programs and looked and config.code.tree is not None and (module := module_of(config)):
         notes.append(
             f"{module} is not copied: it is part of an installed package, or the nodes alone have it"
         )
