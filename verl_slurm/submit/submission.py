@@ -455,19 +455,20 @@ def _only_submitter(paths: RunPaths) -> Iterator[None]:
         os.close(fd)
 
 
-def plan_verl_run(target: Path, overrides: Sequence[str] = ()) -> SubmissionPlan:
+def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> SubmissionPlan:
     """Plans the run of verl that `target` is or describes, to take over checkpoints; makes nothing.
 
     Args:
         target: a run's directory, or a YAML file.
         overrides: `key=value` words, for a run that does not exist yet.
+        dry_run: as of `plan_submission`.
 
     Raises:
         ConfigError: its loop is not verl's; or overrides for an existing run, which `submit` is for.
         NotFound, DataError, PermissionRefused, NoRoom, Fenced: `plan_submission`.
     """
     # As for a run that is only prepared: Slurm's verdict is asked for at submission.
-    plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False)
+    plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False, dry_run=dry_run)
     if plan.config.trainer.backend != "verl":
         raise ConfigError(
             "only a run of verl can take over checkpoints of verl",
