@@ -60,17 +60,19 @@ def measure(place: Path, seconds: float) -> dict[str, object]:
             connection.request("GET", path, headers={"Cookie": cookie} if cookie else {})
             return connection.getresponse()
 
-        cookie = (get("/" + entrance).getheader("Set-Cookie") or "").partition(";")[0]
+        entered = get("/" + entrance)
+        cookie = (entered.getheader("Set-Cookie") or "").partition(";")[0]
+        folder = entered.getheader("Location") or ""
         found["no_page_open"] = over(process.pid, seconds)
-        page = get("/", cookie).read()
+        page = get(folder, cookie).read()
         found["table_kb"] = round(len(page) / 1000)
-        events = get("/events?since=0", cookie)
+        events = get(f"{folder}events?since=0", cookie)
         events.readline()
         # The first question to the scheduler reads all that live, once; that is no idling.
         time.sleep(5.0)
         found["table_open"] = over(process.pid, seconds)
         began = time.monotonic()
-        get("/run/run-0000", cookie).read()
+        get(f"{folder}run/run-0000", cookie).read()
         found["page_of_a_run_s"] = round(time.monotonic() - began, 2)
         found["memory_after_it_mb"] = memory_mb(process.pid)
         events.close()

@@ -100,3 +100,28 @@ def test_a_real_bash_completes_a_key_and_then_its_value(place: Path) -> None:
         bash.type("az\t", lambda text: text.endswith("azure "))
     finally:
         bash.close()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
+def test_the_name_of_a_run_is_no_command(place: Path) -> None:
+    names = ("best;id>pwned;#", "best$(id>pwned)", "best\nplain,x;id>pwned;#", "best `id>pwned`", "-best")
+    for name in names:
+        (place / "runs" / name).mkdir()
+        (place / "runs" / name / "run.yaml").touch()
+    for words in (("status", "runs/be"), ("status", "be")):
+        assert offered(*words, at=place) == [words[1]]  # the shell looks by itself
+    bash = Bash(place)
+    try:
+        bash.type(
+            'eval "$(_VERL_SLURM_COMPLETE=bash_source verl-slurm)"; echo DO""NE\n',
+            lambda text: "DONE" in text,
+        )
+        shutil.rmtree(place / "runs" / names[1])
+        for name in names[2:4]:
+            shutil.rmtree(place / "runs" / name)
+        shown = bash.type("verl-slurm status runs/be\t", lambda text: "best" in text and "#" in text)
+        assert "best\\;id\\>pwned\\;#" in shown
+        bash.type('\necho DO""NE\n', lambda text: "DONE" in text)
+        assert not (place / "pwned").exists()
+    finally:
+        bash.close()

@@ -171,6 +171,15 @@ def test_a_group_of_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check_group(parse_config(b"", "my.yaml", [f"group={other.gr_name}"]))
 
 
+def test_a_webhook_whose_address_is_the_secret_is_not_shown_to_a_group(tmp_path: Path) -> None:
+    words = [f"group={grp.getgrgid(os.getegid()).gr_name}", "hooks.webhook=https://example.org/sesame"]
+    with pytest.raises(ConfigError, match="members of the group would read the webhook's address") as refused:
+        check_group(parse_config(b"", "my.yaml", words))
+    assert "sesame" not in refused.value.one_line()
+    check_group(parse_config(b"", "my.yaml", [*words, f"hooks.webhook_token_file={tmp_path}/token"]))
+    check_group(parse_config(b"", "my.yaml", words[1:]))
+
+
 def test_a_folder_on_the_way_that_keeps_the_members_out_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir(mode=0o700)
     name = grp.getgrgid(os.getegid()).gr_name

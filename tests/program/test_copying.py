@@ -117,7 +117,9 @@ def test_further_files_are_told_only_if_python_could_import_them(paths: RunPaths
     (copy / "__pycache__").mkdir()
     for name in ("out/log.txt", "__pycache__/train.pyc", "random.py"):
         (copy / name).touch()
-    assert check_copy(paths, digest) == ["random.py"]
+    (copy / "out/__pycache__").symlink_to(root)
+    assert check_copy(paths, digest) == ["out/__pycache__", "random.py"]
+    assert not (copy / "__pycache__/train.pyc").exists()  # it would run in place of train.py
 
 
 @pytest.mark.parametrize("removed", [False, True])

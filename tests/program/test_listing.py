@@ -1,7 +1,11 @@
 """Which files of a tree are the user's code."""
 
+import hashlib
 import os
+import re
+import shutil
 import socket
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +151,151 @@ def test_a_home_directory_or_one_above_it_is_never_copied(
         listed(root)
 
 
-def test_no_program_that_a_repository_names_is_run(tmp_path: Path) -> None:
-    repo = new_repo(tmp_path / "repo", train="one\n")
-    trap = tmp_path / "trap.sh"
-    trap.write_text(f"#!/bin/sh\ntouch {tmp_path}/sprung\n")
-    trap.chmod(0o755)
-    for key in ("core.fsmonitor", "diff.external", "diff.mine.textconv", "diff.mine.command"):
-        git(repo, "config", key, str(trap))
-    (repo / ".gitattributes").write_text("*.py diff=mine\n")
+# Of the keys that `git help --config` lists, those that name a program, a helper, or a place to fetch from.
+PROGRAMS = re.compile(
+    r"^(alias\.|credential\.|gui?tool\.|(browser|difftool|man|mergetool)\.<.*\.(cmd|path)$|pager\.|include)|"
+    r"(askpass|alternaterefscommand|attributesfile|excludesfile|editor|pager|fsmonitor|gitproxy|hookspath|sshcommand"
+    r"|program|defaultkeycommand|external|\.textconv|\.command|\.clean|\.smudge|\.process|\.driver|difffilter|\.helper"
+    r"|packobjectshook|uploadpack|receivepack|vcs|\.url|\.update|insteadof|templatedir|cccmd|tocmd|eventtarget)$"
+)
+# Known to git and its companions, and not in that list.
+MORE = (
+    *("filter.<driver>.process", "remote.<name>.promisor", "lfs.extension.<name>.clean"),
+    "lfs.customtransfer.<name>.path",
+)
+VALUES = {
+    "remote.<name>.promisor": "true",
+    "remote.<name>.url": "ext::{trap}",
+    "remote.<name>.vcs": "ext",
+    "submodule.<name>.update": "!{trap}",
+    "alias.*": "!{trap}",
+    "credential.<url>.*": "!{trap}",
+    "credential.helper": "!{trap}",
+}
+
+
+def names_of_programs() -> list[str]:
+    known = subprocess.run(["git", "help", "--config"], check=True, capture_output=True, text=True).stdout
+    found = [
+        key
+        for key in known.split()
+        if PROGRAMS.search(key.lower()) and not key.startswith(("advice", "color"))
+    ]
+    assert {"filter.<driver>.clean", "core.sshCommand", "diff.<driver>.textconv", "gpg.program"} <= set(found)
+    return [*found, *MORE]
+
+
+def set_traps(repo: Path, traps: Path) -> str:
+    """Has each key name a program of its own, which tells that it was run; returns the configuration."""
+    traps.mkdir()
+    for number, key in enumerate(names_of_programs()):
+        trap = traps / f"{number}.sh"
+        trap.write_text(f"#!/bin/sh\necho '{key}' >> {traps}/sprung\ncat\n")
+        trap.chmod(0o755)
+        value = VALUES.get(key, "{trap}").format(trap=trap)
+        if key.startswith("include"):
+            value = f"{traps}/{number}.config"
+            Path(value).write_text(f'[core]\n\tfsmonitor = {trap}\n[filter "x"]\n\tclean = {trap}\n')
+        name = key.replace("<condition>", f"gitdir:{repo}/").replace("*", "x")
+        git(repo, "config", re.sub("<.*?>", "x", name), value)
+    hooks = traps / "hooks"
+    hooks.mkdir()
+    for hook in ("post-index-change", "reference-transaction", "fsmonitor-watchman"):
+        (hooks / hook).write_text(f"#!/bin/sh\necho {hook} >> {traps}/sprung\n")
+        (hooks / hook).chmod(0o755)
+        shutil.copy(hooks / hook, repo / ".git/hooks")
+    git(repo, "config", "core.hooksPath", str(hooks))
+    return (repo / ".git/config").read_text()
+
+
+@pytest.mark.parametrize("of", ["the repository", "the work tree", "the user"])
+def test_no_program_that_a_configuration_of_gits_names_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    inner = new_repo(tmp_path / "inner", part="one\n")
+    repo = new_repo(tmp_path / "repo", train="one\n", gone="three\n")
+    git(repo, "submodule", "add", "-q", str(inner), "sub")
+    (repo / ".gitattributes").write_text("*.py filter=x diff=x merge=x\n")
+    with (repo / ".gitmodules").open("a") as file:
+        file.write("\tupdate = !false\n\tignore = none\n")
+    git(repo, "add", ".")
+    git(repo, "commit", "-qm", "second")
+    # As in a partial clone: the content of a file that was removed is not here.
+    blob = git(repo, "rev-parse", "HEAD:gone.py")
+    (repo / ".git/objects" / blob[:2] / blob[2:]).unlink()
+    (repo / "gone.py").unlink()
     (repo / "train.py").write_text("two\n")
+    (repo / "sub/part.py").write_text("two\n")
+    (repo / "sub/.gitattributes").write_text("*.py filter=x diff=x\n")
+    before = (repo / ".git/index").read_bytes()
+    traps, config = set_traps(repo, tmp_path / "traps"), repo / ".git/config"
+    with (repo / ".git/modules/sub/config").open("a") as file:
+        file.write(traps)
+    if of == "the work tree":
+        config.rename(repo / ".git/config.worktree")
+        config.write_text("[core]\n\trepositoryformatversion = 1\n[extensions]\n\tworktreeConfig = true\n")
+    elif of == "the user":
+        (tmp_path / "home").mkdir()
+        config.rename(tmp_path / "home/.gitconfig")
+        config.write_text("")
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
     names = listed(repo).names
+    assert names == [".gitattributes", ".gitmodules", "sub/.gitattributes", "sub/part.py", "train.py"]
     assert commit_of(repo).dirty
     diff = diff_of(repo, names)
-    assert diff is not None
-    assert b"-one\n+two\n" in diff
+    assert diff is None or b"-one\n+two\n" in diff
+    assert not (tmp_path / "traps/sprung").exists(), (tmp_path / "traps/sprung").read_text()
+    assert (repo / ".git/index").read_bytes() == before
+
+
+def test_a_tree_with_git_lfs_is_as_committed_without_its_filter(tmp_path: Path) -> None:
+    repo = new_repo(tmp_path / "repo", train="")
+    data, pointer = b"weights" * 100, repo / "model.bin"
+    digest = hashlib.sha256(data).hexdigest()
+    (repo / ".gitattributes").write_text("*.bin filter=lfs diff=lfs merge=lfs -text\n")
+    pointer.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {len(data)}\n")
+    git(repo, "add", ".")
+    git(repo, "commit", "-qm", "second")
+    (repo / "model.bin").write_bytes(data)
+    git(repo, "config", "filter.lfs.clean", "git-lfs clean -- %f")
+    git(repo, "config", "filter.lfs.process", f"touch {tmp_path}/sprung")
+    git(repo, "config", "filter.lfs.required", "true")
+    assert "model.bin" in listed(repo).names
+    assert not commit_of(repo).dirty
+    assert diff_of(repo, listed(repo).names) == b""
+    (repo / "model.bin").write_bytes(data + b"more")
+    assert commit_of(repo).dirty
     assert not (tmp_path / "sprung").exists()
+
+
+def test_a_removed_file_leaves_none_of_its_content_in_the_diff(tmp_path: Path) -> None:
+    repo = new_repo(tmp_path / "repo", train="", config="password = 'sesame'\n")
+    (repo / "config.py").unlink()
+    diff = diff_of(repo, listed(repo).names)
+    assert diff is not None
+    assert b"deleted file" in diff
+    assert b"sesame" not in diff
+
+
+@pytest.mark.parametrize("kind", ["empty", "another user's"])
+def test_a_repository_above_that_is_not_ours_is_passed_over_and_said(tmp_path: Path, kind: str) -> None:
+    if kind != "empty" and os.geteuid() != 0:
+        pytest.skip("NOT RUN: only root can give a directory away")
+    repo = new_repo(tmp_path / "shared/mine/repo", train="")
+    (tmp_path / "shared/mine/alone").mkdir()
+    (tmp_path / "shared/mine/alone/go.py").write_text("")
+    if kind == "empty":
+        (tmp_path / "shared/.git").mkdir()
+    else:
+        new_repo(tmp_path / "hers", her="")
+        shutil.move(tmp_path / "hers/.git", tmp_path / "shared/.git")
+        for path in (tmp_path / "shared/.git", *(tmp_path / "shared/.git").rglob("*")):
+            os.chown(path, 1234, 1234)
+        os.chown(tmp_path / "shared", 1234, 1234)
+    assert listed(repo).of_git
+    found = listed(tmp_path / "shared/mine/alone")
+    assert (found.names, found.of_git) == (["go.py"], False)
+    assert found.notes[0].startswith(f"{tmp_path}/shared/.git was passed over")
 
 
 def test_a_work_tree_that_git_does_not_open_is_refused(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class Client:
     def __init__(self, address: str) -> None:
         self.port = int(address.split(":")[2].partition("/")[0])
         self.entrance = address[address.index("/?") :]
-        self.cookie = ""
+        self.cookie, self.folder = "", "/"
         self.writers: list[asyncio.StreamWriter] = []
 
     async def open(self, path: str, method: str = "GET", **headers: str) -> tuple[int, Any, str]:
@@ -61,6 +61,9 @@ class Client:
             name.replace("_", "-"): value for name, value in headers.items()
         }
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 24)
+        # As a browser keeps it, whose cookie has that path.
+        if path != self.entrance and not path.startswith(self.folder):
+            path = self.folder + path.removeprefix("/")
         lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in given.items() if value)]
         writer.write("\r\n".join([*lines, "", ""]).encode())
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -83,6 +86,7 @@ class Client:
     async def enter(self) -> str:
         _, head, _ = await self.get(self.entrance)
         self.cookie = head.partition("Set-Cookie: ")[2].partition(";")[0]
+        self.folder = head.partition("Location: ")[2].partition("\r\n")[0]
         return head
 
 
@@ -133,8 +137,9 @@ def test_the_token_is_exchanged_for_a_cookie_and_leaves_the_address(runs: Path) 
     async def story(client: Client) -> None:
         head = await client.enter()
         assert head.startswith("HTTP/1.1 303")
-        assert "Location: /\r\n" in head
-        assert "; HttpOnly; SameSite=Strict; Path=/\r\n" in head
+        assert len(client.folder) == 45
+        assert f"; HttpOnly; SameSite=Strict; Path={client.folder}\r\n" in head
+        assert client.folder.strip("/") not in client.entrance
         status, head, body = await client.get("/")
         assert status == 200
         assert "team/b" in body
@@ -285,7 +290,7 @@ def test_a_removed_run_leaves_the_list_and_closed_and_prepared_ones_are_on_it(ru
 
 def test_a_run_by_itself_is_served_too(runs: Path) -> None:
     async def story(client: Client) -> None:
-        assert 'href="/run/b"' in (await client.get("/"))[2]
+        assert 'href="run/b"' in (await client.get("/"))[2]
         assert (await client.get("/run/b"))[0] == 200
 
     play(runs / "team" / "b", story)
@@ -300,7 +305,7 @@ def test_hostile_text_is_text_in_a_row_and_in_the_table() -> None:
     )
     name = os.fsdecode(b"\xff\n" + HOSTILE_NAME.encode())
     row = row_of(name, HOSTILE, seen, lambda _: HOSTILE)
-    assert row.link.startswith("/run/%FF%0A%3C%21")
+    assert row.link.startswith("run/%FF%0A%3C%21")
     assert all(text.isprintable() for text in (row.run, row.state, row.step, row.last))
     page = render_list([row], HOSTILE, 1, HOSTILE)
     assert "<script>window" not in page

@@ -9,7 +9,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -109,7 +111,7 @@ def test_axe_finds_nothing_serious_in_the_live_pages(scheme: Any, browser: Any, 
         visit.page.get_by_label("Show those with").fill("-000")
         for path in ("", "run/a-real-one"):
             if path:
-                visit.page.goto(address.partition("?")[0] + path)
+                visit.page.goto(visit.page.url + path)
                 visit.page.wait_for_selector(DRAWN)
             found = axe.Axe().run(visit.page).response["violations"]
             assert [one["id"] for one in found if one["impact"] in ("serious", "critical")] == []
@@ -152,3 +154,33 @@ def test_a_stranger_gets_one_line_and_no_page(browser: Any, address: str) -> Non
     assert response.status == 403
     assert "it holds a token" in page.inner_text("body")
     context.close()
+
+
+def test_another_users_port_gets_no_cookie(browser: Any, address: str) -> None:
+    got: list[str] = []
+
+    class Hers(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            got.append(self.headers.get("Cookie", ""))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<img src=/a><img src=/run/b><iframe src=/></iframe><body>hers")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hers)
+    Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with Visit(browser, address) as visit:
+            # Opened there, so that SameSite counts the page's own requests as the host's.
+            visit.page.goto(f"http://127.0.0.1:{server.server_port}/", wait_until="networkidle")
+            assert visit.page.inner_text("body") == "hers"
+            visit.page.go_back()
+            visit.page.wait_for_selector(LIVE)
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert len(got) >= 3
+    assert set(got) == {""}

@@ -17,8 +17,10 @@ from verl_slurm.submit.checks.rank_environment import (
     check_rank_environment,
     find_python,
     show_rank_environment,
+    why_not_run,
 )
 from verl_slurm.submit.relative_paths import Places
+from verl_slurm.submit.submission import plan_submission
 
 PACKAGES = ("torch", "numpy")
 
@@ -47,7 +49,7 @@ def make_conda(place: Path) -> Path:
 
 
 def test_nothing_is_said_of_a_run_that_sets_nothing_up() -> None:
-    assert check_rank_environment(config(), PACKAGES) == []
+    assert check_rank_environment(config(), PACKAGES) == ([], [])
     assert show_rank_environment(config()) == ""
 
 
@@ -88,7 +90,7 @@ def test_a_directory_without_a_python_is_refused(tmp_path: Path) -> None:
 
 def test_the_python_is_asked_what_it_has(tmp_path: Path) -> None:
     good, empty = make_venv(tmp_path / "good"), make_venv(tmp_path / "empty", with_ours=False)
-    (said,) = check_rank_environment(config(python=str(good)), PACKAGES)
+    (said,), _ = check_rank_environment(config(python=str(good)), PACKAGES)
     assert f"{good}/bin/python with verl-slurm {verl_slurm.__version__}, torch 2." in said
     with pytest.raises(ConfigError, match="no nosuchpackage"):
         check_rank_environment(config(python=str(good)), ("nosuchpackage",))
@@ -105,9 +107,41 @@ def test_a_python_that_does_not_answer_is_refused(tmp_path: Path) -> None:
         check_rank_environment(config(python=str(place)), PACKAGES)
 
 
+@pytest.mark.parametrize("why", ["dry run", "others' configuration", "others' directory"])
+def test_a_python_that_others_may_have_named_or_written_is_not_run(tmp_path: Path, why: str) -> None:
+    place, witness = make_conda(tmp_path / "env"), tmp_path / "ran"
+    (place / "bin/python").unlink()
+    (place / "bin/python").write_text(f"#!/bin/sh\ntouch {witness}\n")
+    (place / "bin/python").chmod(0o755)
+    (place / "etc/conda/activate.d").mkdir(parents=True)
+    (place / "etc/conda/activate.d/x.sh").write_text(f"touch {witness}\n")
+    written = tmp_path / "my.yaml"
+    written.write_text(
+        "trainer: {backend: command, command: [-m, nothing]}\ndistributed: {device: cpu}\n"
+        f"run_dir: {tmp_path}/run\nslurm: {{python: {place}, modules: [nothing]}}\n"
+    )
+    written.chmod(0o666 if why == "others' configuration" else 0o600)
+    (place / "bin").chmod(0o777 if why == "others' directory" else 0o755)
+    plan = plan_submission(written, [], cluster="local", dry_run=why == "dry run")
+    assert not witness.exists()
+    [note] = [note for note in plan.notes if note.startswith("slurm.modules and slurm.python: not looked at")]
+    expected = {"dry run": "submit itself does", "others' directory": f"{place}/bin: mode 0777"}
+    assert expected.get(why, "others own or may write the configuration") in note
+    if why == "others' configuration":
+        assert plan.notes.index(note) == 1
+        assert "can have programs run as you" in plan.notes[0]
+    assert not any("Python" in what or "modules" in what for what in plan.checked)
+    assert not any("part of an installed package" in note for note in plan.notes)
+
+
+def test_the_python_of_ones_own_is_run(tmp_path: Path) -> None:
+    place = make_venv(tmp_path / "venv", with_ours=False)
+    assert why_not_run(config(python=str(place)), dry_run=False, stranger=False) == ""
+
+
 def test_a_command_that_bash_cannot_read_is_refused_and_a_good_one_is_not_run(tmp_path: Path) -> None:
     witness = tmp_path / "ran"
-    said = check_rank_environment(config(setup=(f"touch {witness}",)), PACKAGES)
+    said, _ = check_rank_environment(config(setup=(f"touch {witness}",)), PACKAGES)
     assert said == ["the syntax of slurm.setup (1, not run here)"]
     assert not witness.exists()
     with pytest.raises(ConfigError, match=r"slurm.setup\[1\].*unexpected"):
@@ -122,7 +156,7 @@ def test_a_module_that_this_machine_does_not_know_is_refused(
 ) -> None:
     (tmp_path / "good").write_text("#%Module\n")
     monkeypatch.setenv("MODULEPATH", str(tmp_path))
-    assert check_rank_environment(config(modules=("good",)), PACKAGES) == ["modules good"]
+    assert check_rank_environment(config(modules=("good",)), PACKAGES)[0] == ["modules good"]
     with pytest.raises(ConfigError, match="module load cuda/99 failed"):
         check_rank_environment(config(modules=("good", "cuda/99")), PACKAGES)
 
@@ -137,7 +171,7 @@ def test_secrets_are_looked_at_and_never_shown(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no value"):
         check_rank_environment(wanted, PACKAGES)
     secret.write_text("sesame")
-    assert check_rank_environment(wanted, PACKAGES) == ["variables NCCL_DEBUG, API_KEY"]
+    assert check_rank_environment(wanted, PACKAGES)[0] == ["variables NCCL_DEBUG, API_KEY"]
     assert show_rank_environment(wanted) == f"export NCCL_DEBUG='a b'\nexport API_KEY=...  # from {secret}"
     secret.chmod(0o644)
     with pytest.raises(PermissionRefused):

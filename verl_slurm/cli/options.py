@@ -31,6 +31,8 @@ __all__ = [
 ]
 
 _MOST_OFFERED = 200
+_PLAIN_NAME = re.compile(r"[\w./+@%,][\w./+@%,-]*")
+"""No shell takes a part of it for anything else."""
 _KINDS = frozenset({"text", "number", "map", "section"})
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -74,10 +76,11 @@ class _RunType(ParamType[RunPaths]):
     ) -> list[CompletionItem]:
         # A run directory is looked for where the word points, and in runs/, where submit makes them.
         places = [f"{incomplete}*", *([] if "/" in incomplete else [f"runs/{incomplete}*"])]
-        found = sorted(place for pattern in places for place in glob(f"{pattern}/run.yaml"))[:_MOST_OFFERED]
-        return [CompletionItem(str(Path(place).parent)) for place in found] or [
-            CompletionItem(incomplete, type="dir")
-        ]
+        found = sorted(os.path.dirname(at) for pattern in places for at in glob(f"{pattern}/run.yaml"))
+        # click's script for bash puts a name on the command line as it is, and another user may have made it. Other
+        # names are left to the shell's own completion, which quotes them.
+        offered = [name for name in found if _PLAIN_NAME.fullmatch(name)][:_MOST_OFFERED]
+        return [CompletionItem(name) for name in offered] or [CompletionItem(incomplete, type="dir")]
 
 
 class _ConfigType(ParamType[Path]):

@@ -149,7 +149,7 @@ def _copy(root: Path, staging: Path, file: CodeFile) -> str:
 
 
 def check_copy(paths: RunPaths, digest: str) -> list[str]:
-    """Reads a copy back, every byte.
+    """Reads a copy back, every byte, and removes Python's caches in it: they could stand for other sources.
 
     Returns:
         Further files in it that Python could import in the place of a submitted one.
@@ -191,10 +191,15 @@ def _read_back(root: Path, file: CodeFile) -> CodeFile:
 def _further(root: Path, known: set[str]) -> list[str]:
     found = []
     for folder, folders, names in os.walk(root):
-        # Python writes these, and looks at the source's date and size before it takes one.
-        folders[:] = [name for name in folders if name != "__pycache__"]
-        for name in names:
+        is_cache = os.path.basename(folder) == "__pycache__"
+        links = [name for name in folders if name == "__pycache__" and os.path.islink(f"{folder}/{name}")]
+        for name in [*names, *links]:
             path = os.path.relpath(os.path.join(folder, name), root)
-            if name.endswith(_IMPORTED) and path not in known:
+            if path in known or not name.endswith((*_IMPORTED, "__pycache__")):
+                continue
+            # Python may take a module from a cache whatever its source says. It makes a cache anew.
+            if is_cache:
+                os.unlink(root / path)
+            else:
                 found.append(path)
     return sorted(found)

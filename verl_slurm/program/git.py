@@ -1,18 +1,27 @@
-"""Asks git about a work tree. No program that the repository names is run: no hook, monitor, diff or textconv.
+"""Asks git about a work tree. git runs no program that the tree or its repository names.
 
-git itself refuses a repository of another user (`safe.directory`), whose configuration could name programs.
+Two commands read the repository's own configuration, `rev-parse` and `config`: they start nothing, and git refuses a
+repository of another user there (`safe.directory`). All others run with the repository's index and objects, and with a
+configuration of ours. Each program that git may start is named by configuration: filters, monitors, hooks, remotes,
+drivers of diff and merge. That of the user and of the machine is left out, too: an attribute of the tree may choose a
+filter of theirs.
 """
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
+from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.digest import hash_fd
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["Commit", "commit_of", "diff_of", "files_in", "work_tree"]
+__all__ = ["Commit", "WorkTree", "commit_of", "diff_of", "files_in", "work_tree"]
 
 _TIMEOUT_S = 120.0
 _MOST_DIFF = 16 << 20
@@ -27,14 +36,13 @@ _OF_HOOKS = {
     "GIT_OBJECT_DIRECTORY",
     "GIT_COMMON_DIR",
 }
-_OPTIONS = (
-    "--no-pager",
-    "--literal-pathspecs",
-    "-c",
-    "core.fsmonitor=false",
-    "-c",
-    "core.hooksPath=/dev/null",
-)
+# What the files of a checkout look like. No value of these is a program.
+_TAKEN_OVER = r"^core\.(filemode|symlinks|ignorecase|precomposeunicode|autocrlf|eol|excludesfile)$"
+_OPTIONS = ("--no-pager", "--literal-pathspecs", "-c", "diff.autoRefreshIndex=false")
+_DIFF = ("diff", "--no-ext-diff", "--no-textconv", "--no-color", "--no-renames", "--relative")
+# https://github.com/git-lfs/git-lfs/blob/main/docs/spec.md
+_POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/v1\n(?:.*\n)*?oid sha256:([0-9a-f]{64})\n")
+_LONGEST_POINTER = 1024
 
 
 class Commit(NamedTuple):
@@ -45,25 +53,58 @@ class Commit(NamedTuple):
     dirty: bool = False
 
 
-def work_tree(place: Path) -> Path | None:
-    """Returns the top of the work tree that holds the directory `place`, without links; None: it is in none.
+class WorkTree(NamedTuple):
+    """Where a directory belongs to."""
+
+    top: Path | None
+    """Without links; None: no work tree."""
+    note: str = ""
+    """Names a `.git` on the way that was not asked; empty: there is none."""
+
+
+def work_tree(place: Path) -> WorkTree:
+    """Looks for the work tree that holds the directory `place`.
 
     Raises:
-        ConfigError: there is one, and git is not here or does not open it.
+        ConfigError: there is one of this user's, and git is not here or does not open it.
     """
-    if not any(os.path.lexists(folder / ".git") for folder in (place, *place.parents)):
-        return None
-    top = Path(os.fsdecode(_git(place, "rev-parse", "--show-toplevel").rstrip(b"\n")))
-    return top.resolve()
+    note = ""
+    for folder in (place, *place.parents):
+        mark = folder / ".git"
+        if not os.path.lexists(mark):
+            continue
+        try:
+            top = Path(os.fsdecode(_git(folder, "rev-parse", "--show-toplevel").rstrip(b"\n"))).resolve()
+            if top != folder.resolve():
+                raise _refusal(folder, f"a repository whose work tree is {top}")
+        except ConfigError as error:
+            if not _may_pass(mark):
+                raise
+            note = note or f"{mark} was passed over, and files are listed without it: {error.found}"
+            continue
+        return WorkTree(top, note)
+    return WorkTree(None, note)
 
 
-def files_in(root: Path, depth: int = 0) -> list[str]:
+def _may_pass(mark: Path) -> bool:
+    """Returns whether a `.git` that git does not open is another user's, or empty: anybody may put one above."""
+    try:
+        return mark.lstat().st_uid != os.geteuid() or (mark.is_dir() and not any(mark.iterdir()))
+    except OSError:
+        return True
+
+
+def files_in(root: Path, closed: list[str], depth: int = 0) -> list[str]:
     """Lists the files below `root` that git tracks, and those that it neither tracks nor ignores; in submodules, too.
+
+    Args:
+        closed: gets the directories of repositories inside this one that are other users', and that git does not open.
 
     Raises:
         ConfigError: git does not answer.
     """
-    answer = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    with _reader(root) as ask:
+        answer = ask("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     names = sorted({os.fsdecode(name).rstrip("/") for name in answer.split(b"\0") if name})
     found = []
     for name in names:
@@ -73,46 +114,152 @@ def files_in(root: Path, depth: int = 0) -> list[str]:
             found += [name] if os.path.lexists(path) else []
         # A submodule, or a repository inside this one. One that was not checked out is an empty directory.
         elif depth < _DEEPEST and os.path.lexists(path / ".git"):
-            found += [f"{name}/{inner}" for inner in files_in(path, depth + 1)]
+            inside: list[str] = []
+            try:
+                found += [f"{name}/{inner}" for inner in files_in(path, inside, depth + 1)]
+            except ConfigError:
+                if not _may_pass(path / ".git"):
+                    raise
+                closed.append(name)
+            closed += [f"{name}/{inner}" for inner in inside]
     return found
 
 
-def commit_of(root: Path) -> Commit:
+def commit_of(root: Path, depth: int = 0) -> Commit:
     """Returns the commit below `root`; empty where there is none yet."""
     head = _git(root, "rev-parse", "--verify", "-q", "HEAD", may_fail=True).decode().strip()
     branch = os.fsdecode(_git(root, "symbolic-ref", "--short", "-q", "HEAD", may_fail=True)).strip()
-    dirty = _git(root, "status", "--porcelain", "-z", "--untracked-files=normal", "--", ".")
-    return Commit(head, branch, dirty=bool(dirty))
+    if not head:
+        return Commit("", branch, dirty=True)
+    with _reader(root) as ask:
+        if _changed(ask, root, head) or ask("ls-files", "-z", "--others", "--exclude-standard"):
+            return Commit(head, branch, dirty=True)
+        staged = ask("ls-files", "-z", "--stage")
+    inner = [os.fsdecode(line.partition(b"\t")[2]) for line in staged.split(b"\0") if line[:6] == b"160000"]
+    checked_out = [root / name for name in inner if os.path.lexists(root / name / ".git")]
+    return Commit(head, branch, dirty=any(_is_dirty(path, depth + 1) for path in checked_out))
+
+
+def _is_dirty(submodule: Path, depth: int) -> bool:
+    try:
+        return depth > _DEEPEST or commit_of(submodule, depth).dirty
+    except ConfigError:  # one that git does not open is not said to be as committed
+        return True
 
 
 def diff_of(root: Path, names: Sequence[str]) -> bytes | None:
-    """Returns the difference of these tracked files from the commit; None: it is longer than 16 MiB.
+    """Returns the difference of these tracked files from the commit; None: it is longer than 16 MiB, or git cannot make
+    it, as in a partial clone: nothing is fetched.
+
+    Of a file that was removed it says so, without what was in it.
 
     Args:
         names: the files that are copied. Of any other, nothing is recorded.
     """
-    quiet = ("--no-ext-diff", "--no-textconv", "--no-color", "--ignore-submodules=all", "--no-renames")
-    changed = _git(root, "diff", *quiet, "--relative", "--name-only", "-z", "HEAD", "--", ".", may_fail=True)
-    # Also what was removed; what is there and left out of the copy may hold secrets.
+    head = _git(root, "rev-parse", "--verify", "-q", "HEAD").decode().strip()
     copied = set(names)
-    names_changed = [os.fsdecode(raw) for raw in changed.split(b"\0") if raw]
-    wanted = [name for name in names_changed if name in copied or not os.path.lexists(root / name)]
     data, size = [], 0
-    # In parts: a list of arguments has a limit.
-    for first in range(0, len(wanted), 500):
-        part = _git(root, "diff", *quiet, "--relative", "HEAD", "--", *wanted[first : first + 500])
-        data.append(part)
-        size += len(part)
-        if size > _MOST_DIFF:
-            return None
+    with _reader(root) as ask:
+        # Also what was removed; what is there and left out of the copy may hold secrets.
+        wanted = [
+            name for name in _changed(ask, root, head) if name in copied or not os.path.lexists(root / name)
+        ]
+        # In parts: a list of arguments has a limit.
+        for first in range(0, len(wanted), 500):
+            # A removed file may be one that held secrets.
+            quiet = ("--irreversible-delete", "--ignore-submodules=all")
+            try:
+                part = ask(*_DIFF, *quiet, head, "--", *wanted[first : first + 500])
+            except ConfigError:
+                return None
+            data.append(part)
+            size += len(part)
+            if size > _MOST_DIFF:
+                return None
     return b"".join(data)
 
 
+def _changed(ask: Callable[..., bytes], root: Path, head: str) -> list[str]:
+    """Lists the tracked files that are not what the commit has; of submodules, those at another commit."""
+    # "dirty": git would start a git in each submodule, with the configuration of that one.
+    answer = ask(*_DIFF, "--ignore-submodules=dirty", "--name-only", "-z", head, "--", ".")
+    names = [os.fsdecode(name) for name in answer.split(b"\0") if name]
+    same = set()
+    for first in range(0, len(names), 500):
+        listed = ask("ls-tree", "-z", "-l", head, "--", *names[first : first + 500])
+        for line in listed.split(b"\0")[:-1]:
+            about, _, raw = line.partition(b"\t")
+            _, kind, blob, size = about.split()
+            # A partial clone lacks objects, and their sizes.
+            if kind != b"blob" or not size.isdigit() or int(size) > _LONGEST_POINTER:
+                continue
+            # The filter of git LFS is not run. In its commits a file's digest stands in the place of the file.
+            pointer = _POINTER.match(ask("cat-file", "blob", blob.decode()))
+            if pointer and _digest(root / os.fsdecode(raw)) == pointer[1].decode():
+                same.add(os.fsdecode(raw))
+    return [name for name in names if name not in same]
+
+
+def _digest(path: Path) -> str:
+    try:
+        fd = open_regular(path)
+    except (OSError, TooMuch):
+        return ""
+    try:
+        return hash_fd(fd)[1]
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _reader(root: Path) -> Iterator[Callable[..., bytes]]:
+    """Gives a function that asks git in `root`, with a configuration of ours.
+
+    Raises:
+        ConfigError: git does not open the repository.
+    """
+    paths = ("--git-path", "index", "--git-path", "objects", "--git-path", "info")
+    lines = _git(root, "rev-parse", "--show-toplevel", *paths, "--show-object-format").split(b"\n")
+    if len(lines) != 6:
+        raise _refusal(root, "a repository whose path has a line break")
+    top, index, objects, info = (os.path.join(root, os.fsdecode(line)) for line in lines[:4])
+    if not root.resolve().is_relative_to(Path(top).resolve()):
+        raise _refusal(root, f"a repository whose work tree is {top}")
+    options: list[str] = []
+    for pair in _git(root, "config", "-z", "--get-regexp", _TAKEN_OVER, may_fail=True).split(b"\0"):
+        key, _, value = os.fsdecode(pair).partition("\n")
+        options += ["-c", f"{key}={value}"] if key else []
+    if lines[4] == b"sha256":
+        options += ["-c", "core.repositoryFormatVersion=1", "-c", "extensions.objectFormat=sha256"]
+    try:
+        made = TemporaryDirectory(prefix="verl-slurm-")
+        ours = Path(made.name)
+        (ours / "HEAD").write_text("ref: refs/heads/none\n")
+        for name in ("objects", "refs"):
+            (ours / name).mkdir()
+        (ours / "info").symlink_to(info)  # what is ignored, and attributes
+        for shared in Path(index).parent.glob("sharedindex.*"):
+            (ours / shared.name).symlink_to(shared)
+    except OSError as error:
+        raise _refusal(root, error) from None
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    environ |= {"GIT_DIR": made.name, "GIT_WORK_TREE": top, "GIT_INDEX_FILE": index}
+    environ |= {"GIT_OBJECT_DIRECTORY": objects, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
+
+    with made:
+        yield lambda *words: _run(root, environ, [*options, *words])
+
+
 def _git(place: Path, *words: str, may_fail: bool = False) -> bytes:
+    """Runs a command that reads the repository's own configuration, and must start no program that it names."""
+    environ = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
+    return _run(place, environ, words, may_fail=may_fail)
+
+
+def _run(place: Path, environ: dict[str, str], words: Sequence[str], *, may_fail: bool = False) -> bytes:
     program = shutil.which("git")
     if program is None:
         raise _refusal(place, "no program git here")
-    environ = {name: value for name, value in os.environ.items() if name not in _OF_HOOKS}
     try:
         done = subprocess.run(
             [program, "-C", str(place), *_OPTIONS, *words],

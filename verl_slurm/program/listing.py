@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.program.git import files_in, work_tree
+from verl_slurm.program.git import WorkTree, files_in, work_tree
 
 __all__ = ["MOST_FILES", "Listing", "holds_other_things", "list_tree"]
 
@@ -77,9 +77,10 @@ def list_tree(
             expected="a directory of the program's own, or a git work tree",
             remedy="move the program into one, or set code.tree=DIR, or code.tree=null to copy nothing",
         )
-    of_git = ask_git and work_tree(root) is not None
+    above = work_tree(root) if ask_git else WorkTree(None)
+    of_git, closed = above.top is not None, list[str]()
     rule = _Rule(root, exclude, left_out)
-    names = list(rule.kept(files_in(root))) if of_git else rule.walked()
+    names = list(rule.kept(files_in(root, closed))) if of_git else rule.walked()
     for pattern in include:
         names += _included(root, pattern, left_out)
     names = sorted(set(names))
@@ -96,8 +97,12 @@ def list_tree(
         else:
             special.append(name)
     _refuse_large(root, sizes, max_mb)
-    notes = []
+    notes = [above.note] if above.note else []
     for what, found in (
+        (
+            "left out of the copy of the code, since git does not open this repository of another user's",
+            closed,
+        ),
         ("left out of the copy of the code, since its name is of a secret", rule.secrets),
         ("left out of the copy of the code, since it is no file", special),
         ("not in the copy of the code: it is behind a link that leads out of the tree", outside),

@@ -73,7 +73,7 @@ def row_of(name: str, state: str, seen: Glance | None, tell: Callable[[Event], s
 
 
 def _link(name: str) -> str:
-    return "/run/" + quote(os.fsencode(name))
+    return "run/" + quote(os.fsencode(name))
 
 
 class LiveRuns:

@@ -2,11 +2,14 @@
 
 | path | answer |
 | --- | --- |
-| `/?token=TOKEN` | a cookie, and a redirect to `/` |
-| `/` | the table of runs |
-| `/run/PATH` | the page of a run, by its path below the directory |
-| `/events?since=N` | server-sent events: the rows that are newer than version N, as they change |
-| `/events?since=N&run=PATH` | likewise, of one run |
+| `/?token=TOKEN` | a cookie, and a redirect to `/FOLDER/` |
+| `/FOLDER/` | the table of runs |
+| `/FOLDER/run/PATH` | the page of a run, by its path below the directory |
+| `/FOLDER/events?since=N` | server-sent events: the rows that are newer than version N, as they change |
+| `/FOLDER/events?since=N&run=PATH` | likewise, of one run |
+
+FOLDER is random. A browser sends a cookie to all ports of a host, and any site can send the browser to the port of
+another user. But it sends the cookie only with paths below FOLDER, which no other site or server is told.
 
 It listens on 127.0.0.1, which every user of the machine reaches. So nothing is answered without the token, nor under
 another name than this address's: a hostile site may have its own name lead here (DNS rebinding). A path is looked up
@@ -69,6 +72,7 @@ class Server:
     def __init__(self, place: Path, tell: Callable[[Event], str]) -> None:
         self._runs = LiveRuns(place, tell)
         self._token = secrets.token_urlsafe(32)
+        self._folder = f"/{secrets.token_urlsafe(32)}/"
         self._hosts: frozenset[str] = frozenset()
         self._cookie = ""
         self._streams = 0
@@ -169,8 +173,8 @@ class Server:
             )
         if "token" in _query(request):
             # Out of the address: that is kept in histories and shown to others.
-            cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Strict; Path=/"
-            return HttpReply(303, headers=(("Location", "/"), ("Set-Cookie", cookie)))
+            cookie = f"{self._cookie}={self._token}; HttpOnly; SameSite=Strict; Path={self._folder}"
+            return HttpReply(303, headers=(("Location", self._folder), ("Set-Cookie", cookie)))
         # SameSite does not keep pages of other ports of this host from asking.
         if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             return HttpReply(403)
@@ -179,14 +183,17 @@ class Server:
     # ---- answers
 
     async def _page(self, request: HttpRequest) -> HttpReply:
-        if request.path == "/":
+        before, folder, path = request.path.partition(self._folder)
+        if before or not folder:
+            return HttpReply(404)
+        if not path:
             runs = self._runs
             runs.drop(await asyncio.to_thread(runs.removed))
             text = render_list(runs.changed_since(-1), runs.summary, runs.version, str(runs.place))
             return _html(text.encode(), LIST_SCRIPTS)
-        if request.path == "/events":
+        if path == "events":
             return self._events(request)
-        prefix, _, name = request.path.partition("/run/")
+        prefix, _, name = path.partition("run/")
         run = _decoded(name)
         # By comparison with the runs that were found: `..` is in none of their paths.
         if prefix or run not in self._runs.rows:
@@ -199,7 +206,7 @@ class Server:
         if await asyncio.to_thread(os.path.realpath, root) != str(root):
             return HttpReply(404)
         version, (state, alive) = self._runs.version, self._runs.known(run)
-        events = f"/events?since={version}&run={quote(os.fsencode(run), safe='')}"
+        events = f"{self._folder}events?since={version}&run={quote(os.fsencode(run), safe='')}"
         task = Task(root=os.fsencode(root), state=state, alive=alive, events=events)
         async with self._pages:
             code, page, problem = await _child(msgspec.json.encode(task))

@@ -57,7 +57,7 @@ from verl_slurm.submit.checks.preflight import (
     gpu_note,
     source_note,
 )
-from verl_slurm.submit.checks.rank_environment import check_rank_environment
+from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -106,6 +106,7 @@ def plan_submission(
     base: Path | None = None,
     code: CodeChoice | None = None,
     trees: TreesRead | None = None,
+    dry_run: bool = False,
 ) -> SubmissionPlan:
     """Checks everything that can be checked without making anything.
 
@@ -118,6 +119,7 @@ def plan_submission(
         base: what the command line's paths are relative to (`relative_paths`); default: the working directory.
         code: for a run that has begun, and whose code has changed since: go on with the run's copy, or take the new.
         trees: of the user's code, as they were read for other runs of a sweep.
+        dry_run: nothing that the configuration names is run (`rank_environment.why_not_run`).
 
     Raises:
         ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: what is wrong.
@@ -139,7 +141,10 @@ def plan_submission(
         # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
         # A guest brings packages of its own; torch is what saving its state needs.
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
-    checked += check_rank_environment(config, packages)
+    doubt = source_note(source)
+    not_run = why_not_run(config, dry_run=dry_run, stranger=bool(doubt))
+    good, unseen = check_rank_environment(config, packages, not_run)
+    checked += good
     checked += check_hooks(config)
     good, reached = check_services(config)
     checked += good
@@ -173,9 +178,8 @@ def plan_submission(
         check_metrics_port(config),
         reached if chosen == "slurm" else None,
         unreachable,
-        source_note(source),
     )
-    notes = [*places.notes, *(text for text in (note, *asked, *notes) if text)]
+    notes = [*places.notes, *(text for text in (doubt, *unseen, note, *asked, *notes) if text)]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     # An existing run: what it has trained with decides what may change, and no job of it may live.
@@ -200,7 +204,7 @@ def plan_submission(
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
     caller = base or Path.cwd()
-    taken = plan_code(config, caller, paths, begun=begun, choice=code, known=trees)
+    taken = plan_code(config, caller, paths, begun=begun, choice=code, known=trees, ask_python=not not_run)
     notes += taken.notes
     if taken.record.trees:
         checked.append(f"code {'; '.join(taken.lines())}")
@@ -451,19 +455,20 @@ def _only_submitter(paths: RunPaths) -> Iterator[None]:
         os.close(fd)
 
 
-def plan_verl_run(target: Path, overrides: Sequence[str] = ()) -> SubmissionPlan:
+def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> SubmissionPlan:
     """Plans the run of verl that `target` is or describes, to take over checkpoints; makes nothing.
 
     Args:
         target: a run's directory, or a YAML file.
         overrides: `key=value` words, for a run that does not exist yet.
+        dry_run: as of `plan_submission`.
 
     Raises:
         ConfigError: its loop is not verl's; or overrides for an existing run, which `submit` is for.
         NotFound, DataError, PermissionRefused, NoRoom, Fenced: `plan_submission`.
     """
     # As for a run that is only prepared: Slurm's verdict is asked for at submission.
-    plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False)
+    plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False, dry_run=dry_run)
     if plan.config.trainer.backend != "verl":
         raise ConfigError(
             "only a run of verl can take over checkpoints of verl",

@@ -110,7 +110,7 @@ def adopt(
     with ExitStack() as held:
         held.callback(bar.close)
         # An impossible run is refused now, before the hours of reading.
-        plan = None if run is None else plan_verl_run(run, overrides)
+        plan = None if run is None else plan_verl_run(run, overrides, dry_run=dry_run)
         counter = bar.counter("reading verl's checkpoints", sum(map(step_bytes, steps)))
         # Every byte of every step, also of those that the run has already: what is broken is to be named.
         judged = judge_all(directory, on_bytes=counter)

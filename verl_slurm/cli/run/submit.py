@@ -66,7 +66,11 @@ class _WithVerlWords(click.Command):
     help="auto: Slurm where its commands are installed, else this machine.",
 )
 @click.option("--wait", is_flag=True, help="Follow the run over its requeues and exit with its code.")
-@click.option("--dry-run", is_flag=True, help="Check everything, print the exact batch script, make nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Check, print the exact batch script; make nothing, and run nothing that CONFIG names.",
+)
 @click.option(
     "--prepare-only",
     is_flag=True,
@@ -156,6 +160,7 @@ def submit(
         cluster="slurm" if prepare_only else cluster,
         ask_slurm=not prepare_only,
         code=code,
+        dry_run=dry_run,
     )
     # In a dry run nothing is recorded, so no question is asked: the changes are shown.
     confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None

@@ -38,7 +38,7 @@ def submit_sweep(
     from verl_slurm.submit.submission import carry_out
 
     runs = swept_runs(words)
-    plans = _plans(config, runs, verl, cluster)
+    plans = _plans(config, runs, verl, cluster, dry_run=dry_run)
     if dry_run:
         if as_json:
             render.json_value([{"run_dir": str(plan.run_dir), "name": plan.config.name} for plan in plans])
@@ -76,7 +76,12 @@ def submit_sweep(
 
 
 def _plans(
-    config: Path, runs: Sequence[SweptRun], verl: Sequence[str], cluster: Literal["auto", "slurm", "local"]
+    config: Path,
+    runs: Sequence[SweptRun],
+    verl: Sequence[str],
+    cluster: Literal["auto", "slurm", "local"],
+    *,
+    dry_run: bool,
 ) -> list[SubmissionPlan]:
     from verl_slurm.submit.submission import plan_submission
 
@@ -95,7 +100,8 @@ def _plans(
             )
         name = f"{written.name}-{run.label}"[:64]
         own = [f"name={name}", f"run_dir={above / run.label}"]
-        plans.append(plan_submission(config, [*run.words, *own], verl=verl, cluster=cluster, trees=trees))
+        words = [*run.words, *own]
+        plans.append(plan_submission(config, words, verl=verl, cluster=cluster, trees=trees, dry_run=dry_run))
         if number == 0 and plans[0].cluster != "slurm":
             raise ConfigError(
                 "a sweep needs Slurm",

@@ -19,8 +19,8 @@
     const head = row.appendChild(document.createElement("th"));
     head.scope = "row";
     const text = link ? head.appendChild(document.createElement("a")) : head;
-    // The server made it of a path below /run/.
-    if (link) text.href = new URL(link, location.origin);
+    // The server made it: run/, and the run's path.
+    if (link) text.href = new URL(link, location.href);
     text.textContent = name;
     for (const name of CLASSES) row.appendChild(document.createElement("td")).className = name;
     body.insertBefore(row, [...body.rows].find((other) => other.cells[0].textContent > name) ?? null);
@@ -38,7 +38,7 @@
   }
 
   function listen() {
-    source = new EventSource(`/events?since=${encodeURIComponent(version)}`);
+    source = new EventSource(`events?since=${encodeURIComponent(version)}`);
     source.addEventListener("open", () => {
       news.textContent = "";
       document.body.dataset.live = "";

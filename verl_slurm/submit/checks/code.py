@@ -44,6 +44,7 @@ from verl_slurm.submit.undoing import names_in, remove_new, replace_content
 __all__ = ["CodeChoice", "TreesRead", "keep_code", "plan_code"]
 
 CodeChoice = Literal["run", "new"]
+_NO_DIFF = "the difference from the commit is over 16 MiB, or git cannot make it; it is not recorded"
 TreesRead = dict[tuple[Path, tuple[str, ...]], "Content"]
 """By root and names of the files."""
 
@@ -56,6 +57,7 @@ def plan_code(
     begun: bool,
     choice: CodeChoice | None = None,
     known: TreesRead | None = None,
+    ask_python: bool = True,
 ) -> CodePlan:
     """Reads the user's code and decides what the run's attempts run. Makes nothing.
 
@@ -65,6 +67,7 @@ def plan_code(
         begun: the run has something to lose.
         choice: of the user, where the code of a run that has begun is another one now.
         known: trees that were read before, for other runs of a sweep. This one's are added.
+        ask_python: False: `slurm.python` is not run, so its packages and where it finds modules are unknown.
 
     Raises:
         ConfigError: the code cannot be copied, or has changed and there is no choice; or packages have changed and
@@ -83,7 +86,8 @@ def plan_code(
     inherited = absolute_only(os.environ.get(PYTHONPATH, ""))[0]
     installed = Installed(search=tuple(place for place in inherited.split(os.pathsep) if place))
     unknown = []
-    if config.slurm.container is None:
+    asked = config.slurm.container is None and (ask_python or config.slurm.python is None)
+    if asked:
         python = python_of(config.slurm) or sys.executable
         installed = look(python)
         if not installed.python:
@@ -93,6 +97,10 @@ def plan_code(
         plan, changes = CodePlan(record=CodeRecord(python=installed.python, packages=installed.packages)), ""
     else:
         plan = _present(config, caller, installed, {} if known is None else known)
+        if not asked and config.slurm.container is None and module_of(config) and not plan.record.programs:
+            unknown = [
+                f"whether {module_of(config)} is copied is not known: only {python_of(config.slurm)} finds it"
+            ]
         plan = msgspec.structs.replace(plan, notes=(*plan.notes, *unknown))
         changes = "" if old is None else _changes(paths, old, plan)
     if old is None:
@@ -126,7 +134,8 @@ def plan_code(
 def _present(config: RunConfig, caller: Path, installed: Installed, known: TreesRead) -> CodePlan:
     programs = programs_of(config, installed.search)
     notes = []
-    if not programs and config.code.tree is not None and (module := module_of(config)):
+    looked = installed.python or config.slurm.container is not None
+    if not programs and looked and config.code.tree is not None and (module := module_of(config)):
         notes.append(
             f"{module} is not copied: it is part of an installed package, or the nodes alone have it"
         )
@@ -174,7 +183,7 @@ def _content(found: "_Tree") -> Content:
     files = tuple(read_tree(found.root, found.names))
     commit = commit_of(found.root) if found.of_git else Commit()
     diff = diff_of(found.root, found.names) if commit.commit else b""
-    notes = () if diff is not None else ("the difference from the commit is over 16 MiB and is not recorded",)
+    notes = () if diff is not None else (_NO_DIFF,)
     tree = CodeTree(
         root=str(found.root),
         digest=tree_digest(files),
@@ -230,7 +239,7 @@ def _trees(config: RunConfig, programs: Sequence[Program]) -> list[_Tree]:
         if any(tree.has(program) for tree in trees.values()):
             continue
         folder = program.path.resolve().parent
-        top = work_tree(folder)
+        top, note = work_tree(folder)
         # Settings of the whole home are kept in a repository by some.
         if (
             top is not None
@@ -241,16 +250,18 @@ def _trees(config: RunConfig, programs: Sequence[Program]) -> list[_Tree]:
         elif program.alone:
             # Git ignores it, or does not know it: nothing tells what belongs to it.
             beside = trees[folder].names if folder in trees else []
-            trees[folder] = _Tree(folder, sorted([*beside, program.path.resolve().name]), [], of_git=False)
+            names = sorted([*beside, program.path.resolve().name])
+            trees[folder] = _Tree(folder, names, [note] if note else [], of_git=False)
         else:
-            trees[folder] = _with_all(listed(folder, ask_git=False), [program])
+            tree = _with_all(listed(folder, ask_git=False), [program])
+            trees[folder] = tree._replace(notes=[*([note] if note else []), *tree.notes])
     return list(trees.values())
 
 
 def _git_answers(root: Path) -> bool:
     # The user has named what is copied, so git is a help and no condition.
     try:
-        return work_tree(root) is not None
+        return work_tree(root).top is not None
     except ConfigError:
         return False
 

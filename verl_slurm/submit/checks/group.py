@@ -39,11 +39,20 @@ def check_group(config: RunConfig) -> tuple[list[str], str]:
     """Returns what was checked, and a note if a directory on the way keeps the group's members out.
 
     Raises:
-        ConfigError: `group_id`.
+        ConfigError: `group_id`; or the configuration, which the members can read, has a secret.
     """
     gid = group_id(config)
     if gid is None:
         return [], ""
+    # The address of most webhooks is all that it takes to post there. Other secrets are files, or refused.
+    if config.hooks.webhook is not None and config.hooks.webhook_token_file is None:
+        raise ConfigError(
+            "the members of the group would read the webhook's address in run.yaml",
+            where="hooks.webhook",
+            found=f"group: {config.group}, and no hooks.webhook_token_file that the address needs besides",
+            expected="an address that is no secret by itself, or no group",
+            remedy="leave out one of them, or have a program in hooks.on_end and the like read the address from a file",
+        )
     for folder in reversed(Path(config.run_dir).parents):
         try:
             info = folder.stat()

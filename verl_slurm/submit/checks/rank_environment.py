@@ -1,13 +1,14 @@
 """Checks what a run sets up for its ranks on the machine that submits, which has the nodes' file systems.
 
-Modules are loaded for it, and the Python is asked what is installed in it. The user's commands (`slurm.setup`) are read
-by bash and not run: they may be meant for a node alone.
+Modules are loaded for it, and the Python is asked what is installed in it, unless `why_not_run` has a reason against.
+The user's commands (`slurm.setup`) are read by bash and not run: they may be meant for a node alone.
 """
 
 import contextlib
 import os
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,13 +17,13 @@ import msgspec
 import verl_slurm
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.files import read_private
+from verl_slurm.base.files import read_private, unsafe_on_the_way
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import agents_inside
 from verl_slurm.slurm.rank_setup import python_of, setup_script
 from verl_slurm.submit.relative_paths import Places
 
-__all__ = ["check_rank_environment", "find_python", "show_rank_environment"]
+__all__ = ["check_rank_environment", "find_python", "show_rank_environment", "why_not_run"]
 
 _TIMEOUT_S = 120.0
 # Metadata alone: importing torch takes seconds, and may want a module of the node.
@@ -83,12 +84,38 @@ def _conda_environments() -> list[str]:
     return [place for place in found if place and (Path(place) / "conda-meta").is_dir()]
 
 
-def check_rank_environment(config: RunConfig, packages: Iterable[str]) -> list[str]:
-    """Checks modules, Python, commands and secrets; returns what was checked.
+def why_not_run(config: RunConfig, *, dry_run: bool, stranger: bool) -> str:
+    """Returns why the modules and the Python of the ranks are not run here; empty: they are, or there are none.
+
+    Args:
+        dry_run: the user only looks, maybe at what somebody handed over: that runs nothing that it names.
+        stranger: others own the configuration, or may write it.
+    """
+    slurm = config.slurm
+    if agents_inside(config) or not (slurm.modules or slurm.python):
+        return ""
+    if dry_run:
+        return "a dry run starts nothing that the configuration names; submit itself does"
+    if stranger:
+        return "others own or may write the configuration"
+    if slurm.python is None or Path(slurm.python).resolve() == Path(sys.prefix).resolve():
+        return ""
+    python = Path(slurm.python)
+    for place in (Path(f"{python}/bin/python"), *python.glob("lib/python3*/site-packages")):
+        if found := unsafe_on_the_way(place):
+            return f"others could have put programs there ({found[0]}: {found[1]})"
+    return ""
+
+
+def check_rank_environment(
+    config: RunConfig, packages: Iterable[str], not_run: str = ""
+) -> tuple[list[str], list[str]]:
+    """Checks modules, Python, commands and secrets; returns what was checked, and notes for the user.
 
     Args:
         config: paths absolute.
         packages: what the ranks import.
+        not_run: from `why_not_run`.
 
     Raises:
         ConfigError: a module cannot be loaded, bash cannot read a command, a package is missing, or a file has no
@@ -113,7 +140,7 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str]) -> list[s
     if config.env or config.env_from_files:
         checked.append(f"variables {', '.join([*config.env, *config.env_from_files])}")
     if agents_inside(config):
-        return checked  # modules and commands are the image's
+        return checked, []  # modules and commands are the image's
     for number, command in enumerate(slurm.setup):
         if problem := _bash(["-n", "-c", command]):
             raise ConfigError(
@@ -125,6 +152,9 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str]) -> list[s
             )
     if slurm.setup:
         checked.append(f"the syntax of slurm.setup ({len(slurm.setup)}, not run here)")
+    if not_run:
+        keys = [f"slurm.{name}" for name in ("modules", "python") if getattr(slurm, name)]
+        return checked, [f"{' and '.join(keys)}: not looked at, nor the packages there, since {not_run}"]
     if (slurm.modules or slurm.python) and (problem := _bash(["-c", setup_script(slurm, commands=False)])):
         raise ConfigError(
             "the ranks' environment cannot be loaded",
@@ -136,7 +166,7 @@ def check_rank_environment(config: RunConfig, packages: Iterable[str]) -> list[s
         checked.append(f"modules {', '.join(slurm.modules)}")
     if python := python_of(slurm):
         checked.append(_check_python(config, python, ["verl-slurm", *packages]))
-    return checked
+    return checked, []
 
 
 def _bash(words: list[str]) -> str:
