@@ -64,7 +64,7 @@ async def listening(answer: bytes) -> AsyncIterator[int]:
 def test_a_service_is_ready_if_its_path_answers_with_2xx(answer: bytes, ready: bool) -> None:
     async def story() -> bool:
         async with listening(answer) as port:
-            return await answers("/health", "127.0.0.1", port, limit_s=0.5)
+            return await answers("/health", port, limit_s=0.5)
 
     assert asyncio.run(story()) == ready
 
@@ -72,8 +72,8 @@ def test_a_service_is_ready_if_its_path_answers_with_2xx(answer: bytes, ready: b
 def test_a_port_that_takes_a_connection_is_enough_for_tcp() -> None:
     async def story() -> tuple[bool, bool]:
         async with listening(b"") as port:
-            there = await answers("tcp", "127.0.0.1", port)
-        return there, await answers("tcp", "127.0.0.1", free_port())
+            there = await answers("tcp", port)
+        return there, await answers("tcp", free_port())
 
     assert asyncio.run(story()) == (True, False)
 
@@ -171,9 +171,9 @@ class HostStory:
 
     def run(self, done: Callable[[ServiceSaid], bool], *, lead_dies: bool = False) -> int:
         """Runs it until it has said that, then dismisses it, or ends the link; returns its exit code."""
-        return asyncio.run(self._run(done, lead_dies))
+        return asyncio.run(self.host(done, lead_dies))
 
-    async def _run(self, done: Callable[[ServiceSaid], bool], lead_dies: bool) -> int:
+    async def host(self, done: Callable[[ServiceSaid], bool], lead_dies: bool = False) -> int:
         def hear(message: FromAgent, link: AgentLink) -> None:
             assert isinstance(message, ServiceSaid)
             self.said.append(message)

@@ -141,8 +141,7 @@ def plan_submission(
         require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
     checked += check_rank_environment(config, packages)
     checked += check_hooks(config)
-    good, reached = check_services(config)
-    checked += good
+    checked += check_services(config)
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
     good, unreachable = check_group(config)
