@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from verl_slurm_daemon.agent.probe import answers
+from verl_slurm_daemon.agent.rank_environment import past_proxies
 from verl_slurm_daemon.agent.service import restarts_in_a_row, service_argv
 from verl_slurm_daemon.agent.service_shares import RANKS, divide, variables_of_ranks
 from verl_slurm_daemon.decide import inputs
@@ -137,6 +138,26 @@ def test_ranks_find_the_addresses_and_the_token_and_not_the_services_gpus() -> N
         "VERL_SLURM_SERVICE_TOKEN": "secret",
         "CUDA_VISIBLE_DEVICES": "4,5,6",
     }
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        ({"no_proxy": "a"}, {}),
+        ({"http_proxy": "p"}, dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1,10.0.0.1")),
+        (
+            {"HTTPS_PROXY": "p", "NO_PROXY": ".site, 127.0.0.1"},
+            dict.fromkeys(("no_proxy", "NO_PROXY"), ".site,127.0.0.1,localhost,::1,10.0.0.1"),
+        ),
+        ({"http_proxy": "p", "no_proxy": "*"}, {"no_proxy": "*", "NO_PROXY": "*"}),
+    ],
+    ids=str,
+)
+def test_no_proxy_is_asked_for_the_nodes_of_the_run_and_the_users_words_stay(
+    environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert past_proxies(environ, ["10.0.0.1"]) == expected
 
 
 # ---- the host, as a process, with a lead that a test holds

@@ -170,7 +170,6 @@ def plan_submission(
         check_keys(config, chosen),
         gpu_note(config, chosen),
         check_metrics_port(config),
-        reached if chosen == "slurm" else None,
         unreachable,
         source_note(source),
     )

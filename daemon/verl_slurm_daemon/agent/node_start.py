@@ -25,7 +25,7 @@ from verl_slurm.wire.orders import Orders
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.container import ranks_argv, ranks_environ
-from verl_slurm_daemon.agent.rank_environment import prepare_environment
+from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
 from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
 from verl_slurm_daemon.allocation.launcher import orders_argv, standby_argv
 from verl_slurm_daemon.link.relay import open_near_end
@@ -171,6 +171,7 @@ class NodeStart:
             )
 
     async def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
+        environ = environ | past_proxies(environ, launch.hosts)
         if not self._config.services:
             return environ
         secret, epoch = bytes.fromhex(self._address.token), self._address.epoch

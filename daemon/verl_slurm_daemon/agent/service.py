@@ -44,7 +44,7 @@ from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import MAX_REASON, ServiceSaid, Shutdown, ToAgent
 from verl_slurm_daemon.agent.probe import SERVICE_HOST, answers, connect_checked, taken
-from verl_slurm_daemon.agent.rank_environment import prepare_environment
+from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
 from verl_slurm_daemon.agent.service_shares import set_aside
 from verl_slurm_daemon.link.channel import LeadLink
 from verl_slurm_daemon.link.reach import reach_lead
@@ -185,6 +185,7 @@ class ServiceHost:
             self._config, env=self._config.env | service.env, env_from_files=service.env_from_files
         )
         environ = await prepare_environment(shared, os.environ, self._log)
+        environ |= past_proxies(environ, [link.own_host])
         restarts = 0
         while True:
             ready_s, detail = await self._once(link, environ, token)

@@ -334,6 +334,7 @@ class Effects:
                     master_port=nodes[0].free_port,
                     resume=point.name,
                     services=services,
+                    hosts=tuple(one.address for one in nodes),
                 )
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
