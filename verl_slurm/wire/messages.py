@@ -205,6 +205,8 @@ class NodeUnfit(_Message, frozen=True, kw_only=True):
 
     node: str
     evidence: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    passing: bool = False
+    """It may pass by itself: other runs need not avoid the node."""
 
 
 class SignalSeen(_Message, frozen=True, kw_only=True):
