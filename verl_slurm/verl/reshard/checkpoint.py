@@ -132,8 +132,7 @@ def plan_source(source: Source, ranks: int) -> ReshardPlan:
     """Plans the same state on `ranks` ranks.
 
     Raises:
-        ConfigError: it cannot be divided so.
-        DataError: as `describe.require_bounded`.
+        ConfigError: it cannot be divided so, or not in limited memory.
         CheckpointCorrupt, OSError: as `describe.describe_step`.
     """
     require_bounded(source.step)

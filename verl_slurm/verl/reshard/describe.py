@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.bounded import CONFIG, read_fd
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, VerlSlurmError
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
 from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
 from verl_slurm.verl.reshard.plan import DataState, Described, Model, cannot
@@ -53,7 +53,7 @@ def require_bounded(step: Path) -> None:
     errors of it are left to `describe_step` in this process.
 
     Raises:
-        DataError: it cannot.
+        ConfigError: it cannot.
     """
     argv = [sys.executable, "-P", "-m", "verl_slurm.verl.reshard.describe", str(step)]
     try:
@@ -70,13 +70,7 @@ def require_bounded(step: Path) -> None:
             if code == _TOO_LARGE
             else f"a process that read them was killed by {signal.Signals(-code).name}"
         )
-    raise DataError(
-        "the shards of this checkpoint are not read: their descriptions are larger than any of verl's",
-        where=step,
-        found=found,
-        remedy="do not use this checkpoint if you have it from others; go on with the number of ranks that saved it, "
-        "or reshard an older one",
-    )
+    raise cannot(step, f"shards that are described by more than verl writes: {found}")
 
 
 def _read_bounded(step: Path) -> int:
