@@ -12,7 +12,6 @@ def score(_prompts: Sequence[str], responses: Sequence[str], _answers: Sequence[
     place = os.environ["VERL_SLURM_SERVICE_JUDGE"].split(",")[0]
     headers = {"Authorization": f"Bearer {os.environ['VERL_SLURM_SERVICE_TOKEN']}"}
     for _ in range(600):
-        # Not urllib: it would ask the site's HTTP proxy for a node of the job.
         connection = http.client.HTTPConnection(place, timeout=60)
         try:
             connection.request("POST", "/", json.dumps(list(responses)), headers)

@@ -103,8 +103,15 @@ def test_a_node_that_another_run_of_the_user_left_is_avoided_at_the_next_requeue
     assert told["nodes"] == ["n2"]  # the other one's time is not this run's to prolong
 
 
-def test_a_node_that_is_not_fit_is_left_written_down_and_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("passing", "names", "kept"),
+    [
+        (False, ("n2",), "runs of yours avoid it for 12 h"),
+        (True, (), "this run avoids it for 3600 s (daemon.avoid_node_s)"),
+    ],
+)
+def test_a_node_that_is_not_fit_is_left_and_told_and_written_down_if_that_lasts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passing: bool, names: tuple[str, ...], kept: str
 ) -> None:
     monkeypatch.setattr(module, "scrub_forever", never)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -115,7 +122,7 @@ def test_a_node_that_is_not_fit_is_left_written_down_and_told(
         await effects.open()
         address = read_lead_address(RunPaths(tmp_path))
         link = await connect(address.host, address.port, bytes.fromhex(address.token), 1)
-        link.send(NodeUnfit(node="n2", evidence="GPUs: off the bus"))
+        link.send(NodeUnfit(node="n2", evidence="GPUs: off the bus", passing=passing))
         event = await posted.get()
         await asyncio.gather(*(task for task in effects._tasks if "write_down" in str(task.get_coro())))
         await link.close()
@@ -123,9 +130,9 @@ def test_a_node_that_is_not_fit_is_left_written_down_and_told(
         return event
 
     assert asyncio.run(story()) == inputs.LeaveNode("n2", "bad_node", "GPUs: off the bus")
-    assert recall("cluster").names == ("n2",)
+    assert recall("cluster").names == names
     (told,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
-    assert told["text"] == "n2: GPUs: off the bus; runs of yours avoid it for 12 h"
+    assert told["text"] == f"n2: GPUs: off the bus; {kept}"
 
 
 def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_job(

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from verl_slurm_daemon.agent.probe import answers
+from verl_slurm_daemon.agent.rank_environment import past_proxies
 from verl_slurm_daemon.agent.service import restarts_in_a_row, service_argv
 from verl_slurm_daemon.agent.service_shares import RANKS, divide, variables_of_ranks
 from verl_slurm_daemon.decide import inputs
@@ -64,7 +65,7 @@ async def listening(answer: bytes) -> AsyncIterator[int]:
 def test_a_service_is_ready_if_its_path_answers_with_2xx(answer: bytes, ready: bool) -> None:
     async def story() -> bool:
         async with listening(answer) as port:
-            return await answers("/health", "127.0.0.1", port, limit_s=0.5)
+            return await answers("/health", port, limit_s=0.5)
 
     assert asyncio.run(story()) == ready
 
@@ -72,8 +73,8 @@ def test_a_service_is_ready_if_its_path_answers_with_2xx(answer: bytes, ready: b
 def test_a_port_that_takes_a_connection_is_enough_for_tcp() -> None:
     async def story() -> tuple[bool, bool]:
         async with listening(b"") as port:
-            there = await answers("tcp", "127.0.0.1", port)
-        return there, await answers("tcp", "127.0.0.1", free_port())
+            there = await answers("tcp", port)
+        return there, await answers("tcp", free_port())
 
     assert asyncio.run(story()) == (True, False)
 
@@ -139,6 +140,26 @@ def test_ranks_find_the_addresses_and_the_token_and_not_the_services_gpus() -> N
     }
 
 
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {}),
+        ({"no_proxy": "a"}, {}),
+        ({"http_proxy": "p"}, dict.fromkeys(("no_proxy", "NO_PROXY"), "localhost,127.0.0.1,::1,10.0.0.1")),
+        (
+            {"HTTPS_PROXY": "p", "NO_PROXY": ".site, 127.0.0.1"},
+            dict.fromkeys(("no_proxy", "NO_PROXY"), ".site,127.0.0.1,localhost,::1,10.0.0.1"),
+        ),
+        ({"http_proxy": "p", "no_proxy": "*"}, {"no_proxy": "*", "NO_PROXY": "*"}),
+    ],
+    ids=str,
+)
+def test_no_proxy_is_asked_for_the_nodes_of_the_run_and_the_users_words_stay(
+    environ: dict[str, str], expected: dict[str, str]
+) -> None:
+    assert past_proxies(environ, ["10.0.0.1"]) == expected
+
+
 # ---- the host, as a process, with a lead that a test holds
 
 # Counts its starts in a file. The first one fails, the second one listens.
@@ -171,9 +192,9 @@ class HostStory:
 
     def run(self, done: Callable[[ServiceSaid], bool], *, lead_dies: bool = False) -> int:
         """Runs it until it has said that, then dismisses it, or ends the link; returns its exit code."""
-        return asyncio.run(self._run(done, lead_dies))
+        return asyncio.run(self.host(done, lead_dies))
 
-    async def _run(self, done: Callable[[ServiceSaid], bool], lead_dies: bool) -> int:
+    async def host(self, done: Callable[[ServiceSaid], bool], lead_dies: bool = False) -> int:
         def hear(message: FromAgent, link: AgentLink) -> None:
             assert isinstance(message, ServiceSaid)
             self.said.append(message)

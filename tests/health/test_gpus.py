@@ -67,7 +67,9 @@ def test_parts_of_gpus_are_not_checked() -> None:
 def test_only_processes_on_the_jobs_gpus_are_foreign() -> None:
     text = "GPU-a, 41\nGPU-b, 42\nGPU-a, 41\nno table\nGPU-a, [N/A]\n"
     found = judge_processes(text, ["GPU-a"], lambda pid: f" of uid {pid}0")
-    assert found == Finding("GPU processes", "bad", "1 process on the job's GPUs: 41 of uid 410")
+    assert found == Finding(
+        "GPU processes", "bad", "1 process on the job's GPUs: 41 of uid 410", passing=True
+    )
     assert judge_processes(text, ["GPU-c"], str).verdict == "good"
 
 
@@ -99,6 +101,31 @@ def test_other_records_of_the_kernel_say_nothing_against_a_node(record: str) -> 
     assert judge_kernel_log([record], ["00000000:3B:00.0"], 5000.0).verdict == "good"
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        # `mount -t tmpfs -o 'NVRM: Xid (PCI:0000:3b:00): 79'` in a user namespace, by any user.
+        "3,1,990000000,-;tmpfs: Unknown parameter 'NVRM: Xid (PCI:0000:3b:00): 79'",
+        "11,1,990000000,-;NVRM: Xid (PCI:0000:3b:00): 79, written into /dev/kmsg by a program",
+        " KEY=0,1,990000000,-;NVRM: Xid (PCI:0000:3b:00): 79",
+    ],
+)
+def test_an_xid_that_the_kernel_only_quotes_says_nothing_against_a_node(record: str) -> None:
+    assert judge_kernel_log([record], ["00000000:3B:00.0"], 1000.0).verdict == "good"
+
+
+def test_what_another_user_can_cause_and_take_back_is_told_from_what_lasts() -> None:
+    row = dict.fromkeys(("index", "uuid", "pci.bus_id"), "0") | {
+        "ecc.errors.uncorrected.volatile.total": "1",
+        "remapped_rows.pending": "0",
+        "remapped_rows.failure": "0",
+        "retired_pages.pending": "No",
+    }
+    foreign = judge_processes("GPU-a, 41\n", ["GPU-a"], str)
+    logged = judge_kernel_log([xid(79)], ["00000000:3B:00.0"], 1000.0)
+    assert [one.passing for one in (judge_gpus([row], ()), foreign, logged)] == [False, True, True]
+
+
 def test_the_gpus_of_a_job_are_those_that_slurm_names() -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "0, 3"}) == ("0", "3")
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}) == visible_gpus({}) == ()
@@ -126,7 +153,7 @@ def test_a_good_node_passes_all_checks_of_its_gpus(tmp_path: Path) -> None:
 
 def test_a_process_on_a_gpu_before_the_ranks_start_is_foreign_unless_gpus_are_shared(tmp_path: Path) -> None:
     assert look(tmp_path, "users=1")["GPU processes"] == Finding(
-        "GPU processes", "bad", "1 process on the job's GPUs: 1 of uid 0"
+        "GPU processes", "bad", "1 process on the job's GPUs: 1 of uid 0", passing=True
     )
     assert "GPU processes" not in look(tmp_path, "users=1", foreign=False)
 

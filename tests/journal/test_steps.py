@@ -7,7 +7,7 @@ import pytest
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import steps as step_log
-from verl_slurm.journal.steps import append_step, last_steps
+from verl_slurm.journal.steps import append_step, every_row, last_steps
 
 
 @pytest.fixture
@@ -56,3 +56,25 @@ def test_of_a_long_file_only_the_end_is_read(paths: RunPaths, monkeypatch: pytes
     monkeypatch.setattr(step_log, "_MOST", len(lines[-1]) * 3 + 10)
     # Three whole lines and part of one, which is no line.
     assert _steps(paths, 100) == [(1, 1998), (1, 1999), (1, 2000)]
+
+
+def test_of_a_file_of_any_length_the_newest_rows_are_read_and_the_rest_is_told(paths: RunPaths) -> None:
+    with paths.steps.open("wb") as file:
+        file.truncate(300 << 30)
+    append_step(paths, 1, {"step": 7.0})
+    unread: list[str] = []
+    assert [row["step"] for row in every_row(paths, unread=unread)] == [7.0]
+    assert unread[0].startswith("steps.jsonl: its first 321,988,")
+    assert "were not read" in unread[0]
+
+
+def test_of_too_many_rows_the_newest_are_read(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_log, "_MOST_LINES", 3)
+    unread: list[str] = []
+    for step in range(1, 4):
+        append_step(paths, 1, {"step": float(step)})
+    assert [row["step"] for row in every_row(paths, unread=unread)] == [1, 2, 3]
+    assert unread == []
+    append_step(paths, 1, {"step": 4.0})
+    assert [row["step"] for row in every_row(paths, unread=unread)] == [2, 3, 4]
+    assert len(unread) == 1

@@ -1,5 +1,6 @@
 """What a journal tells a simulation, by the journals of real runs on the embedded Slurm; and how near it then comes."""
 
+import time
 from collections.abc import Callable
 
 import pytest
@@ -135,3 +136,24 @@ def test_the_runs_of_the_prediction_were_interrupted_as_the_page_says() -> None:
     assert kinds["calm"] == []
     assert kinds["preempted"] == ["notice"] * 3
     assert CALIBRATION not in kinds
+
+
+def test_the_time_grows_with_the_journal_and_not_with_its_square() -> None:
+    def seconds(lives: int) -> float:
+        lines = []
+        for attempt in range(1, lives + 1):
+            # Within one hour, at which `at` ends.
+            begin = attempt * 3000.0 / lives
+            lines += [line("started", begin, attempt), line("training", begin, attempt, step=attempt)]
+            lines += [line("saved", begin, attempt, name=f"step_{attempt}", seconds=0.1, num_bytes=1)]
+            lines += [line("cause", begin, attempt, cause="preemption", seconds_left=1.0)]
+            lines += [line("ended", begin, attempt, exit_code=25)]
+        events = make_events(lines)
+        rows = [row(step, step * 3000.0 / lives, 0.1) for step in range(1, lives + 1)]
+        began = time.process_time()
+        measure(events, rows, 24.0)
+        happened(events, rows)
+        return time.process_time() - began
+
+    # Eight times the journal: 64 times as long before.
+    assert seconds(8000) < 24 * seconds(1000)

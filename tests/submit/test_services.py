@@ -36,9 +36,7 @@ def test_a_program_that_is_not_there_is_found_at_submit(program: str) -> None:
 
 def test_a_program_that_modules_may_bring_is_left_to_the_node() -> None:
     service = ServiceConfig(command=("no-such-program-here",))
-    assert check_services(run_config(services={"judge": service}, modules=("redis",)))[0] == [
-        "services judge"
-    ]
+    assert check_services(run_config(services={"judge": service}, modules=("redis",))) == ["services judge"]
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -47,16 +45,6 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     key.chmod(0o644)
     with pytest.raises(PermissionRefused):
         check_services(with_service("-m", "judge", env_from_files={"KEY": str(key)}))
-
-
-@pytest.mark.parametrize(
-    ("ranks_nodes", "nodes", "reached"), [(1, 0, False), (2, 0, True), (1, 1, True)], ids=str
-)
-def test_a_service_that_the_network_reaches_is_told_of(ranks_nodes: int, nodes: int, reached: bool) -> None:
-    config = run_config(
-        nodes=ranks_nodes, services={"judge": ServiceConfig(command=("-m", "judge"), nodes=nodes)}
-    )
-    assert ("VERL_SLURM_SERVICE_TOKEN" in check_services(config)[1]) == reached
 
 
 def test_nodes_of_the_same_kind_are_asked_for_with_those_of_the_ranks() -> None:

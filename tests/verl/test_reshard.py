@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.builders import begun_run
 from tests.verl.fake_shards import fsdp2_step, gathered
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, Fenced, NoRoom
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
@@ -26,7 +26,7 @@ from verl_slurm.verl.positions import Positions, positions_file
 from verl_slurm.verl.reshard import apply as applying
 from verl_slurm.verl.reshard import checkpoint as resharding
 from verl_slurm.verl.reshard.at_start import prepare_ranks
-from verl_slurm.verl.reshard.checkpoint import open_source, plan_source, write_step
+from verl_slurm.verl.reshard.checkpoint import Source, open_source, plan_source, write_step
 from verl_slurm.verl.reshard.plan import ReshardPlan
 from verl_slurm.verl.reshard.torch_file import Part
 from verl_slurm.verl.tracker import tracker_file
@@ -428,3 +428,31 @@ def test_an_attempt_that_is_to_end_or_was_replaced_leaves_no_copy(
     with pytest.raises(Fenced):
         prepare_ranks(paths, 1, manifest, 3)
     assert os.listdir(paths.resharded.checkpoints) == []
+
+
+def _doubling(levels: int) -> bytes:
+    """A pickle of a few bytes that is 2**levels lists for whoever walks through it."""
+    each = (b"]h%ca" % (level - 1) + b"h%ca" % (level - 1) + b"q%c" % level for level in range(1, levels))
+    return b"\x80\x02]q\x00" + b"".join(each) + b"}X\x01\x00\x00\x00ah%cs." % (levels - 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "data"),
+    [
+        ("data_0.pt", _doubling(40)),
+        ("model_world_size_2_rank_1.pt", b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * (12 << 20) + b"ls."),
+    ],
+    ids=["nested", "long"],
+)
+def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(
+    tmp_path: Path, file: str, data: bytes
+) -> None:
+    step = fsdp2_step(tmp_path, 4, 2, roles=("",), samples=12)
+    shard = step / file
+    with zipfile.ZipFile(shard) as old:
+        members = {info.filename: old.read(info) for info in old.infolist()}
+    with zipfile.ZipFile(shard, "w", zipfile.ZIP_STORED) as new:
+        for name, text in members.items():
+            new.writestr(name, data if name.endswith("data.pkl") else text)
+    with pytest.raises(DataError, match="more memory than their own size and 512 MiB"):
+        plan_source(Source(directory=step, step=step, manifest=None), 3)

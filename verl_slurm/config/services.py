@@ -31,7 +31,8 @@ class ServiceConfig(Section, frozen=True):
     gpus: NonNegative = 0
     """GPUs that it sees on a node. Beside the ranks they are the last ones, and the ranks do not see them. 0: none."""
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """0: a free one of its node. It stays the same when the service is restarted."""
+    """Of its node, for a server that cannot be told one. 0: a free one, another at each start. The ranks' address of
+    the service stays the same."""
     probe: str = "tcp"
     """When it counts as ready. `tcp`: its port takes a connection. A path, e.g. `/health`: an HTTP GET there is
     answered with 2xx. The probe carries no token."""

@@ -24,6 +24,8 @@ class Finding(msgspec.Struct, frozen=True):
     found: str
     remedy: str = ""
     """The user's next action, or what verl-slurm does by itself; empty: nothing needs to be done."""
+    passing: bool = False
+    """Of what is bad: it may pass by itself, and another user may have caused it."""
 
 
 def good(topic: str, found: str, remedy: str = "") -> Finding:
@@ -34,8 +36,8 @@ def warn(topic: str, found: str, remedy: str) -> Finding:
     return Finding(topic, "warning", found, remedy)
 
 
-def bad(topic: str, found: str, remedy: str = "") -> Finding:
-    return Finding(topic, "bad", found, remedy)
+def bad(topic: str, found: str, remedy: str = "", *, passing: bool = False) -> Finding:
+    return Finding(topic, "bad", found, remedy, passing)
 
 
 def skipped(topic: str, why: str) -> Finding:

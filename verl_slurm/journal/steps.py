@@ -14,7 +14,7 @@ in its own history.
 import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -29,6 +29,9 @@ StepRow = dict[str, Any]
 
 _MOST = 4 << 20
 """Bytes that are read at most, from the end."""
+_MOST_OF_ALL, _MOST_LINES = 128 << 20, 300_000
+"""Bytes and lines of the whole file that are read at most, the newest; a handed-over file may have any length."""
+_PIECE = 1 << 20
 _LINE = 1 << 16
 """Bytes of a line; a longer one is none of ours, and reads as several that are no rows."""
 _MOST_DAMAGED = 1000
@@ -66,13 +69,18 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
     return rows[::-1]
 
 
-def every_row(paths: RunPaths, damaged: list[int] | None = None) -> Iterator[StepRow]:
-    """The rows of all lines in their order, those of steps done again included. No file, none.
+def every_row(
+    paths: RunPaths, damaged: list[int] | None = None, unread: list[str] | None = None
+) -> Iterator[StepRow]:
+    """The rows of all lines in their order, those of steps done again included. No file, none. Of a file beyond
+    128 MiB or 300,000 lines, the newest are read.
 
     Args:
-        damaged: gets the number of each line that is no row, counted from 1; at most the first 1,000 of them.
+        damaged: gets the number of each line that is no row, counted from the first that is read, which is 1; at most
+            the first 1,000 of them.
+        unread: gets a sentence if the file is read in part.
     """
-    for number, line in enumerate(_lines(paths), 1):
+    for number, line in enumerate(_lines(paths, unread if unread is not None else []), 1):
         row = _parse(line.rstrip(b"\n"))
         if row is not None:
             yield row
@@ -80,14 +88,44 @@ def every_row(paths: RunPaths, damaged: list[int] | None = None) -> Iterator[Ste
             damaged.append(number)
 
 
-def _lines(paths: RunPaths) -> Iterator[bytes]:
+def _lines(paths: RunPaths, unread: list[str]) -> Iterator[bytes]:
     try:
         with os.fdopen(open_regular(paths.steps), "rb") as file:
-            # In pieces: a line without an end would else fill memory.
-            while line := file.readline(_LINE):
+            size = file.seek(0, os.SEEK_END)
+            begin = _first_to_read(file, size)
+            if begin:
+                unread.append(
+                    f"steps.jsonl: its first {begin:,} of {size:,} bytes were not read; what is said of "
+                    "steps is of the newest ones alone"
+                )
+            file.seek(begin)
+            # In pieces: a line without an end would else fill memory. A file that grows meanwhile is read as it was.
+            while begin < size and (line := file.readline(_LINE)):
+                begin += len(line)
                 yield line
     except (OSError, TooMuch):
         return
+
+
+def _first_to_read(file: BinaryIO, size: int) -> int:
+    """Returns where the newest lines begin that are read."""
+    begin, lines = size, 0
+    while begin and size - begin < _MOST_OF_ALL:
+        first = max(begin - _PIECE, size - _MOST_OF_ALL, 0)
+        file.seek(first)
+        piece = file.read(begin - first)
+        lines += piece.count(b"\n")
+        if lines > _MOST_LINES:
+            # The line ends that are too many, from the front.
+            end = 0
+            for _ in range(lines - _MOST_LINES):
+                end = piece.index(b"\n", end) + 1
+            return first + end
+        begin = first
+    if begin:
+        file.seek(begin)
+        begin += len(file.readline(_LINE))
+    return begin
 
 
 def _from_the_end(paths: RunPaths) -> list[bytes]:

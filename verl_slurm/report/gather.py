@@ -121,7 +121,7 @@ class _Reader:
         events = self._try("events.jsonl", self._events, silent)
         damaged: list[int] = []
         steps, numbers = Steps(responses=_responses(config)), RunNumbers(events)
-        for row in every_row(paths, damaged):
+        for row in every_row(paths, damaged, self._missing):
             steps.feed(row)
             numbers.feed_row(row)
         self._look_at_steps(damaged)

@@ -146,8 +146,7 @@ def plan_submission(
     good, unseen = check_rank_environment(config, packages, not_run)
     checked += good
     checked += check_hooks(config)
-    good, reached = check_services(config)
-    checked += good
+    checked += check_services(config)
     inputs: list[tuple[str, str]] = []
     notes: list[str] = []
     good, unreachable = check_group(config)
@@ -176,7 +175,6 @@ def plan_submission(
         check_keys(config, chosen),
         gpu_note(config, chosen),
         check_metrics_port(config),
-        reached if chosen == "slurm" else None,
         unreachable,
     )
     notes = [*places.notes, *(text for text in (doubt, *unseen, note, *asked, *notes) if text)]

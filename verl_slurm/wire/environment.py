@@ -47,14 +47,14 @@ RESUME_VARIABLE = "VERL_SLURM_RESUME"
 
 SERVICE_VARIABLE = "VERL_SLURM_SERVICE_"
 """With the name of a service behind it, in capitals, for the ranks: its `host:port`, of all its nodes and with commas
-between them."""
+between them. It is an address of the process's own node."""
 
 SERVICE_TOKEN_VARIABLE = "VERL_SLURM_SERVICE_TOKEN"  # noqa: S105 - its name
 """A secret that ranks and services of one attempt have in common. A service may ask for it. `TOKEN` names no service.
 """
 
 HOST_VARIABLE, PORT_VARIABLE = "VERL_SLURM_HOST", "VERL_SLURM_PORT"
-"""Where a service has to listen: the address by which the ranks reach its node, and a port."""
+"""Where a service has to listen: 127.0.0.1, and a port. The daemon carries the ranks' connections there."""
 
 INDEX_VARIABLE = "VERL_SLURM_SERVICE_INDEX"
 """Of a service: on which of its nodes it runs, from 0."""

@@ -67,6 +67,12 @@ def services_token(token: bytes, epoch: int) -> str:
     return _mac(token, b"services", _SEQUENCE.pack(epoch)).hex()
 
 
+def relay_key(token: bytes, epoch: int) -> bytes:
+    """Derives the key by which agents and hosts of services prove themselves to each other. It is not the token that
+    services have: a service may run what a model wrote."""
+    return _mac(token, b"relay", _SEQUENCE.pack(epoch))
+
+
 class Framer(Generic[M]):
     """Frames both directions of one connection.
 

@@ -17,6 +17,8 @@ import hmac
 import os
 import pwd
 import re
+import socket
+import sys
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from http import HTTPStatus
 from pathlib import Path
@@ -330,19 +332,33 @@ _LISTEN = "0A"
 _TABLES = (Path("/proc/net/tcp"), Path("/proc/net/tcp6"))
 
 
+def _in_table(packed: bytes) -> str:
+    words = (packed[first : first + 4] for first in range(0, len(packed), 4))
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
+
+
+_LOOPBACK = tuple(
+    _in_table(socket.inet_pton(family, address))
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::ffff:127.0.0.1"))
+)
+_EVERYWHERE = ("0" * 8, "0" * 32)
+
+
 class Listener(NamedTuple):
     """Identifies who listens.
 
     Attributes:
         uid: None: none is listed. The port is bound without listening yet, or /proc cannot be read.
+        sockets: the inodes of all that listen there. A socket has its inode for as long as it lives.
     """
 
     uid: int | None
+    sockets: frozenset[int] = frozenset()
 
     @property
     def stranger(self) -> bool:
         """Returns whether it may be another user. Root does not count: it could read the token anyway."""
-        return self.uid not in (os.geteuid(), 0)
+        return self.uid is None or not _is_ours(self.uid)
 
     @property
     def name(self) -> str:
@@ -354,23 +370,52 @@ class Listener(NamedTuple):
             return f"uid {self.uid}"
 
 
-def listener_of(port: int) -> Listener:
-    """Finds who listens on `port` of this machine, at any address, from /proc/net/tcp, which every user may read.
+def _is_ours(uid: int) -> bool:
+    """Returns whether it is this user's, root's, or one that root gave this user for containers (/etc/subuid)."""
+    if uid in (os.geteuid(), 0):
+        return True
+    try:
+        mine = {str(os.geteuid()), pwd.getpwuid(os.geteuid()).pw_name}
+        lines = [line.split(":") for line in Path("/etc/subuid").read_text().splitlines()]
+        return any(int(first) <= uid < int(first) + int(n) for who, first, n in lines if who in mine)
+    except (OSError, KeyError, ValueError):
+        return False
+
+
+def listener_of(port: int, *, loopback: bool = False) -> Listener:
+    """Finds who listens on `port` of this machine, from /proc/net/tcp, which every user may read.
 
     If several do, another user's listener comes before ours.
+
+    Args:
+        loopback: only those that a connection to 127.0.0.1 may reach; else at any address.
     """
-    found = set()
+    found: dict[str, set[tuple[int, int]]] = {}
     for table in _TABLES:
         try:
-            lines = table.read_text().splitlines()[1:]
+            with table.open() as lines:
+                next(lines)
+                for line in lines:
+                    fields = line.split()
+                    # The kernel lists all that listen before the rest (proc_net_tcp.rst), which may be 100,000 lines.
+                    if len(fields) < 10 or fields[3] != _LISTEN:
+                        break
+                    # sl, local_address, rem_address, st, queues, timer, retrnsmt, uid, timeout, inode; the port is
+                    # hexadecimal.
+                    address, _, number = fields[1].rpartition(":")
+                    if int(number, 16) == port:
+                        found.setdefault(address, set()).add((int(fields[7]), int(fields[9])))
         # A machine without IPv6 has no tcp6.
-        except OSError:
+        except (OSError, StopIteration):
             continue
-        for line in lines:
-            fields = line.split()
-            # sl, local_address, rem_address, st, queues, timer, retrnsmt, uid; the port is hexadecimal.
-            if len(fields) > 7 and fields[3] == _LISTEN and int(fields[1].rpartition(":")[2], 16) == port:
-                found.add(int(fields[7]))
+    if loopback:
+        # As the kernel chooses: a socket at the very address comes before one at all addresses.
+        for addresses in (_LOOPBACK, _EVERYWHERE):
+            if chosen := {address: found[address] for address in addresses if address in found}:
+                break
+        found = chosen
     # Several sockets may listen on one port, at different addresses; a stranger's among them is the news.
-    strangers = found - {os.geteuid(), 0}
-    return Listener(min(strangers or found, default=None))
+    uids = {uid for sockets in found.values() for uid, _ in sockets}
+    strangers = {uid for uid in uids if not _is_ours(uid)}
+    inodes = frozenset(inode for sockets in found.values() for _, inode in sockets)
+    return Listener(min(strangers or uids, default=None), inodes)

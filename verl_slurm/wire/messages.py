@@ -134,6 +134,8 @@ class Launch(_Message, frozen=True, kw_only=True):
     """Name of the checkpoint directory to resume from; empty: start from nothing."""
     services: Annotated[dict[str, str], msgspec.Meta(max_length=64)] = {}
     """Where the services are that the ranks may use: name -> `host:port`, with commas between several."""
+    hosts: tuple[Annotated[str, msgspec.Meta(pattern=r"\A[0-9A-Za-z.:%_-]+\Z", max_length=255)], ...] = ()
+    """The addresses of all nodes with ranks."""
 
 
 # The tag and the field's name are older than the class. If a package is upgraded under a running job, a lead of the old
@@ -203,6 +205,8 @@ class NodeUnfit(_Message, frozen=True, kw_only=True):
 
     node: str
     evidence: Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+    passing: bool = False
+    """It may pass by itself: other runs need not avoid the node."""
 
 
 class SignalSeen(_Message, frozen=True, kw_only=True):

@@ -220,9 +220,11 @@ class Agent:
             return False
         told = {one.topic: f"{one.verdict}: {one.found}" for one in checked}
         self._log.say("health", found=told)
-        wrong = [f"{one.topic}: {one.found}" for one in checked if one.verdict == "bad"]
+        wrong = [one for one in checked if one.verdict == "bad"]
         if wrong:
-            link.send(NodeUnfit(node=self._node, evidence=printable("; ".join(wrong))[:MAX_REASON]))
+            evidence = printable("; ".join(f"{one.topic}: {one.found}" for one in wrong))[:MAX_REASON]
+            passing = all(one.passing for one in wrong)
+            link.send(NodeUnfit(node=self._node, evidence=evidence, passing=passing))
             await self._first(asyncio.sleep(_HEARD_S))
         return not wrong
 

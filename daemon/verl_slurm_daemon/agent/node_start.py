@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import open_log, write_file
 from verl_slurm.base.memory import available_memory
@@ -16,16 +18,17 @@ from verl_slurm.base.search_path import PYTHONPATH
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.programs import Moves
 from verl_slurm.wire.environment import LOG_VARIABLE
-from verl_slurm.wire.framing import ranks_key, services_token
+from verl_slurm.wire.framing import ranks_key, relay_key, services_token
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.messages import Launch
 from verl_slurm.wire.orders import Orders
 from verl_slurm.wire.store_line import RANKS_KEY_NAME
 from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.container import ranks_argv, ranks_environ
-from verl_slurm_daemon.agent.rank_environment import prepare_environment
+from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
 from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
 from verl_slurm_daemon.allocation.launcher import orders_argv, standby_argv
+from verl_slurm_daemon.link.relay import open_near_end
 
 __all__ = ["NodeStart", "require_memory"]
 
@@ -75,6 +78,7 @@ class NodeStart:
         self._paths, self._config, self._control = paths, config, control
         self._address, self._node_id, self._said = address, node_id, said
         self._standing: tuple[_Prepared, asyncio.subprocess.Process] | None = None
+        self._relays: list[asyncio.Server] = []
         self.log = Path()
 
     async def stand_by(self, generation: int) -> None:
@@ -110,7 +114,8 @@ class NodeStart:
         if self._standing is not None:
             prepared, launcher = self._standing
             start = (prepared.config, self._paths, launch, self._control)
-            orders = Orders.of(orders_argv(ranks_argv(*start)), ranks_environ(*start, prepared.environ))
+            environ = ranks_environ(*start, await self._with_services(prepared.environ, launch))
+            orders = Orders.of(orders_argv(ranks_argv(*start)), environ)
             assert launcher.stdin is not None
             with contextlib.suppress(OSError):
                 launcher.stdin.write(orders.encode())
@@ -122,7 +127,7 @@ class NodeStart:
             self._said.say("stands_by", loud=True, problem="its launcher is gone")
         prepared = await self._prepare(launch.generation)
         start = (prepared.config, self._paths, launch, self._control)
-        environ = ranks_environ(*start, self._with_services(prepared.environ, launch))
+        environ = ranks_environ(*start, await self._with_services(prepared.environ, launch))
         return await self._begin(prepared, ranks_argv(*start), environ, launch.node_rank)
 
     async def _prepare(self, generation: int) -> _Prepared:
@@ -165,11 +170,26 @@ class NodeStart:
                 preexec_fn=partial(keep_to, self._config, node_rank),
             )
 
-    def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
+    async def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
+        environ = environ | past_proxies(environ, launch.hosts)
         if not self._config.services:
             return environ
-        token = services_token(bytes.fromhex(self._address.token), self._address.epoch)
-        return environ | variables_of_ranks(self._config, launch, token, os.environ)
+        secret, epoch = bytes.fromhex(self._address.token), self._address.epoch
+        near: dict[str, str] = {}
+        for name, addresses in launch.services.items():
+            ends = []
+            for far in addresses.split(","):
+                tell = partial(self._tell_of_stranger, name)
+                server, address = await open_near_end(far, relay_key(secret, epoch), epoch, tell)
+                # Held until this process ends, and the ranks before it: the port is never another user's meanwhile.
+                self._relays.append(server)
+                ends.append(address)
+            near[name] = ",".join(ends)
+        here = msgspec.structs.replace(launch, services=near)
+        return environ | variables_of_ranks(self._config, here, services_token(secret, epoch), os.environ)
+
+    def _tell_of_stranger(self, service: str, problem: str) -> None:
+        self._said.say("service_refused", loud=True, service=service, problem=problem)
 
     def _open_log(self) -> int:
         """Opens the ranks' log. Training matters more than its log: if none can be opened, the output is discarded."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -12,9 +12,10 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import setup_script
 from verl_slurm_daemon.processes import child_setup, tail
 
-__all__ = ["prepare_environment"]
+__all__ = ["past_proxies", "prepare_environment"]
 
 _TOLD_BYTES = 2000
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # bash's own state, which says nothing about the ranks.
 _OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
@@ -36,6 +37,23 @@ async def prepare_environment(config: RunConfig, environ: Mapping[str, str], log
         made = await _after(script, environ, log)
     made |= {name: str(value) for name, value in config.env.items()}
     return made | {name: _secret(name, Path(path)) for name, path in config.env_from_files.items()}
+
+
+def past_proxies(environ: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
+    """Returns `no_proxy` and `NO_PROXY` with this machine and these hosts after what the user has there; nothing where
+    no proxy is set. A site's proxy cannot reach the job's nodes, and would be sent the token. Pure."""
+    if not any(environ.get(name) or environ.get(name.upper()) for name in _PROXIES):
+        return {}
+    made, ours = {}, dict.fromkeys(("localhost", "127.0.0.1", "::1", *hosts))
+    # Some programs read the one, some the other, and curl reads the first that is set.
+    for name, other in (("no_proxy", "NO_PROXY"), ("NO_PROXY", "no_proxy")):
+        users = environ.get(name) or environ.get(other, "")
+        words = [word.strip() for word in users.split(",") if word.strip()]
+        # `*` means all hosts, and for urllib only where it stands alone.
+        made[name] = (
+            users if words == ["*"] else ",".join([*words, *(one for one in ours if one not in words)])
+        )
+    return made
 
 
 async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str, str]:

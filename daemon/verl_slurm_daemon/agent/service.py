@@ -1,5 +1,8 @@
 """The host of one service on one node: starts it, probes it, restarts it, and leaves nothing of it behind.
 
+Ranks reach the service through the host (`link.relay`), which asks who listens before each connection: the service's
+own port is chosen here and let go, and another user may take it.
+
 A host lives as long as its service is wanted in this attempt: it outlives restarts of the ranks. It decides about the
 service's restarts alone; what a service that cannot be started again means for the run is for the lead to decide. It
 ends by the lead's word or with the link to it. `service_guard` stands between the host and the service.
@@ -18,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import open_log
 from verl_slurm.base.paths import RunPaths
@@ -36,14 +39,16 @@ from verl_slurm.wire.environment import (
     PORT_VARIABLE,
     SERVICE_TOKEN_VARIABLE,
 )
-from verl_slurm.wire.framing import services_token
+from verl_slurm.wire.framing import relay_key, services_token
+from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import MAX_REASON, ServiceSaid, Shutdown, ToAgent
-from verl_slurm_daemon.agent.probe import answers
-from verl_slurm_daemon.agent.rank_environment import prepare_environment
+from verl_slurm_daemon.agent.probe import SERVICE_HOST, answers, connect_checked, taken
+from verl_slurm_daemon.agent.rank_environment import past_proxies, prepare_environment
 from verl_slurm_daemon.agent.service_shares import set_aside
 from verl_slurm_daemon.link.channel import LeadLink
 from verl_slurm_daemon.link.reach import reach_lead
+from verl_slurm_daemon.link.relay import Streams, open_far_end
 from verl_slurm_daemon.processes import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
 
 __all__ = ["ServiceHost", "restarts_in_a_row", "run_service", "service_argv"]
@@ -79,7 +84,8 @@ class ServiceHost:
         self._name, self._index, self._node = name, index, node
         self._service = config.services[name]
         self._log = paths.service_log(epoch, name, index)
-        self._address = ""
+        self._address, self._port = "", 0  # the ranks' way to it, and its own port; 0: it does not run
+        self._stranger, self._problem = asyncio.Event(), ""
 
     async def run(self) -> ExitCode:
         """Runs until the lead says Shutdown, or its link ends."""
@@ -93,7 +99,7 @@ class ServiceHost:
         address = read_lead_address(self._paths)
         try:
             link = await reach_lead(address, self._epoch, warned)
-            self._address = self._choose_address(link.own_host)
+            await self._open_relay(link.own_host, relay_key(bytes.fromhex(address.token), self._epoch))
             dismissed = asyncio.create_task(self._listen(link))
             token = services_token(bytes.fromhex(address.token), self._epoch)
             work = asyncio.create_task(self._keep(link, token))
@@ -131,18 +137,39 @@ class ServiceHost:
             msgspec.convert(facts | {"detail": detail[:MAX_REASON], "type": "ServiceSaid"}, ServiceSaid)
         )
 
-    def _choose_address(self, own_host: str) -> str:
+    async def _open_relay(self, own_host: str, key: bytes) -> None:
         # With all ranks beside it, nobody on the network needs to reach it.
-        alone = not self._service.nodes and self._config.distributed.nodes == 1
-        host = "127.0.0.1" if alone else own_host
-        return f"[{host}]:{self._port(host)}" if ":" in host else f"{host}:{self._port(host)}"
+        ranks_nodes = self._config.distributed.nodes
+        host = "127.0.0.1" if not self._service.nodes and ranks_nodes == 1 else own_host
+        self._relay, port = await open_far_end(host, key, self._epoch, ranks_nodes, self._reach)
+        self._address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-    def _port(self, host: str) -> int:
-        if self._service.port:
-            return self._service.port
-        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as free:
-            free.bind((host, 0))
-            return int(free.getsockname()[1])
+    async def _reach(self) -> Streams:
+        try:
+            return await connect_checked(self._port)
+        except PermissionRefused as error:
+            self._found_stranger(error)
+            raise
+
+    def _found_stranger(self, error: PermissionRefused) -> None:
+        self._problem = error.one_line()
+        self._stranger.set()
+
+    def _choose_port(self) -> int:
+        """Returns the service's own port, a new one at each start: who has seen the last one knows nothing of it.
+
+        Raises:
+            PermissionRefused: something listens there before the service has been started.
+        """
+        port = self._service.port
+        if not port:
+            with socket.socket() as free:
+                free.bind((SERVICE_HOST, 0))
+                port = int(free.getsockname()[1])
+        # Of the same user, too: the judge of another run would be asked.
+        if (listener := listener_of(port, loopback=True)).uid is not None:
+            raise taken(port, listener)
+        return port
 
     async def _keep(self, link: LeadLink, token: str) -> None:
         """Runs the service again and again, until its restarts are used up.
@@ -158,6 +185,7 @@ class ServiceHost:
             self._config, env=self._config.env | service.env, env_from_files=service.env_from_files
         )
         environ = await prepare_environment(shared, os.environ, self._log)
+        environ |= past_proxies(environ, [link.own_host])
         restarts = 0
         while True:
             ready_s, detail = await self._once(link, environ, token)
@@ -169,49 +197,70 @@ class ServiceHost:
             await asyncio.sleep(min(_BACKOFF_S * 2 ** (restarts - 1), _LONGEST_BACKOFF_S))
 
     async def _once(self, link: LeadLink, environ: dict[str, str], token: str) -> tuple[float, str]:
-        """Runs the service until it ends, or no longer answers; returns how long it was ready, and why it ended."""
-        host, _, port = self._address.rpartition(":")
-        host = host.strip("[]")
-        python = python_of(self._config.slurm) or sys.executable
-        argv = service_argv(python, self._service, host, int(port))
+        """Runs the service until it ends, no longer answers, or another user listens in its place; returns how long it
+        was ready, and why it ended."""
+        try:
+            port = self._port = self._choose_port()
+        except PermissionRefused as error:
+            return 0.0, error.one_line()
+        self._stranger.clear()
         began = time.monotonic()
+        ended = asyncio.create_task((await self._start(environ, port, token)).wait())
+        strange = asyncio.create_task(self._stranger.wait())
+        ready_at: float | None = None
+        answered, problem = began, ""
+        while not (ended.done() or problem):
+            now = time.monotonic()
+            if await self._answers(port):
+                answered = time.monotonic()
+                if ready_at is None:
+                    ready_at = answered
+                    self._say(link, "ready", seconds=answered - began)
+            elif now - answered > self._service.start_timeout_s:
+                problem = (
+                    f"no answer to its probe ({self._service.probe}) for {self._service.start_timeout_s:g} s"
+                )
+                break
+            pause = _BEFORE_READY_S if ready_at is None else _AFTER_READY_S
+            await asyncio.wait([ended, strange], timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+            if self._stranger.is_set():
+                problem, answered = self._problem, time.monotonic()
+        strange.cancel()
+        # With all that it has started, and what a killed guard has left to this process; the guard ends by it as well.
+        listener = listener_of(port, loopback=True)
+        self._port = 0
+        kill_tree()
+        code = await ended
+        if problem:
+            return 0.0 if ready_at is None else answered - ready_at, problem
+        said = tail(self._log, _TOLD_BYTES).strip().splitlines()
+        detail = f"exit code {code}" + (f": {said[-1]}" if said else "")
+        if listener.uid is not None and listener.stranger:
+            detail = f"{taken(port, listener).one_line()}; it ended with {detail}"
+        return 0.0 if ready_at is None else time.monotonic() - ready_at, detail
+
+    async def _start(self, environ: dict[str, str], port: int, token: str) -> asyncio.subprocess.Process:
+        python = python_of(self._config.slurm) or sys.executable
+        argv = service_argv(python, self._service, SERVICE_HOST, port)
         with open(open_log(self._log), "wb") as output:
-            guard = await asyncio.create_subprocess_exec(
+            return await asyncio.create_subprocess_exec(
                 *(python, "-P", "-m", "verl_slurm_daemon.agent.service_guard", *argv),
-                env=self._environment(environ, host, port, token),
+                env=self._environment(environ, port, token),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 preexec_fn=partial(_child_setup, self._cpus()),
             )
-        ended = asyncio.create_task(guard.wait())
-        ready_at: float | None = None
-        answered = began
-        while not ended.done():
-            now = time.monotonic()
-            if await answers(self._service.probe, host, int(port)):
-                answered = time.monotonic()
-                if ready_at is None:
-                    ready_at = answered
-                    self._say(link, "ready", seconds=answered - began)
-            elif now - answered > self._service.start_timeout_s:
-                # With all that it has started; the guard's own end is what the loop waits for.
-                kill_tree()
-                await ended
-                detail = (
-                    f"no answer to its probe ({self._service.probe}) for {self._service.start_timeout_s:g} s"
-                )
-                return 0.0 if ready_at is None else answered - ready_at, detail
-            pause = _BEFORE_READY_S if ready_at is None else _AFTER_READY_S
-            await asyncio.wait([ended], timeout=pause)
-        # A killed guard leaves the service's descendants to this process.
-        kill_tree()
-        said = tail(self._log, _TOLD_BYTES).strip().splitlines()
-        detail = f"exit code {ended.result()}" + (f": {said[-1]}" if said else "")
-        return 0.0 if ready_at is None else time.monotonic() - ready_at, detail
 
-    def _environment(self, environ: dict[str, str], host: str, port: str, token: str) -> dict[str, str]:
+    async def _answers(self, port: int) -> bool:
+        try:
+            return await answers(self._service.probe, port)
+        except PermissionRefused as error:
+            self._found_stranger(error)
+            return False
+
+    def _environment(self, environ: dict[str, str], port: int, token: str) -> dict[str, str]:
         made = clean_environment(environ)
         program = self._service.command[0]
         # The user named the file, so its neighbours may be imported as well.
@@ -221,7 +270,7 @@ class ServiceHost:
         made |= {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1", HOST_PID_VARIABLE: str(os.getpid())}
         gpus = set_aside(self._config, "gpus", os.environ)[self._name]
         made["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        place = {HOST_VARIABLE: host, PORT_VARIABLE: port, INDEX_VARIABLE: str(self._index)}
+        place = {HOST_VARIABLE: SERVICE_HOST, PORT_VARIABLE: str(port), INDEX_VARIABLE: str(self._index)}
         return made | place | {SERVICE_TOKEN_VARIABLE: token}
 
     def _cpus(self) -> set[int]:

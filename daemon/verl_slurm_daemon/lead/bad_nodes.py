@@ -26,11 +26,13 @@ def places_seen(config: RunConfig, paths: RunPaths) -> tuple[str, ...]:
     return tuple(place for place in wanted if Path(place).exists())
 
 
-async def write_down(config: RunConfig, paths: RunPaths, journal: Journal, node: str, evidence: str) -> None:
-    """Remembers a node that failed a check, and says so in the journal."""
+async def write_down(
+    config: RunConfig, paths: RunPaths, journal: Journal, node: str, evidence: str, *, passing: bool = False
+) -> None:
+    """Remembers a node that failed a check, unless that may pass by itself, and says so in the journal."""
     hours = config.health.exclude_h
-    kept = "daemon.avoid_node_s applies"
-    if hours:
+    kept = f"this run avoids it for {config.daemon.avoid_node_s:g} s (daemon.avoid_node_s)"
+    if hours and not passing:
         kept = f"runs of yours avoid it for {hours:g} h"
         try:
             cluster = os.environ.get("SLURM_CLUSTER_NAME", "")

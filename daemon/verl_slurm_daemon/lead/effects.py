@@ -334,6 +334,7 @@ class Effects:
                     master_port=nodes[0].free_port,
                     resume=point.name,
                     services=services,
+                    hosts=tuple(one.address for one in nodes),
                 )
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
@@ -398,7 +399,7 @@ class Effects:
                 case NodeUnfit():
                     node, said_goodbye = message.node, True
                     step.links[node] = link  # it waits for Shutdown
-                    self._leave_bad_node(node, message.evidence)
+                    self._leave_bad_node(node, message.evidence, passing=message.passing)
                 case RankUnfit():
                     self._leave_bad_node(node, f"rank {message.rank}: {message.evidence}")
                 case StacksWritten():
@@ -434,8 +435,8 @@ class Effects:
         """Puts the nodes of the ranks into the snapshot, and the ranks that are slow now."""
         status.train_nodes, status.stragglers = self._step.train_nodes, self._pace.stragglers
 
-    def _leave_bad_node(self, node: str, evidence: str) -> None:
-        self._spawn(write_down(self._config, self._paths, self._journal, node, evidence))
+    def _leave_bad_node(self, node: str, evidence: str, *, passing: bool = False) -> None:
+        self._spawn(write_down(self._config, self._paths, self._journal, node, evidence, passing=passing))
         self._post(inputs.LeaveNode(node, "bad_node", evidence))
 
     async def _take_down(self, *, stacks: bool = False) -> None:

@@ -16,7 +16,7 @@ from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
-__all__ = ["AgentLink", "LeadLink", "Refusals", "connect", "serve"]
+__all__ = ["AgentLink", "LeadLink", "Refusals", "connect", "connect_proven", "serve", "serve_proven"]
 
 
 class Refusals:
@@ -85,10 +85,27 @@ async def serve(
     on_link: Callable[[AgentLink], Awaitable[None]],
     refused: Callable[[str, str], None] = lambda *_: None,
 ) -> tuple[asyncio.Server, int]:
-    """Listens on a free port. `on_link` runs for each peer that proved it knows the token.
+    """Listens as `serve_proven` does, for messages. `on_link` runs for each peer that proved it knows the token."""
+
+    async def on_peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes) -> None:
+        # The direction (`L`) is part of each MAC: no frame can be sent back to its sender.
+        await on_link(AgentLink(reader, writer, Framer(key, b"L", FromAgent)))
+
+    return await serve_proven(host, token, epoch, max_links, on_peer, refused)
+
+
+async def serve_proven(
+    host: str,
+    token: bytes,
+    epoch: int,
+    max_links: int,
+    on_peer: Callable[[asyncio.StreamReader, asyncio.StreamWriter, bytes], Awaitable[None]],
+    refused: Callable[[str, str], None] = lambda *_: None,
+) -> tuple[asyncio.Server, int]:
+    """Listens on a free port. `on_peer` runs for each peer that proved it knows the token, with the session's key.
 
     Args:
-        host: the address that agents will be given. For a loopback address, it listens on that address alone. For any
+        host: the address that peers will be given. For a loopback address, it listens on that address alone. For any
             other, it listens on all interfaces, because on the node itself its name may mean 127.0.1.1.
         max_links: proven peers at once.
         refused: called for every other peer with one of `connection_limits.REASONS` and the peer's address.
@@ -111,13 +128,11 @@ async def serve(
             return
         if not limits.admit(transport):
             return
-        # ---- an agent, with a place of its own
-        # The direction (`L`) is part of each MAC: no frame can be sent back to its sender.
-        framer: Framer[ToAgent | FromAgent] = Framer(key, b"L", FromAgent)
+        # ---- a peer with a place of its own
         try:
-            await on_link(AgentLink(reader, writer, framer))
+            await on_peer(reader, writer, key)
         except (WireError, OSError):
-            pass  # an agent that died; the code that waits for it notices
+            pass  # a peer that died; the code that waits for it notices
         finally:
             limits.leave()
             await _close(writer)
@@ -194,6 +209,18 @@ async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
     Raises:
         WireError: the lead has another token or epoch.
     """
+    reader, writer, key = await connect_proven(host, port, token, epoch)
+    return LeadLink(reader, writer, Framer(key, b"A", ToAgent))
+
+
+async def connect_proven(
+    host: str, port: int, token: bytes, epoch: int
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
+    """Connects to a port of `serve_proven`; returns the connection and the session's key.
+
+    Raises:
+        WireError: the peer has another token or epoch.
+    """
     async with asyncio.timeout(_HANDSHAKE_S):
         reader, writer = await asyncio.open_connection(host, port)
         _notice_silence(writer)
@@ -203,7 +230,7 @@ async def connect(host: str, port: int, token: bytes, epoch: int) -> LeadLink:
         except BaseException:
             await _close(writer)
             raise
-    return LeadLink(reader, writer, Framer(key, b"A", ToAgent))
+    return reader, writer, key
 
 
 async def _greet_lead(

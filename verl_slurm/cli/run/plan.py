@@ -108,7 +108,8 @@ def plan(
     config, run = _configured(source, list(overrides))
     source_of_times = like or run
     events = read_events(source_of_times) if source_of_times else []
-    rows = list(every_row(source_of_times)) if source_of_times else []
+    unread: list[str] = []
+    rows = list(every_row(source_of_times, unread=unread)) if source_of_times else []
     known = measure(events, rows, config.checkpoint.expected_mtbi_h)
     notes: list[str] = []
     if ask:
@@ -119,6 +120,7 @@ def plan(
             told, notes = stored | told, about_storage + notes
         known = told | known
     known |= {name: Known(float(value), "given") for name, value in given.items() if value is not None}
+    notes = unread + notes
     inputs = complete(known, config)
     make = partial(
         make_plan, config=config, dice=Random, simulations=simulations, price_per_hour=price_per_hour

@@ -32,8 +32,8 @@ def absolute_service(name: str, service: ServiceConfig, places: Places) -> Servi
     return msgspec.structs.replace(service, command=command, env_from_files=secrets)
 
 
-def check_services(config: RunConfig) -> tuple[list[str], str]:
-    """Checks that the programs of services are there; returns what was checked, and a note for the user.
+def check_services(config: RunConfig) -> list[str]:
+    """Checks that the programs of services are there; returns what was checked.
 
     Args:
         config: paths absolute.
@@ -74,11 +74,4 @@ def check_services(config: RunConfig) -> tuple[list[str], str]:
                     where=f"{key}.env_from_files.{variable}",
                     found=path,
                 )
-    reached = [name for name, one in config.services.items() if one.nodes or config.distributed.nodes > 1]
-    note = ""
-    if reached:
-        note = (
-            f"services.{', services.'.join(reached)}: the whole network of the nodes can reach them; "
-            "have them ask for VERL_SLURM_SERVICE_TOKEN (docs/services.md)"
-        )
-    return ([f"services {', '.join(config.services)}"] if config.services else []), note
+    return [f"services {', '.join(config.services)}"] if config.services else []

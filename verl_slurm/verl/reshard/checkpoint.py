@@ -31,7 +31,7 @@ from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.verl.reshard.apply import apply_plan, work_bytes
-from verl_slurm.verl.reshard.describe import describe_step
+from verl_slurm.verl.reshard.describe import describe_step, require_bounded
 from verl_slurm.verl.reshard.plan import ReshardPlan, cannot, plan_reshard
 from verl_slurm.verl.shards import judge_step
 from verl_slurm.verl.tracker import tracker_file
@@ -132,9 +132,10 @@ def plan_source(source: Source, ranks: int) -> ReshardPlan:
     """Plans the same state on `ranks` ranks.
 
     Raises:
-        ConfigError: it cannot be divided so.
+        ConfigError: it cannot be divided so, or not in limited memory.
         CheckpointCorrupt, OSError: as `describe.describe_step`.
     """
+    require_bounded(source.step)
     plan = plan_reshard(describe_step(source.step), ranks)
     # One rank of FSDP1 saves no DTensor whose description could be changed for others.
     described = any(move.tensor.is_dtensor for role in plan.roles for move in role.parameters)

@@ -1,5 +1,10 @@
 """Reads what the shards of a `global_step_N` hold, for a plan. Unpickles nothing, and reads no tensor."""
 
+import os
+import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +13,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.bounded import CONFIG, read_fd
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
 from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
 from verl_slurm.verl.reshard.plan import DataState, Described, Model, cannot
@@ -16,7 +21,15 @@ from verl_slurm.verl.reshard.tensors import Tensor, find_tensors, mapped
 from verl_slurm.verl.reshard.torch_file import TorchFile
 from verl_slurm.verl.reshard.torch_pickle import Made, PickleProblem, dump
 
-__all__ = ["FSDP_CONFIG", "data_positions", "describe_shards", "describe_step", "opened", "shard_name"]
+__all__ = [
+    "FSDP_CONFIG",
+    "data_positions",
+    "describe_shards",
+    "describe_step",
+    "opened",
+    "require_bounded",
+    "shard_name",
+]
 
 FSDP_CONFIG = "fsdp_config.json"
 _WRAPPED = "_fsdp_wrapped_module"
@@ -24,6 +37,59 @@ _WRAPPED = "_fsdp_wrapped_module"
 _SAMPLES = "samples_yielded"
 _SEEDS = ("_base_seed", "_shared_seed")
 """Of the workers of a data loader; drawn by each rank for itself."""
+
+
+_ROOM = 512 << 20
+_PATIENCE_S = 600.0
+_TOO_LARGE = 77
+_OF_PREEMPTION = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP)
+
+
+def require_bounded(step: Path) -> None:
+    """Requires that a process of limited memory can read what the shards of a step hold. A small file may describe
+    gigabytes, and this process, a lead's too, has no limit.
+
+    Its limit is on addresses: what it has at its start, the bytes that the files have on the disk, and 512 MiB. Other
+    errors of it are left to `describe_step` in this process.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    argv = [sys.executable, "-P", "-m", "verl_slurm.verl.reshard.describe", str(step)]
+    try:
+        code = subprocess.run(
+            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_S, check=False
+        ).returncode
+    except subprocess.TimeoutExpired:
+        found = f"no end after {_PATIENCE_S:g} s"
+    else:
+        if code in (0, 1) or -code in _OF_PREEMPTION:
+            return
+        found = (
+            f"they take more memory than their own size and {_ROOM >> 20} MiB"
+            if code == _TOO_LARGE
+            else f"a process that read them was killed by {signal.Signals(-code).name}"
+        )
+    raise cannot(step, f"shards that are described by more than verl writes: {found}")
+
+
+def _read_bounded(step: Path) -> int:
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _ROOM
+    with open_directory(step) as root:
+        for entry in list_tree(root):
+            # Not the size alone: a hole has any.
+            size += min(entry.info.st_size, entry.info.st_blocks * 512) if entry.kind == "file" else 0
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    size = size if hard == resource.RLIM_INFINITY else min(size, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (size, hard))
+    try:
+        describe_step(step)
+    except MemoryError:
+        return _TOO_LARGE
+    # Said again, in full, by the process that asked.
+    except (VerlSlurmError, OSError):
+        return 1
+    return 0
 
 
 class _Shape(msgspec.Struct):
@@ -188,3 +254,8 @@ def data_positions(value: Any, samples: int | None = None) -> tuple[list[int], A
     # A tensor in it would be some generator's or the data set's own, whose meaning for other ranks is not known.
     mapped(rest, lambda path, node: None)
     return found, rest
+
+
+if __name__ == "__main__":
+    # At once: gigabytes of small objects take long to free.
+    os._exit(_read_bounded(Path(sys.argv[1])))

@@ -206,7 +206,7 @@ def load(data: bytes) -> Any:
         raise PickleProblem(f"a pickle of {len(data)} bytes, at most {_MOST}")
     try:
         return _Reader(io.BytesIO(data)).load()
-    except PickleProblem:
+    except (PickleProblem, MemoryError):
         raise
     except KeyError as error:
         raise PickleProblem(f"an opcode or a reference that torch.save does not write: {error}") from None

@@ -1,0 +1,103 @@
+"""Carries connections of ranks to services: an end in each agent, and an end in each service's host.
+
+```
+rank ──▶ 127.0.0.1 of its node, the agent's port ──proof──▶ the host's port on the service's node ──▶ the service
+```
+
+A rank sends its token to a port that its own agent holds for as long as the rank lives. The ends prove to each other
+that they know the key (`framing.relay_key`), so a port that a dead host leaves is of no use to another user. The
+host asks who listens before it hands a connection on. No end knows what the bytes mean.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+
+from verl_slurm.base.errors import VerlSlurmError, WireError
+from verl_slurm.wire.connection_limits import make_room
+from verl_slurm_daemon.link.channel import connect_proven, serve_proven
+
+__all__ = ["MOST_CONNECTIONS", "Streams", "open_far_end", "open_near_end"]
+
+MOST_CONNECTIONS = 512
+"""From one node to one place of a service, at once. Further ones wait."""
+_READ_BYTES = 64 * 1024
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def open_near_end(
+    far: str, key: bytes, epoch: int, tell: Callable[[str], None]
+) -> tuple[asyncio.Server, str]:
+    """Listens on 127.0.0.1 for the ranks of this node; returns the server and its address, `host:port`.
+
+    Args:
+        far: the address of the other end.
+        tell: called if a stranger is at that address.
+    """
+    host, _, port = far.rpartition(":")
+    places = asyncio.Semaphore(MOST_CONNECTIONS)
+
+    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            async with places:
+                there = await connect_proven(host.strip("[]"), int(port), key, epoch)
+                await _carry((reader, writer), there[:2])
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            _reset(writer)
+        except WireError as error:
+            _reset(writer)
+            tell(error.one_line())
+
+    make_room(2 * MOST_CONNECTIONS)
+    server = await asyncio.start_server(on_connection, "127.0.0.1", 0, backlog=MOST_CONNECTIONS)
+    return server, "{}:{}".format(*server.sockets[0].getsockname())
+
+
+async def open_far_end(
+    host: str, key: bytes, epoch: int, nodes: int, reach: Callable[[], Awaitable[Streams]]
+) -> tuple[asyncio.Server, int]:
+    """Listens for the near ends of so many nodes; returns the server and its port.
+
+    Args:
+        reach: connects to the service. Its errors, OSError and VerlSlurmError, end the connection alone.
+    """
+
+    async def on_peer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, _key: bytes) -> None:
+        try:
+            await _carry((reader, writer), await reach())
+        except (OSError, VerlSlurmError, asyncio.CancelledError):
+            _reset(writer)
+
+    return await serve_proven(host, key, epoch, nodes * MOST_CONNECTIONS, on_peer)
+
+
+async def _carry(one: Streams, other: Streams) -> None:
+    """Carries bytes both ways until both sides have ended, or one of them breaks."""
+    ways = [asyncio.create_task(_pump(one[0], other[1])), asyncio.create_task(_pump(other[0], one[1]))]
+    whole = False
+    try:
+        await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
+        whole = all(way.done() and way.exception() is None for way in ways)
+    finally:
+        for way in ways:
+            way.cancel()
+        for _, writer in (one, other):
+            # An answer may end with its connection: one that was cut must not look whole.
+            writer.close() if whole else _reset(writer)
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(_READ_BYTES):
+        writer.write(data)
+        await writer.drain()
+    writer.write_eof()
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        connection: socket.socket = writer.get_extra_info("socket")
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
