@@ -208,7 +208,10 @@ class ServiceHost:
         # A killed guard leaves the service's descendants to this process.
         kill_tree()
         said = tail(self._log, _TOLD_BYTES).strip().splitlines()
-        detail = f"exit code {ended.result()}" + (f": {said[-1]}" if said else "")
+        code = ended.result()
+        # 137: by way of a shell or a container.
+        killed = " (SIGKILL: most often lack of memory, see slurm.mem_mb_per_node)" * (code in (-9, 137))
+        detail = f"exit code {code}{killed}" + (f": {said[-1]}" if said else "")
         return 0.0 if ready_at is None else time.monotonic() - ready_at, detail
 
     def _environment(self, environ: dict[str, str], host: str, port: str, token: str) -> dict[str, str]:

@@ -157,6 +157,7 @@ def submit(
         ask_slurm=not prepare_only,
         code=code,
     )
+    plan.require_steps_to_do()
     # In a dry run nothing is recorded, so no question is asked: the changes are shown.
     confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None
     if dry_run:
@@ -183,6 +184,7 @@ def submit(
         for name, taken in plan.inputs:
             # Beside the output, which is the command for the next line of a script.
             render.warning(f"{name}: {taken}")
+        render.warning(f"trains: {plan.trains}")
         render.line(f"prepared {done.run_dir}; submit it with")
         render.line(shlex.join(_sbatch_words(plan, paths)))
     else:
@@ -191,6 +193,7 @@ def submit(
         render.fields(
             [
                 ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
+                ("trains", plan.trains),
                 *plan.inputs,
                 *(("code", line) for line in plan.code.lines()),
                 ("run directory", done.run_dir),
@@ -218,6 +221,7 @@ def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
                 "new_run": plan.new_run,
                 "resumes_from": plan.resumes_from,
                 "inputs": dict(plan.inputs),
+                "trains": plan.trains,
                 "code": [msgspec.to_builtins(tree) for tree in plan.code.record.trees],
                 "checked": _checked(plan),
                 "notes": plan.notes,
@@ -232,6 +236,7 @@ def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
     render.warning("dry run: nothing is made or queued. Checked:")
     for what in _checked(plan):
         render.warning(f"  good  {what}")
+    render.warning(f"trains  {plan.trains}")
     render.warning(_beginning(plan))
     render.warning(f"run directory {plan.run_dir}")
     if ranks:

@@ -95,12 +95,18 @@ def _plans(
             )
         name = f"{written.name}-{run.label}"[:64]
         own = [f"name={name}", f"run_dir={above / run.label}"]
-        plans.append(plan_submission(config, [*run.words, *own], verl=verl, cluster=cluster, trees=trees))
-        if number == 0 and plans[0].cluster != "slurm":
+        plan = plan_submission(config, [*run.words, *own], verl=verl, cluster=cluster, trees=trees)
+        if plan.done:
+            render.warning(f"{plan.run_dir} is not queued: {plan.done}")
+        else:
+            plans.append(plan)
+        if number == 0 and plan.cluster != "slurm":
             raise ConfigError(
                 "a sweep needs Slurm",
                 where="--sweep",
                 found="this machine alone, which would train all runs at the same time",
                 remedy="submit them one by one with --cluster local --wait",
             )
+    if not plans:
+        raise ConfigError("nothing is left to do in any run of the sweep", remedy="raise train.steps")
     return plans
