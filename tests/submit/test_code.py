@@ -351,7 +351,7 @@ def test_an_editable_install_is_searched_in_the_copy(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     config = config_of(tmp_path, f"trainer: {{backend: command, command: [{repo}/train.py]}}")
     installed = checks.Installed("3", {}, (f"{repo}/src", "/opt/lib"))
-    record = checks._present(config, tmp_path, installed, {}).record
+    record = checks._present(config, tmp_path, installed, {}, {}).record
     assert record.search == (f"{repo}/src",)
     copy = paths.code_tree(record.trees[0].digest)
     (copy / "src").mkdir(parents=True)

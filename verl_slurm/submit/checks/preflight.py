@@ -28,6 +28,7 @@ from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
 from verl_slurm.config.hooks import HOOKS
@@ -187,6 +188,17 @@ def check_resume_from(config: RunConfig) -> None:
     # An unreadable manifest is left to the lead, which reports what is wrong with it.
     try:
         manifest = read_manifest(path)
+    except FileNotFoundError:
+        committed = [info.name for info in list_checkpoints(RunPaths(path)) if info.kind == "committed"]
+        raise NotFound(
+            "not a checkpoint to resume from",
+            where=path,
+            found="a run's directory" if committed else "a directory without a manifest",
+            expected="the directory of one checkpoint",
+            remedy=f"set checkpoint.resume_from={path}/checkpoints/{committed[0]}"
+            if committed
+            else "`verl-slurm checkpoints RUN` lists those of a run",
+        ) from None
     except (CheckpointCorrupt, SchemaMismatch, OSError):
         return
     require_same_models(manifest, config, path)
