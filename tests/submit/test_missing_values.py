@@ -70,6 +70,13 @@ def test_an_answer_that_reads_like_a_missing_value_is_said(tmp_path: Path, word:
     assert any("1 answer read like a missing value" in note and "a.jsonl:2" in note for note in notes)
 
 
+def test_data_beside_the_files_that_are_read_is_named(tmp_path: Path) -> None:
+    for name in ("train-1.jsonl", "train-2.jsonl.gz", "train-3.csv", "README.md", "dataset_info.json"):
+        (tmp_path / name).write_text(json.dumps(GOOD) + "\n")
+    [note] = check_data(run_config(data=DataConfig(root=str(tmp_path))))[1]
+    assert note.endswith("belong to it: train-2.jsonl.gz, train-3.csv")
+
+
 def test_a_pattern_that_reaches_into_a_test_split_is_said(tmp_path: Path) -> None:
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(GOOD) + "\n")

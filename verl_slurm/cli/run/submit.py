@@ -179,7 +179,9 @@ def submit(
         render.warning(note)
     if as_json:
         extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
-        render.json_value(msgspec.to_builtins(done) | {"inputs": dict(plan.inputs)} | extra)
+        render.json_value(
+            msgspec.to_builtins(done) | {"inputs": dict(plan.inputs), "trains": plan.trains} | extra
+        )
     elif done.job_id is None:
         for name, taken in plan.inputs:
             # Beside the output, which is the command for the next line of a script.

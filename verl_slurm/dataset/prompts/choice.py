@@ -23,7 +23,7 @@ import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = ["SUFFIXES", "choose", "splits_of"]
+__all__ = ["SUFFIXES", "choose", "is_data", "splits_of"]
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 _EXPECTED = "*.jsonl, *.parquet, *.json, *.csv, *.tsv, or a directory that `datasets` saved"
@@ -154,7 +154,7 @@ def _of_one_split(chosen: list[str], names: Collection[str], root: object, key: 
     # `math.jsonl` beside `math_test.jsonl` trains; `train.jsonl` beside `more.jsonl` may be one split.
     mixed = len(splits - {""}) > 1 or ("" in splits and bool(splits - {"", "train"}))
     # Alone, the files that are read are of one split. The other one may lie there as another kind, or further below.
-    others = [name for name in names if _is_data(name) and name not in chosen and _split(name) == "train"]
+    others = [name for name in names if is_data(name) and name not in chosen and _split(name) == "train"]
     if not mixed and not (trains and others and splits - {"", "train"}):
         return chosen
     held = [*chosen, *(() if mixed else others)]
@@ -188,7 +188,7 @@ def _proposal(held: list[str], names: Iterable[str], key: str) -> str:
     return f"set {files_key}='{first}'"
 
 
-def _is_data(name: str) -> bool:
+def is_data(name: str) -> bool:
     """Returns whether a name is that of prompts, read or to be unpacked first."""
     plain = name[: -len(_suffix(name))] if _is_compressed(name) else name
     return plain.endswith(SUFFIXES) and plain.rpartition("/")[2] not in _ABOUT_DATA
@@ -250,7 +250,7 @@ def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> s
         if len(splits_of(below)) > 1:
             return f"set {key}={root}/{folder}"
         return f"set {key}={root}/{folder}, or {files_key}='**/*{_suffix(first)}' for all directories below"
-    if packed := sorted(name for name in names if _is_compressed(name) and _is_data(name)):
+    if packed := sorted(name for name in names if _is_compressed(name) and is_data(name)):
         return f"unpack {_preferred(packed, key)} first"
     if names:
         return f"set {key} to another directory, or {_CONVERT}"

@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, read_template
-from verl_slurm.dataset.prompts.choice import splits_of
+from verl_slurm.dataset.prompts.choice import is_data, splits_of
 from verl_slurm.dataset.prompts.directory import data_files
 from verl_slurm.dataset.prompts.look import Look, Wanted
 
@@ -24,6 +25,7 @@ _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query",
 _ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "label", "output")
 """Names of columns in public data sets, the more telling first."""
 _ANY_LENGTH = 1 << 20
+_MOST_NAMED = 4
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -65,6 +67,9 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str
     # The pattern is the user's, so it is taken; that it reaches into a test split may be an oversight.
     if len(splits := splits_of(names) - {""}) > 1:
         notes.append(f"{files_key} takes files of several splits: {', '.join(sorted(splits))}")
+    pattern = data.files if key == "data.root" else data.eval_files
+    if pattern is None and (unread := _beside(Path(root), names)):
+        notes.append(f"{key}: not read, set {files_key} if they belong to it: {', '.join(unread)}")
     if found.doubtful:
         notes.append(
             f"{key}: {counted(found.doubtful, 'answer')} read like a missing value, the first at {found.first_doubtful}"
@@ -75,6 +80,15 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str
     elif not found.measured and not config.model.path.startswith(BUILTIN):
         text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
     return text, notes
+
+
+def _beside(root: Path, names: Sequence[str]) -> list[str]:
+    """Lists files of data that lie beside those that are read, and are not."""
+    folder = Path(names[0]).parent
+    if (root / folder / "state.json").exists():
+        return []  # of `datasets`, whose caches lie beside its files
+    there = sorted(os.path.normpath(folder / name) for name in os.listdir(root / folder))
+    return [name for name in there if is_data(name) and name not in names][:_MOST_NAMED]
 
 
 def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConfig, str]:
