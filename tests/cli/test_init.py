@@ -1,4 +1,4 @@
-"""`init`: up to five questions on a terminal, none elsewhere, and a file that `submit --dry-run` takes."""
+"""`init`: up to six questions on a terminal, none elsewhere, and a file that `submit --dry-run` takes."""
 
 import errno
 import json
@@ -68,6 +68,36 @@ def test_five_answers_make_a_file_that_the_dry_run_takes(workplace: Path, cli: C
     assert "CHANGE" not in text
     assert text.count("#") > 15, "it is commented"
     dry_run(cli, "first.yaml")
+
+
+@pytest.mark.slow
+def test_answers_in_a_column_of_an_unknown_name_are_asked_for(workplace: Path, cli: Cli) -> None:
+    (workplace / "data" / "train.jsonl").write_text('{"question": "1+1=", "gold": "2", "level": 3}\n')
+    typed = "grpo\nmodel\n\ngolf\ngold\n\n1x1\n"
+    shown = on_a_terminal("init", "first.yaml", typed=typed, cwd=workplace, env=WITHOUT_SLURM)
+    assert shown.code == ExitCode.OK, shown.text
+    assert "known to hold answers: keys question, gold, level" in shown.text
+    assert "no text under 'golf'" in shown.text
+    assert load(workplace / "first.yaml").data.answer_key == "gold"
+    assert "CHANGE" not in (workplace / "first.yaml").read_text()
+
+
+def test_without_a_terminal_init_says_that_it_found_no_answers(
+    workplace: Path, cli: Cli, without_slurm: None
+) -> None:
+    (workplace / "data" / "train.jsonl").write_text('{"question": "1+1=", "gold": "2"}\n')
+    words = ("--model", "model", "--data", "data")
+    result = cli("init", "first.yaml", *words)
+    assert "the data has keys question, gold; answer_key is null" in result.out
+    assert "CHANGE: which of the keys question, gold" in (workplace / "first.yaml").read_text()
+    # Every text contains an empty answer, so a first reward that compares with it would be 1 always.
+    scope: dict[str, Any] = {}
+    exec((workplace / "reward.py").read_text(), scope)
+    with pytest.raises(ValueError, match="set data.answer_key"):
+        scope["score"](["1+1="], ["3"], [""])
+    assert cli("submit", "first.yaml", "--dry-run", "--cluster", "local").err.count("answer_key is null") == 1
+    assert cli("init", "second.yaml", *words, "--answers", "gold").code == ExitCode.OK
+    assert load(workplace / "second.yaml").data.answer_key == "gold"
 
 
 @pytest.mark.slow

@@ -54,6 +54,13 @@ def test_the_sum_is_a_sentence() -> None:
     )
 
 
+def test_a_loop_without_a_ledger_is_told_of_none() -> None:
+    facts = interruption_facts(Each(CRASH), NOW, has_ledger=False)  # type: ignore[arg-type]
+    assert interruption_words(facts).endswith("what came after the last checkpoint was done again")
+    table = interruptions_table([BACK, CRASH], NOW, has_ledger=False)
+    assert table["tokens lost"] == ["0", "not known"]
+
+
 def test_one_that_lasts_counts_with_its_time_so_far() -> None:
     facts = interruption_facts(Each(LASTING), NOW)  # type: ignore[arg-type]
     assert (facts["seconds"], facts["tokens_lost"], facts["each"][0]["lasts"]) == (60.0, None, True)

@@ -119,6 +119,32 @@ def test_the_live_line_fits_and_keeps_the_step(width: int) -> None:
     assert ("██▉░░░░░░░░░" in line) == (width >= 80)
 
 
+def test_the_trend_does_not_join_the_scales_of_two_rewards() -> None:
+    rows = [{"reward": 0.2}, {"reward": 0.3}, *({"reward": 40.0 + n, "reward_number": 1} for n in range(3))]
+    found = curve_of(rows)
+    assert found is not None
+    assert found.values == [40.0, 41.0, 42.0]
+    assert curve_of(rows[:3]) is None, "one step of the new reward is no trend"
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        {"equal_rewards": 1.0},
+        {"frac_reward_zero_std": 1.0},
+        {"critic/score/min": 0.5, "critic/score/max": 0.5},
+    ],
+)
+def test_steps_whose_rewards_are_all_equal_are_counted(
+    cli: Cli, run: RunPaths, equal: dict[str, float]
+) -> None:
+    assert "nothing is learned" not in cli("status", run.root).out
+    for step in (25, 26):
+        append_step(run, 1, {"step": float(step), "reward": 1.0, **equal})
+    out = " ".join(cli("status", run.root).out.split())
+    assert "all equal in 2 of the last 26 steps, newest 26: nothing is learned from them" in out
+
+
 def test_nothing_is_drawn_without_a_terminal(cli: Cli, run: RunPaths) -> None:
     for words in (("status", run.root), ("watch", run.root)):
         out = cli(*words).out

@@ -103,3 +103,20 @@ def test_a_source_that_is_no_python_is_refused_with_its_line(tmp_path: Path) -> 
     (tmp_path / "r.py").write_text("x = 1\ndef score(:\n")
     with pytest.raises(DataError, match="line 2"):
         check_function(_python("r.py"), tmp_path / "r.py")
+
+
+@pytest.mark.parametrize(
+    ("source", "reads"),
+    [
+        ("def score(p, r, a): return [float(x in y) for x, y in zip(a, r)]", True),
+        ("def score(p, r, answers, /): return judge(r, answers)", True),
+        ("def score(p, r, a):\n    del a\n    return [1.0 for _ in r]", False),
+        ("def score(*texts): return texts", False),
+        ("from elsewhere import score", False),
+    ],
+)
+def test_whether_a_reward_reads_the_answers_is_seen_without_running_it(
+    tmp_path: Path, source: str, reads: bool
+) -> None:
+    (tmp_path / "r.py").write_text(source)
+    assert check_function(_python("r.py"), tmp_path / "r.py") is reads

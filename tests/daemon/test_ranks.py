@@ -68,7 +68,11 @@ def test_what_the_others_say_within_that_second_is_heard(tmp_path: Path) -> None
     done = launch(tmp_path, program, "1", "0", "2")
     assert done.returncode == 1
     assert "a last word" in done.stdout
-    assert "Signal 9 (SIGKILL)" in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert "Signal 9 (SIGKILL): " in last
+    # The agent tells the lead 500 characters of the line.
+    assert "lack of memory" in last[:500]
+    assert "slurm.mem_mb_per_node" in last[:500]
 
 
 def test_ranks_die_with_their_launcher_and_not_of_slurms_warnings(tmp_path: Path) -> None:

@@ -45,3 +45,31 @@ def test_a_reward_that_raises_ends_the_run_in_its_own_words(tmp_path: Path, body
     process = lead(paths)
     out, _ = process.communicate(timeout=600)
     assert process.returncode == ExitCode.OK, out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def score(p, r, a):\n    return [float('nan')] * len(r)\n", "found nan for sample 0"),
+        ("raise KeyError('boom')\n\ndef score(p, r, a): ...\n", "KeyError: 'boom'"),
+    ],
+    ids=["no number", "it does not run"],
+)
+def test_a_reward_that_is_wrong_is_told_by_the_user_s_own_file(
+    tmp_path: Path, source: str, found: str
+) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text(source)
+    process = lead(
+        paths := prepared(
+            tmp_path / "run", f"model.reward=python:{reward}:score", "train.micro_batch_size_per_device=8"
+        )
+    )
+    out, _ = process.communicate(timeout=600)
+    assert process.returncode == ExitCode.DATA, out
+    reason = read_events(paths)[-1]["reason"]
+    assert found in reason
+    assert str(reward) in reason
+    assert str(paths.code) not in reason
+    assert "--code new" in reason

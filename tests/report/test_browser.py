@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from tests.builders import reward_switch
 from tests.interrupted_runs import HOSTILE, HOSTILE_NAME, make_interrupted_run
 from tests.report.conftest import WIDTHS, Opened
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.report.gather import gather
 from verl_slurm.report.page import render_page
+from verl_slurm.wire.reward_plan import RewardPlan, write_reward_plan
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -161,3 +163,20 @@ def test_a_page_of_damaged_runs_has_no_error(browser: Any, tmp_path: Path) -> No
         with Opened(browser, file) as opened:
             assert opened.said == []
             assert "Missing or damaged" in opened.page.inner_text("main")
+
+
+def test_a_replaced_reward_is_marked_in_the_curves_of_rewards_alone(browser: Any, tmp_path: Path) -> None:
+    run = make_interrupted_run(tmp_path / "run", 2)
+    write_reward_plan(run, RewardPlan(handled=1, switches=(reward_switch("python:two.py:f", 8),)))
+    with Opened(browser, _page(tmp_path, [run])) as opened:
+        assert opened.said == []
+        marked = opened.page.evaluate(
+            "[...document.querySelectorAll('[data-panel]')].map(e =>"
+            " [...e.querySelectorAll('svg text')].filter(t => t.textContent === 'reward').length)"
+        )
+    assert marked[0] == 1
+    assert sum(marked) == sum("reward" in title.lower() for title in _titles(run))
+
+
+def _titles(run: RunPaths) -> list[str]:
+    return [curve.title for curve in gather([run]).runs[0].curves]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import reward_switch
 from tests.interrupted_runs import make_interrupted_run
 from tests.journals import append_event
 from verl_slurm.base.errors import NotFound
@@ -14,7 +15,8 @@ from verl_slurm.journal.folds.goodput import RunNumbers
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.facts import RunFacts
 from verl_slurm.report.gather import gather, require_traces
-from verl_slurm.report.page import render_page
+from verl_slurm.report.page import chart_data, render_page
+from verl_slurm.wire.reward_plan import RewardPlan, write_reward_plan
 
 OF_VERL = {"reward": "critic/score/mean", "kl": "actor/kl_loss", "policy_loss": "actor/pg_loss", "entropy": "",
            "response_tokens": "response_length/mean", "tokens_per_second": "perf/throughput",
@@ -68,6 +70,22 @@ def test_nodes_that_an_attempt_got_count_instead_of_those_it_asked_for(tmp_path:
     assert whole is not None
     assert half is not None
     assert half.hours == pytest.approx(whole.hours / 2, rel=1e-3)
+
+
+def test_a_replaced_reward_is_on_the_page(tmp_path: Path) -> None:
+    paths = make_interrupted_run(tmp_path / "run", 0)
+    assert facts(paths).rewards == []
+    write_reward_plan(paths, RewardPlan(handled=1, switches=(reward_switch("python:two.py:f", 8),)))
+    report = gather([paths])
+    (one,) = report.runs[0].rewards
+    assert (one.step, one.reward) == (9, "python:two.py:f")
+    assert report.runs[0].description["Algorithm"].endswith("; since step 9 python:two.py:f")
+    page = render_page(report)
+    assert "reward was replaced at step 9: python:two.py:f in place of" in page
+    assert "another reward since step 9" in page
+    replaced = [panel["replaced"] for panel in chart_data(report)["panels"]]
+    assert replaced[0] == [9], "the curve of the reward"
+    assert not any(replaced[2:])
 
 
 def test_checkpoints_have_size_stall_and_verdict(run: RunPaths) -> None:

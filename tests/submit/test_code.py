@@ -105,6 +105,22 @@ def test_a_run_that_has_begun_asks_which_code_it_goes_on_with(place: Place) -> N
     assert len(read_events(place.paths)) == 2
 
 
+def test_what_a_run_wrote_beside_its_program_is_no_change_of_its_code(place: Place) -> None:
+    place.submit("code.max_mb=1")
+    place.begin()
+    (place.repo / "final").mkdir()
+    (place.repo / "final" / "config.json").write_text("{}")
+    (place.repo / "final" / "model.safetensors").write_bytes(bytes(1_500_000))
+    code = place.submit("code.max_mb=1").code
+    assert code.kept
+    assert any("final/config.json" in note and "--code new takes it" in note for note in code.notes)
+    with pytest.raises(ConfigError, match="too large"):
+        place.plan("code.max_mb=1", code="new")
+    (place.repo / "parts/new.py").write_text("")
+    with pytest.raises(ConfigError, match=r"1 added \(parts/new.py\)"):
+        place.plan("code.max_mb=1")
+
+
 def test_a_new_run_has_no_code_of_its_own_to_go_on_with(place: Place) -> None:
     with pytest.raises(ConfigError, match="leave out --code"):
         place.plan(code="run")
@@ -335,7 +351,7 @@ def test_an_editable_install_is_searched_in_the_copy(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     config = config_of(tmp_path, f"trainer: {{backend: command, command: [{repo}/train.py]}}")
     installed = checks.Installed("3", {}, (f"{repo}/src", "/opt/lib"))
-    record = checks._present(config, tmp_path, installed, {}).record
+    record = checks._present(config, tmp_path, installed, {}, {}).record
     assert record.search == (f"{repo}/src",)
     copy = paths.code_tree(record.trees[0].digest)
     (copy / "src").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""`data.files`: a glob means what its regular expression would, and no name makes it slow."""
+"""Which files of a directory are read: one split alone, and what a glob of `data.files` means."""
 
 import random
 import re
@@ -76,3 +76,37 @@ def test_many_stars_against_a_long_name_take_no_time(pattern: str, name: str) ->
     began = time.process_time()
     assert chosen(pattern, name) == []
     assert time.process_time() - began < 0.5
+
+
+SPLITS = {
+    ("train.@", "test.@"): "data.files='train*.@'",
+    ("math_train.@", "math_test.@"): "data.files='*train*.@'",
+    ("gsm8kTrain.@", "gsm8kTest.@"): "data.files='*Train*.@'",
+    ("math.@", "math-dev.@"): "data.files='math.@'",
+    ("train-00000-of-00002.@", "train-00001-of-00002.@", "test-00000-of-00001.@"): "data.files='train*.@'",
+    ("data/train-00000-of-00001.@", "data/validation-00000-of-00001.@"): "data.files='data/train*.@'",
+    ("train/a.@", "test/a.@"): "data.root=D/train",
+    ("data/train/a.@", "data/test/a.@"): "data.root=D/data/train",
+    ("test.@", "train/a.@"): "data.files='train/*.@'",
+    ("test.@", "train.@.gz"): "unpack train.@.gz, then set data.files",
+    ("train.@.gz", "test.@.gz"): "unpack train.@.gz first",
+}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv", "parquet", "arrow"])
+def test_training_never_takes_a_test_split_with_it(kind: str) -> None:
+    for names, remedy in SPLITS.items():
+        here = [name.replace("@", kind) for name in names]
+        with pytest.raises(DataError) as caught:
+            choose(here, None, lambda _: b"", root="D", key="data.root")
+        assert (caught.value.remedy or "").removeprefix("set ") == remedy.replace("@", kind), names
+    for alone in (["test"], ["train", "more"], ["train-1", "training-2"], ["testament", "latest"], ["train"]):
+        here = sorted(f"{name}.{kind}" for name in alone)
+        assert choose(here, None, lambda _: b"", root="D", key="data.root") == here
+
+
+def test_a_test_split_of_another_kind_is_not_taken_for_the_training_data() -> None:
+    with pytest.raises(DataError, match="several splits.*test.jsonl to be read, and train.csv"):
+        choose(["test.jsonl", "train.csv"], None, lambda _: b"", root="D", key="data.root")
+    with pytest.raises(DataError, match=r"set data.eval_files='test\*.jsonl'"):
+        choose(["test.jsonl", "train.jsonl"], None, lambda _: b"", root="D", key="data.eval_root")

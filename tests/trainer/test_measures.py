@@ -44,7 +44,22 @@ def test_scores_spread_and_without_a_critic_there_is_nothing_about_one() -> None
     assert _measured(RETURNS)["reward_std"] == 0.5
     assert spread_of_scores(4.0, 4.0, 4.0) == 0.0
     row = step_measures({"scores": torch.tensor([0.0, 1.0])}, {}, MASK, Collective(None))
-    assert row == {"reward_std": 0.5}
+    assert row == {"reward_std": 0.5, "equal_rewards": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "group", "share"),
+    [
+        ([1.0, 1.0, 0.0, 0.0], 2, 1.0),
+        ([1.0, 1.0, 0.0, 1.0], 2, 0.5),
+        ([1.0, 1.0, 0.0, 0.0], None, 0.0),
+        ([0.1] * 4, None, 1.0),
+        ([0.0] * 4, None, 1.0),
+    ],
+)
+def test_groups_of_equal_rewards_are_counted(scores: list[float], group: int | None, share: float) -> None:
+    row = step_measures({"scores": torch.tensor(scores)}, {}, MASK, Collective(None), group=group)
+    assert row["equal_rewards"] == share
 
 
 def test_sums_over_ranks_are_those_of_the_whole_batch() -> None:

@@ -131,6 +131,18 @@ def test_a_step_s_row_is_logged_until_the_disk_is_full_and_evaluations_have_curv
     reporter.close()
 
 
+def test_a_step_that_teaches_nothing_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    line = Line([])
+    reporter = _reporter(tmp_path, line)
+    for share in (0.5, 1.0, 1.0):
+        reporter.step_done(ROW | {"equal_rewards": share, "reward": 1.0}, TIMINGS)
+    reporter.close()
+    (notice,) = line.messages
+    assert isinstance(notice, Notice)
+    assert (notice.topic, notice.loud) == ("reward", True)
+    assert notice.text == "step 1: all rewards equal (1): nothing is learned from them"
+
+
 def test_other_ranks_keep_silent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     line = Line([])
     reporter = _reporter(tmp_path, line, rank=1)

@@ -103,7 +103,7 @@ class ConfigError(VerlSlurmError):
 
 
 class DataError(VerlSlurmError):
-    """The data set or the model is missing, empty or unreadable."""
+    """The data set, the model, the reward or the program is missing, empty, unreadable or wrong."""
 
     exit_code = ExitCode.DATA
 

@@ -24,7 +24,10 @@ class ExitCode(IntEnum):
     INTERNAL = 1, "a bug of ours: please report it with the traceback"
     USAGE = 2, "the command line was not understood"
     CONFIG = 10, "the configuration is no YAML, has an unknown key or a value that does not fit"
-    DATA = 11, "the data set or the model is missing, empty or unreadable"
+    DATA = (
+        11,
+        "the data set, the model, the reward or the program cannot be used: missing, empty, unreadable or wrong",
+    )
     PERMISSION = 12, "a path may not be read or written, or is open to others"
     NO_SLURM = 13, "Slurm is not there or does not answer"
     SLURM_REFUSED = 14, "Slurm refused the job or the request (partition, account, limits)"

@@ -3,7 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available_memory"]
+__all__ = ["available_memory", "oom_kills"]
 
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
@@ -39,3 +39,23 @@ def available_memory(
                     break
                 group = group.parent
     return max(0, least)
+
+
+def oom_kills(*, cgroups: Path = Path("/sys/fs/cgroup"), own: Path | None = None) -> int | None:
+    """Returns how many processes of this process's control group the kernel has killed for lack of memory; None: it
+    does not tell. The limit may be that of the job, the step or the whole node: the group of the process counts it.
+    """
+    with suppress(OSError):
+        for line in (own or Path("/proc/self/cgroup")).read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            # Version 1 has one hierarchy for each controller or some of them; version 2 has one, of empty name.
+            if kinds and "memory" not in kinds.split(","):
+                continue
+            base, file = (cgroups / kinds, "memory.oom_control") if kinds else (cgroups, "memory.events")
+            # In a container the path may be that of the host, and the group is the root of what is mounted.
+            for group in (base / path.lstrip("/"), base):
+                with suppress(OSError, ValueError):
+                    rows = dict(row.split() for row in (group / file).read_text().splitlines())
+                    if "oom_kill" in rows:
+                        return int(rows["oom_kill"])
+    return None

@@ -105,7 +105,8 @@ def refuse_changes(
             found="; ".join(fixed),
             expected="the same values (only slurm, daemon, observability, checkpoint, env and the shape of the ranks "
             f"may change{steps})",
-            remedy="choose another name or run_dir for a new run, or take the changes back",
+            remedy="take the changes back; or train on in a new run with them: name=NEW "
+            f"checkpoint.resume_from={run_dir}/checkpoints/NAME (`verl-slurm checkpoints {run_dir}` lists the names)",
         )
     return [key for key, _, _ in changes]
 

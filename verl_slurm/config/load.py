@@ -105,6 +105,12 @@ def parse_config(
     return config
 
 
+def given_in(path: Path) -> frozenset[str]:
+    """Returns the dotted keys that a file of a configuration sets, without those of verl's."""
+    data, _ = strict_yaml.parse(_read(path), str(path))
+    return frozenset(flattened({key: value for key, value in data.items() if key != "verl"}))
+
+
 def load_resolved(path: Path | str) -> RunConfig:
     """Reads `RUN/run.yaml`, as `submit` wrote it.
 

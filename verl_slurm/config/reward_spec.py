@@ -94,10 +94,13 @@ def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:
     return Path(origin)
 
 
-def check_function(spec: RewardSpec, file: Path) -> None:
+def check_function(spec: RewardSpec, file: Path) -> bool:
     """Checks that the file parses and binds the function's name to something that may take three lists.
 
     A name that is bound by an assignment or an import is not followed.
+
+    Returns:
+        Whether the function reads its third argument, the answers; False where that cannot be seen.
 
     Raises:
         DataError: the file cannot be read or parsed.
@@ -107,7 +110,7 @@ def check_function(spec: RewardSpec, file: Path) -> None:
         # Parsed, not run: a submission on a login node must not run the code of a reward.
         tree = ast.parse(read_regular(file, SOURCE, follow=True), str(file))
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        remedy = "mend it, or set model.reward"
+        remedy = "fix it, or set model.reward"
         raise DataError(
             "the reward's source cannot be read", where=file, found=error, remedy=remedy
         ) from None
@@ -121,8 +124,13 @@ def check_function(spec: RewardSpec, file: Path) -> None:
     # Its call would give a coroutine, and no scores.
     if isinstance(last, ast.AsyncFunctionDef):
         raise _refusal(spec, f"an async function at {file}:{last.lineno}", "a plain function")
-    if isinstance(last, ast.FunctionDef) and (complaint := _complaint(last.args)):
+    if not isinstance(last, ast.FunctionDef):
+        return False
+    if complaint := _complaint(last.args):
         raise _refusal(spec, f"{complaint} at {file}:{last.lineno}", f"({', '.join(_ARGUMENTS)})")
+    answers = [argument.arg for argument in (*last.args.posonlyargs, *last.args.args)][2:3]
+    names = (node for node in ast.walk(last) if isinstance(node, ast.Name) and node.id in answers)
+    return any(isinstance(node.ctx, ast.Load) for node in names)
 
 
 def _bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:

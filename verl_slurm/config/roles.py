@@ -36,7 +36,7 @@ EVAL_PREFIX = "eval/"
 """Prefix of the names of an evaluation's numbers."""
 
 _STEP = (
-    *("reward", "reward_std", "kl", "kl_coef", "response_tokens", "sampler_gap"),
+    *("reward", "reward_std", "equal_rewards", "kl", "kl_coef", "response_tokens", "sampler_gap"),
     *("policy_loss", "entropy", "policy_kl", "policy_clip", "actor_grad_norm", "learning_rate"),
 )
 _CRITIC = ("value_loss", "value_clip", "critic_grad_norm", "critic_learning_rate", "explained_variance")

@@ -36,6 +36,8 @@ _SECRET = (
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "credentials.json", "token", "*.token"),
 )
 """Names of files that hold keys and tokens."""
+_SOURCE = (".py", ".pyi", ".pyx", ".pth", ".so", ".sh", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".jinja")
+"""A program that has not changed may come to run or read a new file with one of these suffixes."""
 _SHOWN = 3
 
 
@@ -57,6 +59,7 @@ def list_tree(
     left_out: Collection[Path] = (),
     max_mb: int,
     ask_git: bool = True,
+    former: Collection[str] | None = None,
 ) -> Listing:
     """Lists the files of `root` that are copied.
 
@@ -64,6 +67,8 @@ def list_tree(
         root: without links.
         left_out: files and directories that are none of the code, without links.
         ask_git: False: all files, whether or not git ignores them; hidden ones are left out then.
+        former: the files of the run that goes on with this tree. New ones that are no source are left out: a program
+            that has not changed wrote them beside itself.
 
     Raises:
         ConfigError: it is a home directory or the like, has too many files, is too large, has a name that is not
@@ -84,6 +89,10 @@ def list_tree(
     for pattern in include:
         names += _included(root, pattern, left_out)
     names = sorted(set(names))
+    outputs: list[str] = []
+    if former is not None:
+        outputs = [name for name in names if name not in former and not name.endswith(_SOURCE)]
+        names = sorted(set(names) - set(outputs))
     sizes: dict[str, int] = {}
     special, outside = [], []
     for name in names:
@@ -105,6 +114,7 @@ def list_tree(
         ),
         ("left out of the copy of the code, since its name is of a secret", rule.secrets),
         ("left out of the copy of the code, since it is no file", special),
+        ("no part of the run's code, since new and no source (--code new takes it)", outputs),
         ("not in the copy of the code: it is behind a link that leads out of the tree", outside),
     ):
         if found:

@@ -17,6 +17,7 @@ __all__ = [
     "Curve",
     "NodeFact",
     "Report",
+    "RewardFact",
     "RunFacts",
     "SampleFacts",
     "Setting",
@@ -110,6 +111,16 @@ class SampleFacts(Sample, frozen=True, kw_only=True):
     """best or worst of its step."""
 
 
+class RewardFact(msgspec.Struct, frozen=True, kw_only=True):
+    """A replacement of the run's reward (`verl-slurm update-reward`)."""
+
+    step: int
+    """The first step that it scores."""
+    reward: str
+    replaced: str
+    warm_start_steps: int
+
+
 class RunFacts(msgspec.Struct, kw_only=True):
     """One run."""
 
@@ -144,6 +155,8 @@ class RunFacts(msgspec.Struct, kw_only=True):
     phases: dict[str, float] = {}
     """Seconds of the parts of the steps that count."""
     curves: list[Curve] = []
+    rewards: list[RewardFact] = []
+    """Replacements of the reward. Rewards before and after one need not have the same scale."""
     attempts_at: list[tuple[int, int]] = []
     """(attempt, its first step that counts)."""
     samples: list[SampleFacts] = []

@@ -27,10 +27,12 @@ from verl_slurm.journal.folds.timeline import Timeline
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import Report, RunFacts, SampleFacts, Setting
+from verl_slurm.report.facts import Report, RewardFact, RunFacts, SampleFacts, Setting
 from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
 from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
+from verl_slurm.runs.record import has_ledger
 from verl_slurm.runtime_state.samples import best_and_worst, read_samples
+from verl_slurm.wire.reward_plan import read_reward_plan
 
 __all__ = ["gather", "require_traces"]
 
@@ -140,13 +142,15 @@ class _Reader:
         until = self._now if alive else (times[-1] if times else None)
         intervals = Timeline(events).until(until or 0.0)
         use = time_use(numbers, intervals, until or 0.0) if intervals else None
+        never: list[RewardFact] = []
+        rewards = self._try("rewards.json", self._rewards, never)
         facts = RunFacts(
             name=config.name if config is not None else paths.root.name,
             run_dir=str(paths.root),
             state=state,
             provisional=not ended,
             backend=config.trainer.backend if config is not None else "",
-            description=_description(config, status, events),
+            description=_description(config, status, events, rewards),
             began=times[0] if times else None,
             until=until,
             step=steps_done(status, newest) if status else steps.last,
@@ -159,6 +163,7 @@ class _Reader:
             tokens=steps.tokens(),
             phases=steps.phases(),
             curves=steps.curves(),
+            rewards=rewards,
             attempts_at=steps.attempts_at(),
             nodes=nodes_of(events, status),
             warnings=warnings_of(events),
@@ -167,7 +172,9 @@ class _Reader:
         facts.engine_start_s = round(sum(ready), 3) if ready else None
         facts.weight_sync_s = facts.phases.get("weight sync")
         if until is not None:
-            facts.interruptions = interruption_facts(Outages(events), datetime.fromtimestamp(until, UTC))
+            facts.interruptions = interruption_facts(
+                Outages(events), datetime.fromtimestamp(until, UTC), has_ledger=has_ledger(paths)
+            )
         facts.checkpoints = self._try("checkpoints", lambda: checkpoints_of(paths, events, steps), [])
         if self._num_samples:
             facts.samples = self._try("samples.jsonl", self._samples, [])
@@ -238,6 +245,17 @@ class _Reader:
         answer = seen.get(one.root)
         return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint
 
+    def _rewards(self) -> list[RewardFact]:
+        return [
+            RewardFact(
+                step=one.step + 1,
+                reward=one.reward,
+                replaced=one.replaced,
+                warm_start_steps=one.warm_start_steps,
+            )
+            for one in read_reward_plan(self.paths).switches
+        ]
+
     def _samples(self) -> list[SampleFacts]:
         # Without a configuration it is not known whether they are encrypted; `read_samples` says so if they are.
         keys = keys_for(self.paths.root) if self.config is not None else None
@@ -264,13 +282,17 @@ def _responses(config: RunConfig | None) -> int | None:
     return prompts * each if isinstance(prompts, int) and isinstance(each, int) else None
 
 
-def _description(config: RunConfig | None, status: dict[str, Any], events: Sequence[Event]) -> dict[str, str]:
+def _description(
+    config: RunConfig | None, status: dict[str, Any], events: Sequence[Event], rewards: Sequence[RewardFact]
+) -> dict[str, str]:
     found: dict[str, str] = {}
     if config is not None:
         shape = config.distributed
         if not config.trainer.is_guest:
             found["Model"] = config.model.path
-            found["Algorithm"] = f"{config.train.algorithm}, reward {config.model.reward}"
+            words = [f"{config.train.algorithm}, reward {config.model.reward}"]
+            words += [f"since step {one.step} {one.reward}" for one in rewards]
+            found["Algorithm"] = "; ".join(words)
         elif config.trainer.backend == "verl":
             found["Program"] = f"verl, {config.trainer.entry}"
             found["Model"] = str(

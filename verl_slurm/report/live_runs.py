@@ -20,7 +20,7 @@ from verl_slurm.runs.glance import Glance, glance
 
 __all__ = ["LiveRuns", "Row", "row_of"]
 
-_LONGEST = 200
+_LONGEST = 1000
 """Characters of an event in the table."""
 
 

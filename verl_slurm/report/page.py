@@ -135,7 +135,8 @@ def policy_of(scripts: tuple[str, ...], *, live: bool) -> str:
 
 def chart_data(report: Report) -> dict[str, Any]:
     """Returns what the page's script (`page.js`) draws: intervals as (kind, from, to, attempt) with times in
-    milliseconds, curves as (step, value), and each further attempt with its first step.
+    milliseconds, curves as (step, value), each further attempt with its first step, and the steps at which a curve of
+    rewards got another reward.
     """
     return {
         "kinds": [_KIND_TITLES[kind] for kind in KINDS],
@@ -148,7 +149,7 @@ def chart_data(report: Report) -> dict[str, Any]:
             for run in report.runs
         ],
         "panels": [
-            {"lines": [[run, curve.points] for run, curve in panel["lines"]]}
+            {"lines": [[run, curve.points] for run, curve in panel["lines"]], "replaced": panel["replaced"]}
             for panel in _panels(report.runs)
         ],
         # Of several runs these lines would not be told apart.
@@ -167,17 +168,30 @@ def _panels(runs: Sequence[RunFacts]) -> list[dict[str, Any]]:
             for curve in run.curves
             if (curve.name, curve.title) == (name, title)
         ]
-        words = [_curve_summary(curve, runs[number].name if len(runs) > 1 else "") for number, curve in lines]
-        found.append({"title": title, "lines": lines, "summary": "; ".join(words)})
+        words = [_curve_summary(curve, runs[number], several=len(runs) > 1) for number, curve in lines]
+        found.append(
+            {
+                "title": title,
+                "lines": lines,
+                "summary": "; ".join(words),
+                "replaced": _replaced(runs[0], name) if len(runs) == 1 else [],
+            }
+        )
     return found
 
 
-def _curve_summary(curve: Curve, run: str) -> str:
-    of = f"{run}: " if run else ""
+def _replaced(run: RunFacts, name: str) -> list[int]:
+    """Returns the steps from which on a curve shows another reward than before, on a scale of its own."""
+    return [one.step for one in run.rewards] if name in ("reward", "eval") else []
+
+
+def _curve_summary(curve: Curve, run: RunFacts, *, several: bool) -> str:
+    of = f"{run.name}: " if several else ""
+    steps = [f"; the reward was replaced at step {step}" for step in _replaced(run, curve.name)]
     begin, end = curve.points[0][0], curve.points[-1][0]
     return (
         f"{of}from {_number(curve.first)} at step {begin:.0f} to {_number(curve.last)} at step {end:.0f}, "
-        f"between {_number(curve.least)} and {_number(curve.most)}"
+        f"between {_number(curve.least)} and {_number(curve.most)}{''.join(steps)}"
     )
 
 

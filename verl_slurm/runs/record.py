@@ -11,6 +11,7 @@ from verl_slurm.runtime_state.segment import HEAD_BYTES
 
 __all__ = [
     "has_begun",
+    "has_ledger",
     "last_job",
     "require_run",
     "steps_done",
@@ -37,6 +38,11 @@ def has_begun(paths: RunPaths) -> bool:
     return bool(kinds & {"committed", "torn", "quarantined"}) or any(
         segment.stat().st_size > HEAD_BYTES for segment in paths.ledger.glob("*.ledger")
     )
+
+
+def has_ledger(paths: RunPaths) -> bool:
+    """Returns whether the run's loop keeps finished rollouts; a loop that is not ours need not."""
+    return any(paths.ledger.glob("*.ledger"))
 
 
 def steps_done(paths: RunPaths) -> int:

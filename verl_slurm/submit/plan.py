@@ -1,14 +1,17 @@
 """The decisions about a submission before anything is made. Pure."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.record import CodeFile, CodeRecord
 
-__all__ = ["Cluster", "CodePlan", "SubmissionPlan"]
+__all__ = ["Cluster", "CodePlan", "SubmissionPlan", "trains_line"]
 
 Cluster = Literal["slurm", "local"]
 
@@ -51,3 +54,52 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bad nodes of the user that the job is kept away from."""
     notes: tuple[str, ...] = ()
     """Notes for the user, e.g. that the local executor was chosen."""
+    trains: str = ""
+    """What will be trained, in one line (`trains_line`)."""
+    done: str = ""
+    """Why another job would end at once: all steps are done. Empty: they are not."""
+
+    def require_steps_to_do(self) -> None:
+        """Refuses a run that is done."""
+        if self.done:
+            raise ConfigError(
+                "nothing is left to do, so no job is queued",
+                where=self.run_dir,
+                found=self.done,
+                expected="steps to do",
+                remedy="raise train.steps to go on, or give a new run another name; "
+                f"`verl-slurm verify {self.run_dir}` tells whether its checkpoints are whole",
+            )
+
+
+def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster) -> str:
+    """Returns what will be trained, in numbers. Behind each value that nobody wrote stands `(default)`.
+
+    Args:
+        given: dotted keys of the file and of the command line.
+    """
+    train, shape = config.train, config.distributed
+
+    def part(text: str, key: str) -> str:
+        return text if key in given else f"{text} (default)"
+
+    parts = []
+    if not config.trainer.is_guest:
+        responses = counted(shape.dp_size * train.batch_size_per_device, "response")
+        steps = part(counted(train.steps, "step"), "train.steps")
+        rates = {"lr": "actor_lr"} | ({"critic lr": "critic_lr"} if train.algorithm == "ppo" else {})
+        parts += [
+            part(train.algorithm, "train.algorithm"),
+            f"{steps} of {part(responses, 'train.batch_size_per_device')}",
+            part(f"{config.rollout.samples_per_prompt} to a prompt", "rollout.samples_per_prompt"),
+            part(f"up to {counted(config.rollout.max_new_tokens, 'token')}", "rollout.max_new_tokens"),
+            *(part(f"{name} {getattr(train, key):g}", f"train.{key}") for name, key in rates.items()),
+        ]
+    elif config.trainer.backend == "verl":
+        parts.append(f"verl, {config.trainer.entry}")
+    else:
+        parts.append(" ".join(config.trainer.command))
+    parts.append(part(counted(shape.world_size, "rank"), "distributed.dp_size"))
+    if cluster == "slurm":
+        parts.append(part(f"{config.slurm.time_limit_min} min", "slurm.time_limit_min"))
+    return ", ".join(parts)

@@ -37,7 +37,7 @@ class Places:
     def __init__(self, caller: Path, source: Path | None = None, given: frozenset[str] = frozenset()) -> None:
         self._caller = Path(os.path.abspath(caller))
         self._beside = self._caller if source is None else Path(os.path.abspath(source)).parent
-        self._given = given
+        self.given = given
         self.notes: list[str] = []
         """Notes for the user about paths that were taken by the former rule."""
 
@@ -90,4 +90,4 @@ class Places:
 
     def _is_given(self, key: str) -> bool:
         # A word may set a whole section, and with it each path in it.
-        return any(key == given or key.startswith(f"{given}.") for given in self._given)
+        return any(key == given or key.startswith(f"{given}.") for given in self.given)

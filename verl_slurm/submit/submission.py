@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import open_to_group, private_dir, write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.packages import require_packages
@@ -26,7 +27,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.load import dump, load, load_resolved
+from verl_slurm.config.load import dump, given_in, load, load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
@@ -63,7 +64,7 @@ from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script, submit_job
-from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.plan import SubmissionPlan, trains_line
 from verl_slurm.submit.relative_paths import Places, given_keys
 from verl_slurm.submit.undoing import keep_content, make_root, names_in, remove_new, replace_content
 
@@ -181,7 +182,7 @@ def plan_submission(
     if config.checkpoint.encryption is not None:
         checked.append("key")
     # An existing run: what it has trained with decides what may change, and no job of it may live.
-    new_run, begun = not paths.run_yaml.exists(), False
+    new_run, begun, done = not paths.run_yaml.exists(), False, ""
     committed: list[CheckpointInfo] = []
     if not new_run:
         begun = has_begun(paths)
@@ -200,6 +201,11 @@ def plan_submission(
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
         _refuse_living(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+        done = _done(paths, config, committed)
+        if config.trainer.is_guest and _ended_well(paths):
+            notes.append(
+                "the run has ended as done: it ends again at once, unless its program has more to do"
+            )
         checked.append("the run's former configuration and job")
     caller = base or Path.cwd()
     taken = plan_code(config, caller, paths, begun=begun, choice=code, known=trees, ask_python=not not_run)
@@ -231,12 +237,33 @@ def plan_submission(
         checked=tuple(checked),
         avoids=avoids,
         notes=tuple(notes),
+        trains=trains_line(config, places.given | given_in(source), chosen),
+        done=done,
     )
     if slurm is None:
         return plan
     # The last question, since sbatch judges the very script that would be queued.
     said = judge_script(config, render_script(plan))
     return msgspec.structs.replace(plan, checked=(*plan.checked, f"sbatch --test-only: {said}"))
+
+
+def _done(paths: RunPaths, config: RunConfig, committed: Sequence[CheckpointInfo]) -> str:
+    """Returns why a job would end at once; empty if it would not. Of our own loop: others know their end themselves."""
+    steps = config.train.steps
+    # By both: an end that the journal has forgotten, or whose checkpoint is gone, is none.
+    if (
+        config.trainer.is_guest
+        or config.checkpoint.resume_from != "auto"
+        or not (committed and not committed[0].safe_point and committed[0].step >= steps)
+        or not _ended_well(paths)
+    ):
+        return ""
+    return f"all {counted(steps, 'step')} are done, and {committed[0].name} is their checkpoint"
+
+
+def _ended_well(paths: RunPaths) -> bool:
+    words = [event for event in read_events(paths) if isinstance(event, ev.Ended | ev.Started | ev.Submitted)]
+    return bool(words) and isinstance(words[-1], ev.Ended) and words[-1].exit_code == ExitCode.OK
 
 
 def _reshaped(former: RunConfig, config: RunConfig) -> str:
@@ -265,7 +292,9 @@ def carry_out(
     Raises:
         DatasetDrift: the data has changed and the user did not confirm.
         SlurmRefused, SlurmMissing: sbatch. Everything made so far is removed again.
+        ConfigError: all steps are done.
     """
+    plan.require_steps_to_do()
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)

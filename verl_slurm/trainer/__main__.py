@@ -6,6 +6,7 @@ USR1 and CONT arrive ignored, and run by hand they end the process as usual.
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.base.errors import VerlSlurmError, restart_may_help, underlying
@@ -60,11 +61,14 @@ def _refuse(line: RankLine, rank: int, error: VerlSlurmError, paths: RunPaths) -
     from verl_slurm.trainer.reward.python import RewardRaised
 
     session = Session(line, rank=rank, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    if isinstance(error, RewardRaised):
+    told = ""
+    # What cannot be read costs the user's own places for those of the copy, and not the message.
+    with suppress(VerlSlurmError, OSError):
         told = Moves.of(paths).as_submitted(error.one_line())
+    if isinstance(error, RewardRaised):
         session.refused(error, told=told, place=error.place, worked=error.worked)
     else:
-        session.refused(error)
+        session.refused(error, told=told)
 
 
 def _train(paths: RunPaths, epoch: int, resume: str, line: RankLine) -> None:

@@ -61,6 +61,7 @@ class Reporter:
         self._safe_points = 0
         self._step, self._stall_s = first_step, 0.0
         self._num_failed = 0
+        self._has_warned_of_equal_rewards = False
         self._writer: tb.SummaryWriter | None = None
         if self._rank == 0:
             # A directory for curves that cannot be made stops nothing.
@@ -90,6 +91,11 @@ class Reporter:
         # A full disk loses a line of steps.jsonl, never a step.
         if problem := self.session.log_step(row | timings | {"stall_s": self._stall_s}):
             self.complain(problem)
+        # Once for each start: `status` counts the steps.
+        if row.get("equal_rewards") == 1.0 and not self._has_warned_of_equal_rewards:
+            self._has_warned_of_equal_rewards = True
+            text = f"step {row['step']:.0f}: all rewards equal ({row['reward']:.4g}): nothing is learned from them"
+            self.notice(Notice(topic="reward", text=text, loud=True))
         curves = {
             name if "/" in name else f"train/{name}": value for name, value in row.items() if name != "step"
         }

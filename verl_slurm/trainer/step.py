@@ -400,7 +400,9 @@ class Learner:
             "sampler_gap": gap_sum / tokens,
             "learning_rate": rate,
         }
-        row |= step_measures(scored, buffers.estimates, mask, self._ranks)
+        grpo = self._config.train.algorithm == "grpo"
+        group = self._config.rollout.samples_per_prompt if grpo else None
+        row |= step_measures(scored, buffers.estimates, mask, self._ranks, group=group)
         for name, total in zip(update_metrics(self._config.train), means, strict=True):
             row[name] = total / self._ranks.world_size
         if "explained_variance" in row:  # there is a critic

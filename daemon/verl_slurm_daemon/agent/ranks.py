@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+from verl_slurm.base.memory import oom_kills
 from verl_slurm.wire.environment import GENERATION_VARIABLE
 from verl_slurm.wire.orders import Orders
 
@@ -122,6 +123,7 @@ def _watch(ranks: dict[int, int], first: int) -> int:
         ranks: local rank by process id.
         first: the global rank of the first of them.
     """
+    kills_before = oom_kills()
     while ranks:
         pid, status = os.wait()
         local_rank = ranks.pop(pid, None)
@@ -132,11 +134,29 @@ def _watch(ranks: dict[int, int], first: int) -> int:
         if code < 0:
             # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`rank_output`).
             how = f"was ended by Signal {-code} ({signal.Signals(-code).name})"
+        if code == -signal.SIGKILL:
+            how += f": {_why_killed(kills_before, oom_kills())}"
         _end(ranks)
         # After the others' end, so that it is the log's last line: where the agent looks.
         _say(f"rank {first + local_rank} (local rank {local_rank}, pid {pid}) {how}")
         return 1
     return 0
+
+
+def _why_killed(before: int | None, now: int | None) -> str:
+    """Returns the words for a rank that was killed: by the kernel's count of kills for lack of memory."""
+    ways = (
+        "give it more memory (slurm.mem_mb_per_node), or let it need less (micro_batch_size_per_device, "
+        "distributed.recompute, fewer ranks on a node)"
+    )
+    if before is None or now is None:
+        return f"most often that is lack of memory, and the kernel's count cannot be read here; {ways}"
+    if now > before:
+        return f"lack of memory, the kernel's count of such kills in its cgroup rose from {before} to {now}; {ways}"
+    return (
+        f"lack of memory is the usual cause, but the kernel counts no such kill in its cgroup ({now}); another "
+        f"process may have sent it, or a memory guard of the node's; {ways}"
+    )
 
 
 def _end(ranks: dict[int, int]) -> None:

@@ -234,7 +234,9 @@ class ServiceHost:
         if problem:
             return 0.0 if ready_at is None else answered - ready_at, problem
         said = tail(self._log, _TOLD_BYTES).strip().splitlines()
-        detail = f"exit code {code}" + (f": {said[-1]}" if said else "")
+        # 137: by way of a shell or a container.
+        killed = " (SIGKILL: most often lack of memory, see slurm.mem_mb_per_node)" * (code in (-9, 137))
+        detail = f"exit code {code}{killed}" + (f": {said[-1]}" if said else "")
         if listener.uid is not None and listener.stranger:
             detail = f"{taken(port, listener).one_line()}; it ended with {detail}"
         return 0.0 if ready_at is None else time.monotonic() - ready_at, detail

@@ -27,11 +27,12 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm.journal.folds.nodes import lost_nodes, node_states
 from verl_slurm.journal.folds.outages import Outages, interruption_facts
-from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
+from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of, steps_of_equal_rewards
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.record import read_record
 from verl_slurm.runs.glance import glance
 from verl_slurm.runs.liveness import JobState, job_state
+from verl_slurm.runs.record import has_ledger
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
 __all__ = ["status"]
@@ -64,7 +65,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
 
     Each interruption costs the time from its first sign (Slurm's warning, the crash) to the first rollout that is
     new: the save, the wait in the queue, the ranks' start, and what is done again. No token is lost where the ranks
-    went on from what they saved when they stopped; elsewhere the unfinished micro-batches are, finished rollouts never.
+    went on from what they saved when they stopped. Elsewhere the unfinished micro-batches are; finished rollouts are
+    kept by loops with a ledger, and others do again what came after their last checkpoint.
 
     RUN is a run directory, as `submit` printed it. The table has a line for each of the last steps; with --json, a
     row of `steps` has every number there is of a step: rewards, losses, KL, gradients, learning rates, those of an
@@ -75,11 +77,15 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts, outages = _facts(run, events), Outages(events)
     facts["reward"] = _reward_in_force(run, facts["step"])
     facts["code"] = _code_words(run, events)
-    facts["interruptions"] = interruption_facts(outages, now)
+    facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
     rows = last_steps(run, max(num_steps, LOOKED_AT))
     facts["steps"] = rows[-num_steps:] if num_steps else []
     curve = curve_of(rows[-LOOKED_AT:])
     pace = pace_of(rows, facts["step"], facts["status"].get("steps"))
+    facts["equal_rewards"] = {
+        "steps": steps_of_equal_rewards(rows[-LOOKED_AT:]),
+        "of": len(rows[-LOOKED_AT:]),
+    }
     facts |= {"pace": pace, "curve": curve, "nodes": _nodes(run, facts, events, now)}
     if as_json:
         render.json_value(facts)
@@ -133,7 +139,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     if outages.each and num_interruptions:
         render.line()
         render.table(
-            interruptions_table(outages.each[-num_interruptions:], now),
+            interruptions_table(outages.each[-num_interruptions:], now, has_ledger=has_ledger(run)),
             right=("cost", "save", "queue", "start", "again"),
             first_to_go=INTERRUPTIONS_TO_GO,
         )
@@ -160,6 +166,12 @@ def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, obj
     lines.append(("time left", left))
     if curve is not None:
         lines.append(("trend", curve_words(curve, drawn)))
+    if equal := facts["equal_rewards"]["steps"]:
+        of = facts["equal_rewards"]["of"]
+        words = (
+            f"WARNING, all equal in {len(equal)} of the last {counted(of, 'step')}, newest {equal[-1]:.0f}"
+        )
+        lines.append(("rewards", f"{words}: nothing is learned from them"))
     return lines
 
 

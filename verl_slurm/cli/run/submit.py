@@ -162,6 +162,7 @@ def submit(
         code=code,
         dry_run=dry_run,
     )
+    plan.require_steps_to_do()
     # In a dry run nothing is recorded, so no question is asked: the changes are shown.
     confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None
     if dry_run:
@@ -183,11 +184,14 @@ def submit(
         render.warning(note)
     if as_json:
         extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
-        render.json_value(msgspec.to_builtins(done) | {"inputs": dict(plan.inputs)} | extra)
+        render.json_value(
+            msgspec.to_builtins(done) | {"inputs": dict(plan.inputs), "trains": plan.trains} | extra
+        )
     elif done.job_id is None:
         for name, taken in plan.inputs:
             # Beside the output, which is the command for the next line of a script.
             render.warning(f"{name}: {taken}")
+        render.warning(f"trains: {plan.trains}")
         render.line(f"prepared {done.run_dir}; submit it with")
         render.line(shlex.join(_sbatch_words(plan, paths)))
     else:
@@ -196,6 +200,7 @@ def submit(
         render.fields(
             [
                 ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
+                ("trains", plan.trains),
                 *plan.inputs,
                 *(("code", line) for line in plan.code.lines()),
                 ("run directory", done.run_dir),
@@ -223,6 +228,7 @@ def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
                 "new_run": plan.new_run,
                 "resumes_from": plan.resumes_from,
                 "inputs": dict(plan.inputs),
+                "trains": plan.trains,
                 "code": [msgspec.to_builtins(tree) for tree in plan.code.record.trees],
                 "checked": _checked(plan),
                 "notes": plan.notes,
@@ -237,6 +243,7 @@ def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
     render.warning("dry run: nothing is made or queued. Checked:")
     for what in _checked(plan):
         render.warning(f"  good  {what}")
+    render.warning(f"trains  {plan.trains}")
     render.warning(_beginning(plan))
     render.warning(f"run directory {plan.run_dir}")
     if ranks:

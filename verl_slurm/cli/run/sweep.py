@@ -101,12 +101,18 @@ def _plans(
         name = f"{written.name}-{run.label}"[:64]
         own = [f"name={name}", f"run_dir={above / run.label}"]
         words = [*run.words, *own]
-        plans.append(plan_submission(config, words, verl=verl, cluster=cluster, trees=trees, dry_run=dry_run))
-        if number == 0 and plans[0].cluster != "slurm":
+        plan = plan_submission(config, words, verl=verl, cluster=cluster, trees=trees, dry_run=dry_run)
+        if plan.done:
+            render.warning(f"{plan.run_dir} is not queued: {plan.done}")
+        else:
+            plans.append(plan)
+        if number == 0 and plan.cluster != "slurm":
             raise ConfigError(
                 "a sweep needs Slurm",
                 where="--sweep",
                 found="this machine alone, which would train all runs at the same time",
                 remedy="submit them one by one with --cluster local --wait",
             )
+    if not plans:
+        raise ConfigError("nothing is left to do in any run of the sweep", remedy="raise train.steps")
     return plans

@@ -60,6 +60,8 @@ class Answers(msgspec.Struct, frozen=True, kw_only=True):
     data_files: str = ""
     prompt_key: str = "prompt"
     answer_key: str | None = "answer"
+    keys: str = ""
+    """Those of the data, if none of them is known to hold answers."""
     max_prompt_tokens: int = 512
     max_tokens: int | None = None
     """Of the longest sequence that the model was made for."""
@@ -75,16 +77,26 @@ def name_of(stem: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "my-run"
 
 
-def first_reward(name: str) -> str:
+def first_reward(name: str, *, has_answers: bool = True) -> str:
     """Returns the source of a first reward function."""
+    # Every text contains an empty answer: such a reward would be 1 always, and teach nothing.
+    guard = "" if has_answers else _GUARD
     return f'''\
 """The reward of {name}: one float for each response. Written by `verl-slurm init`; docs/rewards.md says more."""
 
 
 def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+{guard}\
     # A beginning: 1 for a response that contains the answer. A policy soon learns to write many numbers.
     return [float(answer in response) for response, answer in zip(responses, answers, strict=True)]
 '''
+
+
+_GUARD = f"""\
+    # {CHANGE}: the data has no answers (data.answer_key is null), so each of `answers` is empty text.
+    if not any(answers):
+        raise ValueError("reward.py: say what makes a response good, or set data.answer_key")
+"""
 
 
 def first_config(answers: Answers, name: str) -> str:

@@ -1,4 +1,4 @@
-"""`verl-slurm init`: asks up to five questions, reads the cluster, and writes a first configuration.
+"""`verl-slurm init`: asks up to six questions, reads the cluster, and writes a first configuration.
 
 Without a terminal nothing is asked, and with an option that answers a question neither. Each answer is judged at once
 by the check that `submit` will make.
@@ -48,9 +48,12 @@ __all__ = ["init"]
 
 _KINDS = ("ppo", "grpo", "loop", "verl")
 _REWARD = "python:reward.py:score"
+_NONE = "-"
+"""An answer: there is none."""
 _GO_WITH = {
     "model": ("ppo", "grpo", "verl"),
     "data": ("ppo", "grpo", "verl"),
+    "answers": ("ppo", "grpo"),
     "reward": ("ppo", "grpo"),
     "program": ("loop",),
 }
@@ -73,6 +76,7 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 )
 @click.option("--model", help="A Hugging Face directory; for verl also a name of the hub.")
 @click.option("--data", help="A directory of prompts, or one file.")
+@click.option("--answers", help="The column of the answers, as data.answer_key; for ppo and grpo.")
 @click.option("--reward", help="python:FILE.py:FUNCTION, classifier:DIR, ...; for ppo and grpo.")
 @click.option("--program", help="For loop: your program and its arguments, as one word.")
 @click.option("--partition", help="Slurm's; default: Slurm's own default.")
@@ -86,7 +90,7 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> None:
     """Write FILE (default my.yaml), a commented configuration for your own model and data.
 
-    On a terminal up to five questions are asked: the loop, its model, data and reward or its program, and where to
+    On a terminal up to six questions are asked: the loop, its model, data and reward or its program, and where to
     train. The defaults come from this machine and from Slurm, if it is here: partitions, GPUs, time limits, what a
     preemption leaves. With the answers in it the file passes `verl-slurm submit FILE --dry-run`.
 
@@ -118,11 +122,14 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> None:
     rows: list[tuple[str, object]] = [("written", file)]
     if answers.reward == _REWARD and not beside.exists():
         try:
-            _write(beside, first_reward(name))
+            _write(beside, first_reward(name, has_answers=answers.answer_key is not None))
         except BaseException:
             file.unlink()  # it names a reward that is not there, and a retry would find it in the way
             raise
         rows.append(("reward", f"{beside}: a first one, yours to change"))
+    if answers.answer_key is None and answers.kind in ("ppo", "grpo"):
+        known = f"the data has {answers.keys}" if answers.keys else "the data has none"
+        rows.append(("answers", f"{known}; answer_key is null, so the reward gets none"))
     if CHANGE in text:
         rows.append(("fill in", f"the lines marked {CHANGE} (docs/first-run.md)"))
     rows.append(("check it", f"{_submit(file, answers)} --dry-run"))
@@ -257,6 +264,9 @@ def _ask_all(asker: _Asker) -> Answers:
         asker.answer("model", f"2. Directory of the model, {of_hub}", model, _model)
         data = "data" if Path("data").is_dir() else None
         asker.answer("data", "3. Directory or file of the data", data, _data)
+        if kind != "verl" and (asker.answers.keys or asker.given["answers"] is not None):
+            asker.say(f"no column of the data is known to hold answers: {asker.answers.keys}")
+            asker.answer("answers", f"   Column of the answers, or {_NONE}", None, _answers)
     if kind in ("ppo", "grpo"):
         asker.answer("reward", "4. What scores a response", _REWARD, _reward)
     _ask_where(asker, {"loop": 3, "verl": 4}.get(kind, 5))
@@ -335,9 +345,22 @@ def _data(asker: _Asker, text: str) -> Answers:
         return found
     root, files = (place.parent, place.name) if place.is_file() else (place, "")
     found = asker.with_answer(data_root=asker.written(root), data_files=files)
-    data = recognize(_absolute(asker, found)).data
+    return _recognized(asker, found)
+
+
+def _recognized(asker: _Asker, found: Answers, answer_key: str | None = None) -> Answers:
+    config, there = recognize(_absolute(asker, found), answer_key)
     keys = ("prompt_key", "answer_key", "max_prompt_tokens")
-    return msgspec.structs.replace(found, **{key: getattr(data, key) for key in keys})
+    return msgspec.structs.replace(found, keys=there, **{key: getattr(config.data, key) for key in keys})
+
+
+def _answers(asker: _Asker, text: str) -> Answers:
+    if text == _NONE:
+        return asker.with_answer(keys="", answer_key=None)
+    root = asker.answers.data_root
+    if not root or root.startswith(BUILTIN):
+        return asker.with_answer(answer_key=text)
+    return _recognized(asker, asker.answers, text)
 
 
 def _reward(asker: _Asker, text: str) -> Answers:

@@ -44,7 +44,11 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def curve_of(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
-    """Returns the reward, or what tells most of another loop, if at least two rows have it; else None."""
+    """Returns the reward, or what tells most of another loop, if at least two rows have it; else None.
+
+    Steps that another reward scored are left out: it may have another scale.
+    """
+    rows = [row for row in rows if row.get("reward_number") == rows[-1].get("reward_number")]
     for name, called in (("reward", "reward"), *TELLING):
         values = [value for row in rows if (value := number(row.get(name))) is not None]
         if len(values) > 1:

@@ -7,7 +7,10 @@ Without `data.files` the first match of these is taken:
 3. files of one other kind directly in the root: `*.parquet`, `*.json`, `*.csv`, `*.tsv` or `*.arrow`;
 4. the same in `ROOT/data`, as snapshots of the Hugging Face hub have it.
 
-Files of several kinds, or of several splits (train and test), are refused: the user then sets `data.files`.
+Files of several kinds, or of several splits (train and test), are refused: the user then sets `data.files`. A name
+tells its split by a word of its own in the file's name, or in that of a directory: `test.jsonl`, `math_test.jsonl`,
+`test/a.jsonl`. Files of a test split alone are refused for `data.root` if the training split lies elsewhere below it.
+
 `data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories. Files
 are read in the order of their paths.
 """
@@ -20,14 +23,19 @@ import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = ["SUFFIXES", "choose"]
+__all__ = ["SUFFIXES", "choose", "is_data", "splits_of"]
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 _EXPECTED = "*.jsonl, *.parquet, *.json, *.csv, *.tsv, or a directory that `datasets` saved"
 # JSON files that lie beside the data and hold no prompts.
 _ABOUT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json", "metadata.json"}
-# A whole word at the beginning of the name: `testament.json` is no test split.
-_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z])", re.IGNORECASE)
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".lz4")
+# A word of its own: `testament.json` is no test split, `gsm8kTest.json` and `gsm8k_test.json` are.
+_SPLIT = re.compile(
+    r"(?:(?<![A-Za-z])|(?<=[a-z])(?=[A-Z]))"
+    r"(?i:(train(?:ing)?)|test(?:s|ing)?|validation|valid|val|dev(?:el)?|eval(?:uation)?|held[-_]?out|holdout)"
+    r"(?![a-z])"
+)
 _SHOWN = 4
 
 
@@ -73,7 +81,7 @@ def choose(
         return chosen
     top = sorted(name for name in names if "/" not in name)
     if jsonl := [name for name in top if name.endswith(".jsonl")]:
-        return jsonl
+        return _of_one_split(jsonl, names, root, key)
     # Before the kinds below: the cache files of `datasets` may lie beside the data, as *.arrow, too.
     if "state.json" in top and any(name.endswith(".arrow") for name in top):
         return _saved(top, read, root)
@@ -84,7 +92,7 @@ def choose(
             where=root,
             found=", ".join(splits) or "dataset_dict.json",
             expected="the directory of one split",
-            remedy=f"set {key}={root}/{splits[0] if splits else 'train'}",
+            remedy=f"set {key}={root}/{_preferred(splits, key) if splits else 'train'}",
         )
     # The root first; snapshots of the hub have their files in data/.
     for folder in ("", "data/"):
@@ -92,7 +100,8 @@ def choose(
         inside = [name for name in inside if "/" not in name.removeprefix(folder)]
         held = [name for name in inside if name.endswith(SUFFIXES) and name not in _ABOUT_DATA]
         if held:
-            return _of_one_kind(held, root, files_key)
+            _require_one_kind(held, root, key)
+            return _of_one_split(held, names, root, key)
     raise DataError(
         "no prompts in the data directory",
         where=root,
@@ -105,29 +114,92 @@ def choose(
 _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each line'
 
 
-def _of_one_kind(held: list[str], root: object, files_key: str) -> list[str]:
+def splits_of(names: Iterable[str]) -> set[str]:
+    """Returns the splits that the names tell, in lower case; `train` for all words for it, "" for a name without."""
+    return {_split(name) for name in names}
+
+
+def _split(name: str) -> str:
+    word = _SPLIT.search(name)
+    return "" if word is None else "train" if word[1] else word[0].lower()
+
+
+def _preferred(names: Iterable[str], key: str) -> str:
+    """Returns the name to propose: of the training split for `data.root`, of another one for `data.eval_root`."""
+    order = ["train", ""] if key == "data.root" else ["", "train"]
+
+    def place(name: str) -> tuple[int, str]:
+        split = _split(name)
+        otherwise = len(order) if key == "data.root" else -1
+        return order.index(split) if split in order else otherwise, name
+
+    return min(names, key=place)
+
+
+def _require_one_kind(held: list[str], root: object, key: str) -> None:
     # A data set that lies there in two forms would be read twice.
-    kinds = sorted({name[name.rindex(".") :] for name in held})
-    if len(kinds) > 1:
+    if len({_suffix(name) for name in held}) > 1:
         raise DataError(
             "the data directory has files of several kinds",
             where=root,
             found=_listing(held),
             expected="one kind",
-            remedy=f"say which ones: {files_key}='{_prefix(held[0])}*{kinds[0]}'",
+            remedy=_proposal(held, held, key),
         )
-    splits = sorted({found[1].lower() for name in held if (found := _SPLIT.match(name.rpartition("/")[2]))})
-    # Training on a test split would go unnoticed.
-    if len(splits) > 1:
-        first = "train" if "train" in splits else splits[0]
-        raise DataError(
-            "the data directory has several splits",
-            where=root,
-            found=_listing(held),
-            expected="one split, or a pattern that says which one",
-            remedy=f"set {files_key}='{_prefix(held[0])}{first}*{kinds[0]}'",
-        )
-    return held
+
+
+def _of_one_split(chosen: list[str], names: Collection[str], root: object, key: str) -> list[str]:
+    """Returns `chosen`. Training on a test split would go unnoticed, so it is refused here."""
+    splits, trains = splits_of(chosen), key == "data.root"
+    # `math.jsonl` beside `math_test.jsonl` trains; `train.jsonl` beside `more.jsonl` may be one split.
+    mixed = len(splits - {""}) > 1 or ("" in splits and bool(splits - {"", "train"}))
+    # Alone, the files that are read are of one split. The other one may lie there as another kind, or further below.
+    others = [name for name in names if is_data(name) and name not in chosen and _split(name) == "train"]
+    if not mixed and not (trains and others and splits - {"", "train"}):
+        return chosen
+    held = [*chosen, *(() if mixed else others)]
+    raise DataError(
+        "the data directory has several splits",
+        where=root,
+        found=_listing(held) if mixed else f"{chosen[0]} to be read, and {_preferred(others, key)}",
+        expected="one split, or a pattern that says which one",
+        remedy=_proposal(held, names, key),
+    )
+
+
+def _proposal(held: list[str], names: Iterable[str], key: str) -> str:
+    """Returns a remedy: to take the files of one kind and one split of `held`."""
+    files_key = key.replace("root", "files")
+    first = _preferred(held, key)
+    if _is_compressed(first):
+        return f"unpack {first}, then set {files_key}"
+    # The shortest pattern that takes nothing of another split.
+    kind, word = _suffix(first), _SPLIT.search(first)
+    patterns = [f"{_prefix(first)}*{kind}"]
+    if word is not None:
+        folder = _prefix(first)
+        start = first[: word.end()] if word.start() >= len(folder) else folder
+        stars = f"{folder}*{word[0]}" if word.start() > len(folder) else start
+        patterns = [f"{stars}*{kind}", f"{start}*{kind}"]
+    for pattern in patterns:
+        taken = {_split(name) for name in names if _matches(pattern, name)}
+        if taken == {_split(first)}:
+            return f"set {files_key}='{pattern}'"
+    return f"set {files_key}='{first}'"
+
+
+def is_data(name: str) -> bool:
+    """Returns whether a name is that of prompts, read or to be unpacked first."""
+    plain = name[: -len(_suffix(name))] if _is_compressed(name) else name
+    return plain.endswith(SUFFIXES) and plain.rpartition("/")[2] not in _ABOUT_DATA
+
+
+def _is_compressed(name: str) -> bool:
+    return name.endswith(_COMPRESSED)
+
+
+def _suffix(name: str) -> str:
+    return name[name.rindex(".") :]
 
 
 def _prefix(name: str) -> str:
@@ -171,10 +243,15 @@ def _listing(names: Iterable[str]) -> str:
 
 
 def _remedy(names: Collection[str], root: object, key: str, files_key: str) -> str:
-    if below := sorted(name for name in names if "/" in name and name.endswith(SUFFIXES)):
-        folder, _, name = below[0].rpartition("/")
-        suffix = name[name.rindex(".") :]
-        return f"set {key}={root}/{folder}, or {files_key}='**/*{suffix}' for all directories below"
+    if below := [name for name in names if "/" in name and name.endswith(SUFFIXES)]:
+        first = _preferred(below, key)
+        folder = first.rpartition("/")[0]
+        # All directories together would be all splits.
+        if len(splits_of(below)) > 1:
+            return f"set {key}={root}/{folder}"
+        return f"set {key}={root}/{folder}, or {files_key}='**/*{_suffix(first)}' for all directories below"
+    if packed := sorted(name for name in names if _is_compressed(name) and is_data(name)):
+        return f"unpack {_preferred(packed, key)} first"
     if names:
         return f"set {key} to another directory, or {_CONVERT}"
     return f"set {key} to a directory with prompts"

@@ -6,6 +6,7 @@ claim to be a large one. The ranks read every row in any case.
 
 import os
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +14,11 @@ import msgspec
 
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import DataError
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
 from verl_slurm.dataset.prompts.directory import data_files, no_rows
-from verl_slurm.dataset.prompts.rows import prompts_of
+from verl_slurm.dataset.prompts.rows import MissingValue, prompts_of, reads_missing
 
 __all__ = ["Look", "Wanted", "look_at"]
 
@@ -52,6 +54,10 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """The length of every prompt was measured, too."""
     longest: int = 0
     """Tokens of the longest prompt that was measured."""
+    doubtful: int = 0
+    """Answers that read like a missing value, e.g. `nan`."""
+    first_doubtful: str = ""
+    """Place and text of the first of them."""
 
 
 class _Tokenizer(Protocol):
@@ -71,6 +77,7 @@ def look_at(wanted: Wanted) -> Look:
     # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
+    missing, doubtful, first_doubtful = _Missing(), 0, ""
     for name in files:
         # Rows behind `data.limit` never train, so nothing is asked of them.
         if rows == limit:
@@ -79,8 +86,11 @@ def look_at(wanted: Wanted) -> Look:
         try:
             with os.fdopen(open_regular(path, follow=True), "rb") as file:
                 # By the same function as the ranks: what passes here fails there for its content alone.
-                for where, prompt, _ in prompts_of(file, path, config):
+                for where, prompt, answer in prompts_of(file, path, config, missing.add):
                     rows += 1
+                    if reads_missing(answer):
+                        doubtful += 1
+                        first_doubtful = first_doubtful or f"{where}: {answer!r}"
                     if isinstance(prompt, str):
                         lengths.add(where, prompt)
                     elif config.chat_template == "none":
@@ -104,6 +114,7 @@ def look_at(wanted: Wanted) -> Look:
             raise DataError(
                 "a data file cannot be read", where=path, found=error.strerror, remedy=f"chmod u+r {path}"
             ) from None
+    missing.refuse(rows)
     # The rest of the last batch.
     lengths.look()
     if not rows:
@@ -116,7 +127,31 @@ def look_at(wanted: Wanted) -> Look:
         conversations=conversations,
         measured=measured,
         longest=lengths.longest,
+        doubtful=doubtful,
+        first_doubtful=first_doubtful,
     )
+
+
+class _Missing:
+    """Counts the rows without a prompt or an answer, so that one message tells how many there are."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, MissingValue] = {}
+        self._counts: Counter[str] = Counter()
+
+    def add(self, error: MissingValue) -> None:
+        self._first.setdefault(error.key, error)
+        self._counts[error.key] += 1
+
+    def refuse(self, rows: int) -> None:
+        """Raises MissingValue if there was one; `rows` were looked at."""
+        for key, error in self._first.items():
+            count = self._counts[key]
+            if count > 1:
+                error.what = f"{count} of {counted(rows, 'row')} have no text under {key!r}"
+            if count < rows:
+                error.remedy = f"fix or remove {'it' if count == 1 else 'them'}, or {error.remedy}"
+            raise error
 
 
 class _Lengths:

@@ -3,10 +3,13 @@
 A key is a name at the top of the row, or a path with dots into nested columns (`reward_model.ground_truth`). A prompt
 is text, or a conversation: a list of `{role, content}`, which the model's chat template turns into text. The reward
 gets an answer that is no text as JSON.
+
+A missing value is refused in every spelling: no key, null, NaN, empty or blank text. A prompt is refused as well where
+its whole text is a table's word for a missing value (`reads_missing`); as an answer, `None` may be right.
 """
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import PurePath
 from typing import Any, BinaryIO
 
@@ -14,7 +17,7 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.formats import records
 
-__all__ = ["Messages", "Prompt", "prompts_of"]
+__all__ = ["Messages", "MissingValue", "Prompt", "prompts_of", "reads_missing"]
 
 Messages = list[dict[str, Any]]
 """A conversation as chat templates take it: `role` and `content`, and further keys (`name`, `tool_calls`)."""
@@ -22,10 +25,35 @@ Prompt = str | Messages
 
 _SHOWN = 12
 _MISSING = object()
+_WORDS_FOR_MISSING = frozenset(
+    ("null", "none", "nan", "-nan", "na", "n/a", "#n/a", "#na", "<na>", "nat", "nil", "undefined", "\\n")
+)
+"""Of pandas, R, SQL, spreadsheets and JavaScript, in lower case."""
+_LONGEST_WORD = 32
+"""With brackets and blanks around it."""
 
 
-def prompts_of(file: BinaryIO, name: str | PurePath, config: DataConfig) -> Iterator[tuple[str, Prompt, str]]:
+class MissingValue(DataError):
+    """A row without its prompt or its answer."""
+
+    key = ""
+
+
+def reads_missing(text: str) -> bool:
+    """Returns whether the whole text is a word for a missing value, also in brackets or quotes (`[null]`)."""
+    return len(text) <= _LONGEST_WORD and text.strip("[](){}\"' \t\r\n").lower() in _WORDS_FOR_MISSING
+
+
+def prompts_of(
+    file: BinaryIO,
+    name: str | PurePath,
+    config: DataConfig,
+    missing: Callable[[MissingValue], None] | None = None,
+) -> Iterator[tuple[str, Prompt, str]]:
     """Yields (place, prompt, answer) of every row of a data file.
+
+    Args:
+        missing: is told of each missing value, which is then yielded as empty text. None: the first one is raised.
 
     Raises:
         DataError: a row has no prompt or no answer, or the file cannot be read.
@@ -40,8 +68,16 @@ def prompts_of(file: BinaryIO, name: str | PurePath, config: DataConfig) -> Iter
                 expected=f"an object with {prompt_key!r}",
                 remedy="fix or remove it",
             )
-        prompt = _prompt(_value(row, prompt_key), row, where, prompt_key)
-        yield where, prompt, "" if answer_key is None else _answer(row, where, answer_key)
+        prompt: Prompt = ""
+        answer = ""
+        try:
+            prompt = _prompt(_value(row, prompt_key), row, where, prompt_key)
+            answer = "" if answer_key is None else _answer(row, where, answer_key)
+        except MissingValue as error:
+            if missing is None:
+                raise
+            missing(error)
+        yield where, prompt, answer
 
 
 def _columns(config: DataConfig) -> Collection[str]:
@@ -64,8 +100,8 @@ def _value(row: dict[str, Any], key: str) -> Any:
 
 
 def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
-    # An empty prompt has no token to start from.
-    if isinstance(value, str) and value:
+    # An empty prompt has no token to start from, and `nan` is what a table writes for a prompt that it lacks.
+    if isinstance(value, str) and value.strip() and not reads_missing(value):
         return value
     if not isinstance(value, list) or not value:
         raise _no_text(value, row, where, key, "text, or a list of {role, content}", "data.prompt_key")
@@ -85,6 +121,10 @@ def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
         # A call of a tool has no text of its own.
         if not isinstance(content, str) and "tool_calls" not in message:
             raise _no_conversation(where, key, f"message {number + 1}: {_kind(message)}")
+        asked = content if message["role"] == "user" else None
+        if isinstance(asked, str) and (not asked.strip() or reads_missing(asked)):
+            found = f"message {number + 1}: {_kind(asked)}"
+            raise _no_text(value, row, where, key, "text from the user", "data.prompt_key", found)
         messages.append(message)
     # The template would open another turn behind the answer that is wanted.
     if messages[-1]["role"] == "assistant":
@@ -99,25 +139,29 @@ def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
 
 def _answer(row: dict[str, Any], where: str, key: str) -> str:
     value = _value(row, key)
-    if isinstance(value, str):
+    if isinstance(value, str) and value.strip():
         return value
-    if value is _MISSING or value is None:
+    # NaN is a float, or a Decimal, that is not itself.
+    if value is _MISSING or value is None or isinstance(value, str) or value != value:
         remedy = "data.answer_key; data.answer_key=null if there are no answers"
         raise _no_text(value, row, where, key, "an answer", remedy)
     # default=str: Parquet gives dates and decimals, which JSON lacks.
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _no_text(value: Any, row: dict[str, Any], where: str, key: str, expected: str, remedy: str) -> DataError:
+def _no_text(
+    value: Any, row: dict[str, Any], where: str, key: str, expected: str, remedy: str, found: str = ""
+) -> MissingValue:
     there = ", ".join(_keys(row)) or "none"
-    found = f"keys {there}" if value is _MISSING else f"{_kind(value)} there"
-    return DataError(
+    error = MissingValue(
         f"a row has no text under {key!r}",
         where=where,
-        found=found,
+        found=found or (f"keys {there}" if value is _MISSING else f"{_kind(value)} there"),
         expected=f"{expected} under {key!r}",
         remedy=f"set {remedy}",
     )
+    error.key = key
+    return error
 
 
 def _no_conversation(where: str, key: str, found: str) -> DataError:
@@ -139,7 +183,11 @@ def _keys(row: dict[str, Any]) -> list[str]:
 
 
 def _kind(value: Any) -> str:
-    names = {str: "empty text", type(None): "null", list: "a list", dict: "an object", bool: "a truth value"}
+    if isinstance(value, str):
+        return repr(value[:_SHOWN]) if value.strip() else "blank text" if value else "empty text"
+    if isinstance(value, float) and value != value:
+        return "NaN"
+    names = {type(None): "null", list: "a list", dict: "an object", bool: "a truth value"}
     names |= {int: "a number", float: "a number"}
     if isinstance(value, list) and value:
         return f"a list of {_kind(value[0])}" if not isinstance(value[0], str) else "a list of text"

@@ -195,9 +195,12 @@ class Outages:
         self._open = None
 
 
-def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
+def interruption_facts(outages: Outages, now: datetime, *, has_ledger: bool = True) -> dict[str, Any]:
     """Returns the sum, and each interruption with its parts (`Outage`), for `--json`. One that lasts has its time so
     far.
+
+    Args:
+        has_ledger: the loop keeps finished rollouts.
     """
     each = []
     for one in outages.each:
@@ -210,6 +213,7 @@ def interruption_facts(outages: Outages, now: datetime) -> dict[str, Any]:
         "queue_s": round(sum(one.queue_s or 0.0 for one in outages.each), 3),
         # None: not known, as the tokens of unfinished micro-batches are not counted.
         "tokens_lost": 0 if all(one.tokens_lost == 0 for one in outages.each) else None,
+        "has_ledger": has_ledger,
         "each": each,
     }
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["LOOKED_AT", "Pace", "number", "pace_of"]
+__all__ = ["LOOKED_AT", "Pace", "number", "pace_of", "steps_of_equal_rewards"]
 
 LOOKED_AT = 30
 """Last steps that count: a run's pace changes with the length of its responses."""
@@ -49,6 +49,20 @@ def pace_of(rows: Sequence[Mapping[str, Any]], steps_done: int, steps: int | Non
         steps_timed=len(times),
         seconds_left=0.0 if steps and steps_done >= steps else left,
     )
+
+
+def steps_of_equal_rewards(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """Returns the steps whose rewards were all equal, and taught nothing: by our numbers, TRL's or verl's."""
+    found = []
+    for row in rows:
+        shares = [
+            row.get(name) for name in ("equal_rewards", "frac_reward_zero_std", "train/frac_reward_zero_std")
+        ]
+        low, high = number(row.get("critic/score/min")), number(row.get("critic/score/max"))
+        step = number(row.get("step"))
+        if step is not None and (1.0 in map(number, shares) or (low is not None and low == high)):
+            found.append(step)
+    return found
 
 
 def number(value: object) -> float | None:

@@ -96,22 +96,22 @@
     };
   }
 
-  // Where attempts begin: lines with their numbers, or, of many attempts, ticks on the axis. One drawing for all of
+  // Where attempts begin, and where a reward was replaced (solid): lines with their numbers, or, of many attempts, ticks on the axis. One drawing for all of
   // them: a thousand marks of a library take longer than all the rest.
-  function attempts(points) {
-    const few = data.attempts.length <= 12;
+  function marks(points, found, solid) {
+    const few = solid || found.length <= 12;
     const renderItem = ({ coordSys }, api) => {
       const foot = coordSys.y + coordSys.height;
       const top = few ? coordSys.y : foot - 6;
-      const ends = data.attempts.map(([attempt, step]) => [attempt, api.coord([step, points[0][1]])[0]]);
+      const ends = found.map(([attempt, step]) => [attempt, api.coord([step, points[0][1]])[0]]);
       const line = { type: "path", shape: { pathData: ends.map(([, x]) => `M${x} ${foot}V${top}`).join("") } };
       const texts = few ? ends.map(([attempt, x]) => ({
         type: "text",
         style: { text: String(attempt), x, y: top - 3, fill: colour("ink-2"), font: `11px ${FONT}`, align: "center", verticalAlign: "bottom" },
       })) : [];
-      return { type: "group", children: [{ ...line, style: { stroke: colour("rule-2"), fill: "none", lineDash: few ? [3, 3] : null } }, ...texts] };
+      return { type: "group", children: [{ ...line, style: { stroke: colour(solid ? "ink-2" : "rule-2"), fill: "none", lineDash: few && !solid ? [3, 3] : null } }, ...texts] };
     };
-    return { type: "custom", name: "attempts", silent: true, data: [points[0]], renderItem };
+    return { type: "custom", name: solid ? "rewards" : "attempts", silent: true, data: [points[0]], renderItem };
   }
 
   function curve(panel) {
@@ -138,7 +138,10 @@
         lineStyle: { width: 1.8, color: colour(LINES[run % LINES.length]), type: DASHES[Math.floor(run / LINES.length) % DASHES.length] },
         itemStyle: { color: colour(LINES[run % LINES.length]) },
         emphasis: { disabled: true },
-      })).concat(data.attempts.length ? [attempts(panel.lines[0][1])] : []),
+      })).concat(
+        data.attempts.length ? [marks(panel.lines[0][1], data.attempts, false)] : [],
+        panel.replaced.length ? [marks(panel.lines[0][1], panel.replaced.map((step) => ["reward", step]), true)] : [],
+      ),
     };
   }
 

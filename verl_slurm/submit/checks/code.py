@@ -6,7 +6,7 @@ the run goes on with: `--code run` or `--code new`.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -96,7 +96,10 @@ def plan_code(
         # Not looked at: the code outside may be gone, or no longer be what can be copied.
         plan, changes = CodePlan(record=CodeRecord(python=installed.python, packages=installed.packages)), ""
     else:
-        plan = _present(config, caller, installed, {} if known is None else known)
+        # The choice `new` takes all that is there now.
+        trees = old.trees if old is not None and choice is None else ()
+        former = {tree.root: {file.path for file in files_of(paths, tree.digest)} for tree in trees}
+        plan = _present(config, caller, installed, {} if known is None else known, former)
         if not asked and config.slurm.container is None and module_of(config) and not plan.record.programs:
             unknown = [
                 f"whether {module_of(config)} is copied is not known: only {python_of(config.slurm)} finds it"
@@ -131,7 +134,13 @@ def plan_code(
     return msgspec.structs.replace(plan, record=old, files=(), notes=(*plan.notes, *notes), kept=True)
 
 
-def _present(config: RunConfig, caller: Path, installed: Installed, known: TreesRead) -> CodePlan:
+def _present(
+    config: RunConfig,
+    caller: Path,
+    installed: Installed,
+    known: TreesRead,
+    former: Mapping[str, Collection[str]],
+) -> CodePlan:
     programs = programs_of(config, installed.search)
     notes = []
     looked = installed.python or config.slurm.container is not None
@@ -140,7 +149,7 @@ def _present(config: RunConfig, caller: Path, installed: Installed, known: Trees
             f"{module} is not copied: it is part of an installed package, or the nodes alone have it"
         )
     contents = []
-    for found in _trees(config, programs):
+    for found in _trees(config, programs, former):
         key = (found.root, tuple(found.names))
         if key not in known:
             known[key] = _content(found)
@@ -209,8 +218,13 @@ class _Tree(NamedTuple):
         return place.is_relative_to(self.root) and place.relative_to(self.root).as_posix() in self.names
 
 
-def _trees(config: RunConfig, programs: Sequence[Program]) -> list[_Tree]:
+def _trees(
+    config: RunConfig, programs: Sequence[Program], former: Mapping[str, Collection[str]]
+) -> list[_Tree]:
     """Returns the trees that are copied.
+
+    Args:
+        former: root → files of a tree of the run that goes on.
 
     Raises:
         ConfigError: one cannot be listed (`list_tree`), or lacks a program that it is copied for.
@@ -228,6 +242,7 @@ def _trees(config: RunConfig, programs: Sequence[Program]) -> list[_Tree]:
             left_out=left_out,
             max_mb=code.max_mb,
             ask_git=ask_git,
+            former=former.get(str(root)),
         )
         return _Tree(root, found.names, found.notes, found.of_git)
 

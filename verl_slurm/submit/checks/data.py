@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, read_template
+from verl_slurm.dataset.prompts.choice import is_data, splits_of
 from verl_slurm.dataset.prompts.directory import data_files
 from verl_slurm.dataset.prompts.look import Look, Wanted
 
@@ -23,6 +25,7 @@ _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query",
 _ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "label", "output")
 """Names of columns in public data sets, the more telling first."""
 _ANY_LENGTH = 1 << 20
+_MOST_NAMED = 4
 
 
 class _Answer(msgspec.Struct, frozen=True):
@@ -30,7 +33,7 @@ class _Answer(msgspec.Struct, frozen=True):
     error: dict[str, str | None] | None = None
 
 
-def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
+def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str]]:
     """Reads `data.root` or `data.eval_root`: every row, as far as two seconds reach.
 
     Args:
@@ -38,7 +41,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
         key: which of the two.
 
     Returns:
-        A description of the data, and a note for the user, which may be empty.
+        A description of the data, and notes for the user.
 
     Raises:
         DataError: missing, empty, unreadable or of another form, with file and row.
@@ -46,7 +49,8 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
     data = config.data
     root = data.root if key == "data.root" else data.eval_root or ""
     # Each file by itself: rows are read for two seconds, which may not reach the last files.
-    for name in data_files(Path(root), data, key=key):
+    names = data_files(Path(root), data, key=key)
+    for name in names:
         if not os.access(path := Path(root) / name, os.R_OK, effective_ids=True):
             raise DataError(
                 "a data file cannot be read",
@@ -58,20 +62,44 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, str]:
     kind = "conversations" if found.conversations else "prompts"
     rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
     text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
-    note = ""
+    notes = []
+    files_key = key.replace("root", "files")
+    # The pattern is the user's, so it is taken; that it reaches into a test split may be an oversight.
+    if len(splits := splits_of(names) - {""}) > 1:
+        notes.append(f"{files_key} takes files of several splits: {', '.join(sorted(splits))}")
+    pattern = data.files if key == "data.root" else data.eval_files
+    if pattern is None and (unread := _beside(Path(root), names)):
+        notes.append(f"{key}: not read, set {files_key} if they belong to it: {', '.join(unread)}")
+    if found.doubtful:
+        notes.append(
+            f"{key}: {counted(found.doubtful, 'answer')} read like a missing value, the first at {found.first_doubtful}"
+        )
     # Two seconds of rows, and no more: a data set of hours would hold the submission up, and the ranks read it all.
     if not found.whole:
-        note = f"{key}: only the first {found.rows} rows were looked at; the ranks read them all"
+        notes.append(f"{key}: only the first {found.rows} rows were looked at; the ranks read them all")
     elif not found.measured and not config.model.path.startswith(BUILTIN):
         text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
-    return text, note
+    return text, notes
 
 
-def recognize(config: RunConfig) -> RunConfig:
+def _beside(root: Path, names: Sequence[str]) -> list[str]:
+    """Lists files of data that lie beside those that are read, and are not."""
+    folder = Path(names[0]).parent
+    if (root / folder / "state.json").exists():
+        return []  # of `datasets`, whose caches lie beside its files
+    there = sorted(os.path.normpath(folder / name) for name in os.listdir(root / folder))
+    return [name for name in there if is_data(name) and name not in names][:_MOST_NAMED]
+
+
+def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConfig, str]:
     """Returns `config` with the columns of prompt and answer that the first row has, and room for the longest prompt.
 
     Args:
         config: paths absolute; `data.max_prompt_tokens` is the least room.
+        answer_key: of the answers, as the user named it; None: by the names that such columns usually have.
+
+    Returns:
+        Also the keys of the first row, as text, if none of them is known to hold answers; else empty.
 
     Raises:
         DataError: as `check_data`; or no column has a name that prompts usually have.
@@ -96,11 +124,16 @@ def recognize(config: RunConfig) -> RunConfig:
     else:
         # It lists the columns that are there.
         raise refused[0]
-    answer = next((key for key in _ANSWERS if refusal(prompt_key=prompt, answer_key=key) is None), None)
+    answer, keys = answer_key, ""
+    if answer_key is None:
+        answer = next((key for key in _ANSWERS if refusal(prompt_key=prompt, answer_key=key) is None), None)
+    # A key that no row has: the refusal lists the keys that are there.
+    if answer is None and (lacking := refusal(prompt_key=prompt, answer_key="\0")) is not None:
+        keys = str(lacking.found) if str(lacking.found) != f"keys {prompt}" else ""
     chosen = with_data(prompt_key=prompt, answer_key=answer, max_prompt_tokens=_ANY_LENGTH)
     longest = _look(_wanted(chosen, "data.root")).longest
     room = max(config.data.max_prompt_tokens, 1 << max(longest - 1, 0).bit_length())
-    return with_data(prompt_key=prompt, answer_key=answer, max_prompt_tokens=room)
+    return with_data(prompt_key=prompt, answer_key=answer, max_prompt_tokens=room), keys
 
 
 def _wanted(config: RunConfig, key: str) -> Wanted:

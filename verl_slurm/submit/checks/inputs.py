@@ -41,6 +41,7 @@ __all__ = [
     "check_names",
     "check_reward",
     "needs_building",
+    "no_answers",
     "refuse_guests",
 ]
 
@@ -301,11 +302,14 @@ def absolute_reward(text: str, base: Path) -> str:
     return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
 
 
-def check_reward(text: str) -> None:
+def check_reward(text: str) -> bool:
     """Refuses a reward that does not exist, as far as can be seen without running it.
 
     Args:
         text: paths absolute.
+
+    Returns:
+        Whether it reads the answers of the data, as far as can be seen.
 
     Raises:
         ConfigError: none of the forms, no such rule, module or function.
@@ -328,7 +332,16 @@ def check_reward(text: str) -> None:
         check_model("model.reward", Path(spec.name))
     # By its syntax tree: the user's module is not run here.
     if spec.kind == "python":
-        check_function(spec, source_file(spec))
+        return check_function(spec, source_file(spec))
+    return spec.kind == "rule"
+
+
+def no_answers(reward: str) -> str:
+    """Returns the note about a reward that reads answers where the data has none."""
+    return (
+        f"data.answer_key is null, so each answer that {reward} reads is empty text: set data.answer_key, "
+        "unless the reward does without"
+    )
 
 
 def check_guest(config: RunConfig) -> list[str]:

@@ -28,6 +28,7 @@ from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.checks.rollout import check_engine, require_engine
 from verl_slurm.config.hooks import HOOKS
@@ -36,7 +37,7 @@ from verl_slurm.config.services import nodes_of_components
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
-from verl_slurm.submit.checks.inputs import check_names, check_reward
+from verl_slurm.submit.checks.inputs import check_names, check_reward, no_answers
 from verl_slurm.submit.checks.model_families import check_model_shape, said_of
 from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.plan import Cluster
@@ -187,6 +188,17 @@ def check_resume_from(config: RunConfig) -> None:
     # An unreadable manifest is left to the lead, which reports what is wrong with it.
     try:
         manifest = read_manifest(path)
+    except FileNotFoundError:
+        committed = [info.name for info in list_checkpoints(RunPaths(path)) if info.kind == "committed"]
+        raise NotFound(
+            "not a checkpoint to resume from",
+            where=path,
+            found="a run's directory" if committed else "a directory without a manifest",
+            expected="the directory of one checkpoint",
+            remedy=f"set checkpoint.resume_from={path}/checkpoints/{committed[0]}"
+            if committed
+            else "`verl-slurm checkpoints RUN` lists those of a run",
+        ) from None
     except (CheckpointCorrupt, SchemaMismatch, OSError):
         return
     require_same_models(manifest, config, path)
@@ -216,8 +228,11 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     said = said_of(config.model.path)
     check_engine(config, config.model.path, said)
     check_model_shape(config.distributed, config.model.path, said)
-    check_reward(config.model.reward)
-    taken, notes = [("model", config.model.path)], []
+    taken: list[tuple[str, str]] = [("model", config.model.path)]
+    notes: list[str] = []
+    # A note, not a refusal: the function may read them and do without them.
+    if check_reward(config.model.reward) and config.data.answer_key is None:
+        notes.append(no_answers(config.model.reward))
     roots = (
         ("data", "data.root", config.data.root),
         ("held out", "data.eval_root", config.data.eval_root),
@@ -226,9 +241,9 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
         if root is None:
             continue
         # Built-in data may not be there yet, and needs no check.
-        text, note = (root, "") if root.startswith(BUILTIN) else check_data(config, key)
+        text, said_of_data = (root, []) if root.startswith(BUILTIN) else check_data(config, key)
         taken.append((name, text))
-        notes += [note] if note else []
+        notes += said_of_data
     return [*taken, ("reward", config.model.reward)], notes
 
 

@@ -16,7 +16,12 @@ __all__ = ["explained_variance", "spread_of_scores", "step_costs", "step_measure
 
 
 def step_measures(
-    scored: Mapping[str, Tensor], estimates: Mapping[str, Tensor], mask: Tensor, ranks: Collective
+    scored: Mapping[str, Tensor],
+    estimates: Mapping[str, Tensor],
+    mask: Tensor,
+    ranks: Collective,
+    *,
+    group: int | None = None,
 ) -> dict[str, float]:
     """Returns columns of the step's row, the same bits on every rank. Collective.
 
@@ -24,19 +29,25 @@ def step_measures(
         scored: scores [N]; old_values [N, T] where there is a critic.
         estimates: returns [N, T] where there is a critic.
         mask: bool [N, T], true on response tokens.
+        group: consecutive responses whose rewards are compared with each other; None: all of the step.
 
     Runs at the end of each step.
     """
     scores = scored["scores"].double()
     mine = [float(len(scores)), float(scores.sum()), float((scores * scores).sum())]
+    groups = scores.reshape(-1, group or 1)
+    mine += [float(len(groups)), float((groups == groups[:, :1]).all(dim=1).sum())]
     has_critic = "old_values" in scored and "returns" in estimates
     if has_critic:
         mine += _value_sums(estimates["returns"], scored["old_values"], mask)
     # One collective for all columns; sums in rank order give the same bits on every rank.
     sums = ranks.sum(mine)
     row = {"reward_std": spread_of_scores(*sums[:3])}
+    # Rounding leaves about 1e-16 of the mean square.
+    no_spread = _variance(*sums[:3]) <= 1e-12 * sums[2] / max(sums[0], 1.0)
+    row["equal_rewards"] = float(no_spread) if group is None else sums[4] / max(sums[3], 1.0)
     if has_critic:
-        row["explained_variance"] = explained_variance(*sums[3:])
+        row["explained_variance"] = explained_variance(*sums[5:])
     return row
 
 

@@ -24,6 +24,8 @@ from verl_slurm.config.reward_spec import RewardSpec, check_function, source_fil
 __all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source"]
 
 _SHOWN = 60
+_AGAIN = "submit the run again with --code new; it goes on from its newest checkpoint"
+"""The ranks load the run's copy of the code, so that a corrected file alone changes nothing."""
 
 
 class RewardRaised(DataError):
@@ -67,7 +69,7 @@ class PythonReward:
                 "the reward function raised",
                 where=self._name,
                 found=f"{type(error).__name__}: {error} at {place}",
-                remedy="correct it, and submit the run again with --code new; it goes on from its newest checkpoint",
+                remedy=f"correct it, and {_AGAIN}",
             )
             raised.place, raised.worked = f"{type(error).__name__} at {place}", self._worked
             raise raised from error
@@ -109,7 +111,7 @@ class PythonReward:
             where=self._name,
             found=found,
             expected=expected,
-            remedy="mend the function, or set model.reward",
+            remedy=f"correct the function, and {_AGAIN}",
         )
 
 
@@ -143,7 +145,7 @@ def load_python_reward(spec: RewardSpec, digest: str = "") -> PythonReward:
             "the reward function's source does not run",
             where=file,
             found=f"{type(error).__name__}: {error}",
-            remedy="mend it: python -c 'import ...' in the job's environment says more",
+            remedy=f"correct it (python -c 'import ...' in the job's environment says more), and {_AGAIN}",
         ) from error
     if not callable(function):
         raise ConfigError(

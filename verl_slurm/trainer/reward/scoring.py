@@ -165,7 +165,7 @@ class ClassifierReward:
                 where=self._directory,
                 found=f"{float(whole[wrong])} for prompt {prompts[wrong][:60]!r}, response {responses[wrong][:60]!r}",
                 expected="a finite number",
-                remedy="mend the reward model, or set model.reward",
+                remedy="correct the reward model, or set model.reward",
             )
         return whole
 

@@ -1,0 +1,84 @@
+"""A prompt or an answer that is missing, in every spelling a table can have: refused, or said."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import run_config
+from verl_slurm.base.errors import DataError
+from verl_slurm.config.schema import DataConfig
+from verl_slurm.dataset.prompts.look import Look, Wanted, look_at
+from verl_slurm.submit.checks.data import check_data
+
+GOOD = {"prompt": "1+1=", "answer": "2"}
+
+
+def look(root: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> Look:
+    root.mkdir(exist_ok=True)
+    if kind == "jsonl":
+        (root / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "csv":
+        lines = [",".join(f'"{value}"' for value in row.values()) for row in rows]
+        (root / "a.csv").write_text("prompt,answer\n" + "\n".join(lines) + "\n")
+    else:
+        pa = pytest.importorskip("pyarrow")
+        pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist(rows), root / "a.parquet")
+    config = DataConfig(root=str(root))
+    return look_at(
+        Wanted(data=config, root=str(root), key="data.root", tokenizer=None, has_template=True, seconds=60)
+    )
+
+
+@pytest.mark.parametrize("key", ["prompt", "answer"])
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+@pytest.mark.parametrize("value", [None, "", " \t", float("nan")], ids=["null", "empty", "blank", "NaN"])
+def test_a_missing_value_is_refused_with_place_and_count(
+    tmp_path: Path, kind: str, key: str, value: Any
+) -> None:
+    good: dict[str, Any] = GOOD
+    if isinstance(value, float):
+        if kind == "csv" or (kind, key) == ("parquet", "prompt"):
+            return  # text has no NaN, and a column of numbers no prompts
+        good = GOOD | {key: 1.5} if kind == "parquet" else GOOD
+    rows = [GOOD | {key: "" if value is None and kind == "csv" else value} for _ in range(2)]
+    rows = [good, *rows, good]
+    with pytest.raises(DataError) as caught:
+        look(tmp_path / "data", rows, kind)
+    assert caught.value.what == f"2 of 4 rows have no text under {key!r}"
+    place = {"jsonl": "a.jsonl:2", "csv": "a.csv:3", "parquet": "a.parquet: row 2"}[kind]
+    assert str(caught.value.where).endswith(place)
+    assert "fix or remove them" in str(caught.value.remedy)
+
+
+WORDS = ["nan", "NaN", "None", "null", "NULL", "N/A", "n/a", "<NA>", "NaT", "#N/A", " nan "]
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_tables_word_for_a_missing_value_is_no_prompt(tmp_path: Path, word: str) -> None:
+    for prompt in (word, [{"role": "user", "content": word}]):
+        with pytest.raises(DataError, match="a row has no text under 'prompt'"):
+            look(tmp_path / "data", [GOOD, GOOD | {"prompt": prompt}])
+
+
+@pytest.mark.parametrize("word", [*WORDS, ["null"], [None]])
+def test_an_answer_that_reads_like_a_missing_value_is_said(tmp_path: Path, word: Any) -> None:
+    rows = [GOOD, GOOD | {"answer": word}, GOOD | {"answer": "no"}]
+    assert look(tmp_path / "data", rows).doubtful == 1
+    _, notes = check_data(run_config(data=DataConfig(root=str(tmp_path / "data"))))
+    assert any("1 answer read like a missing value" in note and "a.jsonl:2" in note for note in notes)
+
+
+def test_data_beside_the_files_that_are_read_is_named(tmp_path: Path) -> None:
+    for name in ("train-1.jsonl", "train-2.jsonl.gz", "train-3.csv", "README.md", "dataset_info.json"):
+        (tmp_path / name).write_text(json.dumps(GOOD) + "\n")
+    [note] = check_data(run_config(data=DataConfig(root=str(tmp_path))))[1]
+    assert note.endswith("belong to it: train-2.jsonl.gz, train-3.csv")
+
+
+def test_a_pattern_that_reaches_into_a_test_split_is_said(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(GOOD) + "\n")
+    config = run_config(data=DataConfig(root=str(tmp_path), files="*.jsonl"))
+    assert "data.files takes files of several splits: test, train" in check_data(config)[1]
