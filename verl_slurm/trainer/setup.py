@@ -272,7 +272,15 @@ def _build_loop(
     # `load_replay` may put the position back to the beginning of the step, where its rollouts were refused.
     loaded = state.position
     # A replica's leader reads for its ranks: two nodes may see different ends of one file for a moment (decision 0006).
-    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, ranks, keys)
+    replay = load_replay(
+        paths,
+        state,
+        shape,
+        grid.place.dp if grid.is_leader else None,
+        ranks,
+        keys,
+        tell=partial(session.notice, topic="ledger", loud=True),
+    )
     # A request is answered with a checkpoint of this run only; one outside the run must not be named.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""
