@@ -171,10 +171,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
         """
         assert self._trainer is not None
         callbacks = self._trainer.callback_handler.callbacks
-        saved = {
-            name: data if isinstance(data, list) else [data]
-            for name, data in state.stateful_callbacks.items()
-        }
+        stored: Any = state.stateful_callbacks or {}  # annotated as the list that it is made from
+        saved = {name: data if isinstance(data, list) else [data] for name, data in stored.items()}
         ended, forgetful = False, []
         for callback in callbacks:
             name = type(callback).__name__
