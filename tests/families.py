@@ -218,7 +218,15 @@ then says that it has not been tried. Encoders, and encoders with a decoder (T5,
 
 * Weights must be safetensors: `model.safetensors`, or the shards that `model.safetensors.index.json` names. Pickled
   weights (`pytorch_model.bin`) are refused with the command that converts them.
-* Quantized weights (`quantization_config`) and adapters (`adapter_config.json`) are refused: dequantize or merge them.
+* Quantized weights (`quantization_config`) and adapters (`adapter_config.json`, `adapter_model.*`) are refused, also
+  beside a model's files: dequantize or merge them.
+
+## End tokens
+
+With both engines a response ends at the first of these: each `eos_token_id` of `generation_config.json` (of
+`config.json` where that file is missing), as in Hugging Face's `generate`, and the tokenizer's `eos_token`. Many chat
+models end a turn with a token that only the first names. Nothing else of `generation_config.json` counts: temperature,
+`top_p`, `top_k` and penalties would sample from another distribution than the one that is trained.
 
 ## The critic of an export
 

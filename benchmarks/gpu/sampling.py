@@ -33,7 +33,7 @@ def measure_sampling(model: Path, dtype: str, device: torch.device, reps: int) -
             model,
             RolloutConfig(max_new_tokens=_NEW, micro_batch_size_per_device=_ROWS, enforce_eager=eager),
             seed=3,
-            eos_id=-1,  # every response has its full length
+            eos_ids=[],  # every response has its full length
             pad_id=0,
             dtype=dtype,
             device=device,

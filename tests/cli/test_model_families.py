@@ -221,8 +221,19 @@ def test_an_adapter_and_weights_of_another_name_are_refused(workplace: Path, cli
     result = cli(*DRY)
     assert result.code == ExitCode.DATA
     assert "found consolidated.safetensors, which transformers does not look for" in result.error
-    (model / "adapter_config.json").write_text("{}")
-    assert re.search("an adapter, not a model.*merge", cli(*DRY).error)
+    (model / "consolidated.safetensors").rename(model / "model.safetensors")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (model / name).write_text("{}")
+        assert re.search(f"an adapter beside a model.*merge.*or remove {name}", cli(*DRY).error)
+        (model / name).unlink()
+    # As PEFT saves one: without a config.json, which the other refusals ask for.
+    adapter = workplace / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    for key in ("model.path=", "model.reward=classifier:", "checkpoint.resume_from="):
+        result = cli(*DRY, f"{key}{adapter}")
+        assert result.code == ExitCode.DATA
+        assert re.search(f"an adapter, not a model.*merge.*set {key.partition('=')[0]}", result.error)
 
 
 @pytest.mark.scenario("USE06")

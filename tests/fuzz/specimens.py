@@ -44,7 +44,7 @@ from verl_slurm.wire.framing import Framer
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest
 
-KEY, EPOCH = b"k" * 32, 3
+KEY, EPOCH, RUN_ID = b"k" * 32, 3, "0123456789abcdef"
 _HASH = "ab" * 32
 FROZEN = "c0" * 32
 """A model's copy in RUN/frozen."""
@@ -167,7 +167,7 @@ def _record(step: int, micro_batch: int) -> bytes:
 
 
 def ledgers() -> Sequence[bytes]:
-    records = [frame(step, micro, _record(step, micro)) for step, micro in ((0, 0), (0, 1), (1, 0))]
+    records = [frame(RUN_ID, step, micro, _record(step, micro)) for step, micro in ((0, 0), (0, 1), (1, 0))]
     whole = head(EPOCH, 0) + b"".join(records)
     return [whole, head(EPOCH, 0), whole + records[0][:40], whole[:100] + records[1]]
 
@@ -180,12 +180,12 @@ def ledger_parts() -> Sequence[bytes]:
 def seal_ledger(data: bytes) -> bytes:
     parts = _unpacked(data)
     try:
-        records = b"".join(frame(*record) for record in parts["records"])
+        records = b"".join(frame(RUN_ID, *record) for record in parts["records"])
         return head(parts["epoch"], parts["rank"]) + records
     except (TypeError, KeyError, struct.error, OverflowError):
         # Overlapping records, every header whole: each asks for the CRC of all that follows.
         size = min(len(data), 4000) // 4
-        fields = struct.pack("<4sIQII", b"VSLR", size * 4, 1, 1, zlib.crc32(data))
+        fields = struct.pack("<4sIQII8s", b"VSLR", size * 4, 1, 1, zlib.crc32(data), bytes.fromhex(RUN_ID))
         return head(EPOCH, 0) + (fields + struct.pack("<I", zlib.crc32(fields))) * max(size // 7, 1) + data
 
 
@@ -563,7 +563,7 @@ def data_rows() -> Sequence[bytes]:
 def samples() -> Sequence[bytes]:
     """A step of `samples.jsonl`."""
     sample = Sample(sample_id=1, prompt="1+1=", response="2", answer="2", reward=1.0, response_tokens=1)
-    step = StepSamples(time="2026-11-22", epoch=1, step=3, responses=8, samples=[sample])
+    step = StepSamples(time="2026-11-22", run=RUN_ID, epoch=1, step=3, responses=8, samples=[sample])
     return [msgspec.json.encode(step)]
 
 

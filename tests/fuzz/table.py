@@ -80,6 +80,7 @@ def _in_run(name: str, read: Callable[[RunPaths], object]) -> Callable[[bytes], 
         run = scratch() / "run"
         path = run / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        (run / "run_id").write_text(of.RUN_ID)  # the ledger's records name it
         # A file of 0600, as the readers of secrets want it, and written over: renames cost more than parsing.
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
             file.write(data)
@@ -272,7 +273,14 @@ TARGETS = (
     Target(
         "runtime state, compared, sealed", _facts, of.state_parts, raises=_CORRUPT, seal=of.seal_state, cost=4
     ),
-    Target("samples.jsonl", _in_run("samples.jsonl", read_samples), of.samples, form="json", cost=2),
+    Target(
+        "samples.jsonl",
+        _in_run("samples.jsonl", read_samples),
+        of.samples,
+        raises=(NotFound,),
+        form="json",
+        cost=2,
+    ),
     Target("hash cache", hash_cache.decode, of.hash_caches, raises=(ValueError,)),
     Target("ledger", _in_run(_SEGMENT, _ledger), of.ledgers, cost=10),
     Target(

@@ -93,10 +93,10 @@ def test_frames_that_lie_in_each_other_are_not_read_again_and_again(
     monkeypatch: pytest.MonkeyPatch, good_between: bool
 ) -> None:
     """4 MiB of them took 44 s."""
-    size, good = 256 << 10, segment.frame(1, 1, b"")
+    size, good = 256 << 10, segment.frame("00" * 8, 1, 1, b"")
     data = bytearray(segment.head(3, 0))
     while len(data) < size // 2:
-        fields = struct.pack("<4sIQII", b"VSLR", size - len(data) - 28, 1, 1, 0)
+        fields = struct.pack("<4sIQII8s", b"VSLR", size - len(data) - 36, 1, 1, 0, bytes(8))
         data += fields + struct.pack("<I", zlib.crc32(fields)) + (good if good_between else b"")
     data += bytes(size - len(data))
     read = 0
@@ -111,7 +111,7 @@ def test_frames_that_lie_in_each_other_are_not_read_again_and_again(
     fd = os.memfd_create("segment")
     try:
         os.write(fd, data)
-        items = list(segment.scan(fd, 3, 0))
+        items = list(segment.scan(fd, 3, 0, "00" * 8))
     finally:
         os.close(fd)
     assert read < 3 * size

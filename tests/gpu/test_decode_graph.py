@@ -30,7 +30,7 @@ def _engine(tiny: Path, device: str, *, recorded: bool, eos: int | None = None, 
         tiny,
         RolloutConfig(max_new_tokens=TOKENS, enforce_eager=not recorded, **said),
         seed=5,
-        eos_id=int(tokenizer.eos_token_id) if eos is None else eos,
+        eos_ids=[int(tokenizer.eos_token_id) if eos is None else eos],
         pad_id=int(tokenizer.pad_token_id),
         device=torch.device(device),
     )

@@ -332,3 +332,42 @@ def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None
     service = VerlSlurmCallback(session)
     service.train(Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]))
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-2", "checkpoint-4"]
+
+
+class Own(TrainerCallback):
+    """Has state that nothing saves."""
+
+
+class Constant(TrainerCallback):
+    """Gives each evaluation a metric that never changes."""
+
+    def on_evaluate(self, *args: Any, metrics: dict[str, float], **named: Any) -> None:
+        metrics["eval_never_better"] = 0.5
+
+
+@pytest.mark.parametrize("step", [2, 4, 5])
+def test_early_stopping_counts_on_over_an_interruption(tmp_path: Path, step: int) -> None:
+    run = Run(tmp_path / "run")
+
+    def lived(daemon: Daemon, patience: EarlyStoppingCallback) -> Life:
+        # The first value is the best, and four more end the training at step 5.
+        return Life(
+            run.life(daemon),
+            Constant(),
+            Own(),
+            patience,
+            eval_strategy="steps",
+            eval_steps=1,
+            metric_for_best_model="never_better",
+            greater_is_better=True,
+        )
+
+    # At step 5 the request and the early stopping come together.
+    assert lived(Daemon({step: stop()}), EarlyStoppingCallback(4)).stopped
+    daemon, patience = Daemon(), EarlyStoppingCallback(4)
+    assert lived(daemon, patience).trainer.state.global_step == 5
+    assert patience.early_stopping_patience_counter == 4
+    assert [message.step for message in daemon.heard(Finished)] == [5]
+    [said] = [notice.text for notice in daemon.heard(Notice) if "no state of the callbacks" in notice.text]
+    assert "Own" in said
+    assert "EarlyStopping" not in said

@@ -1,5 +1,6 @@
 """The real Lightning `Trainer` as a guest, in this process: asked, stopped, resumed, done."""
 
+import csv
 import os
 import signal
 from pathlib import Path
@@ -25,6 +26,8 @@ lightning = pytest.importorskip(
     "lightning", reason="NOT RUN: lightning is not installed (pip install '.[dev]')"
 )
 
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
 from verl_slurm.loops.lightning import VerlSlurmCheckpoint  # noqa: E402
@@ -301,3 +304,50 @@ def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None
     )
     service.fit(trainer, Net(), ResumableDataLoader(Numbers(), batch_size=4, shuffle=True))
     assert trainer.global_step == 3
+
+
+class BestIsFirst(lightning.pytorch.callbacks.Callback):  # type: ignore[misc,name-defined]
+    """Logs a score that is best in the first epoch."""
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.log("score", 1.0 if trainer.current_epoch == 0 else 0.1)
+
+
+def _with_logger(run: Run, daemon: Daemon, **settings: Any) -> tuple[Any, Any, Life]:
+    best = ModelCheckpoint(monitor="score", mode="max", filename="best-{epoch}")
+    logger = CSVLogger(run.paths.root / "csv", flush_logs_every_n_steps=1)
+    words = {"validates": True, "log_every_n_steps": 1, "logger": logger} | settings
+    return best, logger, Life(run.life(daemon), BestIsFirst(), best, **words)
+
+
+# Lightning logs a step after the callbacks that leave with it: the row of a step in mid-epoch is not written.
+@pytest.mark.parametrize(("step", "lost"), [(7, {6}), (10, set())])
+def test_a_best_checkpoint_and_the_loggers_directory_outlast_an_interruption(
+    tmp_path: Path, step: int, lost: set[int]
+) -> None:
+    run = Run(tmp_path / "run")
+    first, logger, life = _with_logger(run, Daemon({step: stop()}))
+    assert life.stopped
+    # A row of a step that is done again: a killed attempt has gone further than its checkpoint.
+    file = Path(logger.log_dir) / "metrics.csv"
+    header, *rows = file.read_text().splitlines()
+    file.write_text("\n".join([header, *rows, ",".join("99" for _ in header.split(","))]) + "\n")
+    daemon = Daemon()
+    second, again, _ = _with_logger(run, daemon)
+    assert again.log_dir == logger.log_dir
+    assert (second.best_model_path, float(second.best_model_score)) == (first.best_model_path, 1.0)
+    assert Path(second.best_model_path).is_file()
+    with file.open(newline="") as lines:
+        steps = [int(row["step"]) for row in csv.DictReader(lines) if row["loss"]]
+    assert steps == sorted(set(range(15)) - lost)
+    assert not [notice for notice in daemon.heard(Notice) if "interruption" in notice.text]
+
+
+def test_a_best_checkpoint_that_is_forgotten_is_said(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    assert _with_logger(run, Daemon({7: stop()}))[2].stopped
+    daemon = Daemon()
+    _with_logger(run, daemon, logger=CSVLogger(run.paths.root / "another"))
+    [said] = [notice for notice in daemon.heard(Notice) if "forgotten" in notice.text]
+    assert said.loud
+    assert "another" in said.text

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 
@@ -125,6 +126,26 @@ def test_a_record_of_our_own_trainer_is_no_response(paths: RunPaths) -> None:
     assert "holds no responses" in later.news()[0]
     with pytest.raises(CheckpointCorrupt):
         unpack_outputs({"meta": np.frombuffer(b"\xc1", dtype=np.uint8)}, "d")
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [[], {"digest": "d", "outputs": 3}, {"digest": "d", "outputs": [[]]}, {"digest": ["d"], "outputs": []}],
+)
+def test_a_record_whose_fields_have_other_types_is_told_and_sampled_again(paths: RunPaths, meta: Any) -> None:
+    with Ledger(paths, 1, 0) as ledger:
+        ledger.append(0, 0, {"meta": np.frombuffer(msgpack.packb(meta), dtype=np.uint8)})
+    later = RolloutLedger(paths, 2, 0)
+    assert later.find(0, 0, "d") is None
+    assert "holds no responses" in later.news()[0]
+
+
+def test_a_record_that_makes_no_response_is_told_and_sampled_again(paths: RunPaths) -> None:
+    recorded(paths, (0, 0))
+    later = RolloutLedger(paths, 2, 0)
+    assert later.find(0, 0, "d", lambda fields: fields["of another version"]) is None
+    assert "of another version" in later.news()[0]
+    assert later.replayed == 0
 
 
 def test_what_waits_together_is_written_and_synced_once_and_before_it_is_used(

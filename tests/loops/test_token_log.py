@@ -1,15 +1,19 @@
 """Tokens of unfinished responses: logged while they are sampled, continued after a kill, never mixed up."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.loops import token_log
 from verl_slurm.loops.token_log import Call, Prefix, Prefixes, TokenLog, call_of, token_paths
 from verl_slurm.runtime_state.ledger import Ledger
@@ -103,16 +107,62 @@ def test_tokens_behind_a_gap_stay_out_whatever_a_later_attempt_adds(paths: RunPa
     assert read(paths).find(CALL) == Prefix([1, 1, 3, 3, 3, 3], None, None, False)
 
 
-def test_a_record_that_is_none_is_told_and_the_others_are_used(paths: RunPaths) -> None:
+GOOD = [7, 2, 0, "0badf00d", 0, 1, 3, False]
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        b"\0\0\0",
+        [1, [[[7], *GOOD[1:]]]],  # a position that is no key
+        [1, [[*GOOD[:4], "0", *GOOD[5:]]]],
+        [1, [[*GOOD[:5], -1, *GOOD[6:]]]],
+        [1, [GOOD[:-1]]],
+        [1, [[*GOOD[:5], 2, *GOOD[6:]]]],  # two tokens, and there is one
+        {"1": [GOOD]},
+        [[], [GOOD]],
+    ],
+)
+def test_a_record_that_is_none_is_told_and_the_others_are_used(paths: RunPaths, calls: Any) -> None:
     log = logged(paths)
     log.add(CALL, 0, [1, 2], None)
     log.close()
+    data = calls if isinstance(calls, bytes) else msgspec.msgpack.encode(calls)
     with Ledger(token_paths(paths), 2, 0) as ledger:
-        ledger.append(7, 1, {"calls": np.zeros(3, np.uint8), "ids": np.array([3], np.int64)})
+        ledger.append(7, 1, {"calls": np.frombuffer(data, np.uint8), "ids": np.array([3], np.int64)})
     told: list[str] = []
     assert Prefixes(paths, report=told.append).find(CALL) == Prefix([1, 2], None, None, False)
     [line] = told
     assert "token log" in line
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"ids": np.array([[3]], np.int64)},
+        {"ids": np.array([3.5], np.float64)},
+        {"ids": np.array([3], np.int64), "log_probs": np.zeros(0, np.float32)},
+    ],
+)
+def test_tokens_of_another_form_are_told(paths: RunPaths, columns: Any) -> None:
+    calls = np.frombuffer(msgspec.msgpack.encode([1, [GOOD]]), np.uint8)
+    with Ledger(token_paths(paths), 2, 0) as ledger:
+        ledger.append(7, 1, {"calls": calls, **columns})
+    told: list[str] = []
+    assert Prefixes(paths, report=told.append).find(CALL) is None
+    assert len(told) == 1
+
+
+def test_tokens_of_another_run_are_not_used(paths: RunPaths, tmp_path: Path) -> None:
+    other = RunPaths(tmp_path / "other")
+    log = logged(other)
+    log.add(CALL, 0, [1, 2], None)
+    log.close()
+    token_paths(paths).ledger.mkdir(parents=True)
+    shutil.copy(token_paths(other).ledger_segment(1, 0), token_paths(paths).ledger)
+    told: list[str] = []
+    assert Prefixes(paths, report=told.append).find(CALL) is None
+    assert f"run id {run_id(other)}" in told[0]
 
 
 def test_a_log_that_grows_keeps_what_is_still_asked_for(

@@ -62,7 +62,11 @@ def test_the_warm_started_model_has_a_reward_to_climb(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(path)
     data = PromptData(root, tokenizer, DataConfig(max_prompt_tokens=config.data.max_prompt_tokens), 0)
     rollout = HFRollout(
-        path, config.rollout, seed=0, eos_id=int(tokenizer.eos_token_id), pad_id=int(tokenizer.pad_token_id)
+        path,
+        config.rollout,
+        seed=0,
+        eos_ids=[int(tokenizer.eos_token_id)],
+        pad_id=int(tokenizer.pad_token_id),
     )
     batch = rollout.generate(data.batch(0, 256), step=0)
     ids = batch["sample_id"]

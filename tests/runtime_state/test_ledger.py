@@ -3,6 +3,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,14 @@ import pytest
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.runtime_state import ledger as module
 from verl_slurm.runtime_state import segment_files
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, load, prune
-from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm.runtime_state.ledger import Index, Ledger, load, prune
+from verl_slurm.runtime_state.segment import FRAME_BYTES, HEAD_BYTES, frame, head
 from verl_slurm.runtime_state.segment_files import BackgroundSync, SegmentHeld
 
 Batch = Callable[..., Arrays]
@@ -473,3 +476,49 @@ def test_what_is_taken_back_is_loaded_no_more_until_it_is_recorded_anew(
     assert told == [(1, 0), (1, 1)]
     counted = ledger_stats(paths)
     assert (counted.records, counted.duplicates) == (4, ((1, 0),))
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_records_of_another_run_are_not_used_and_that_run_is_named(
+    tmp_path: Path, batch: Batch, sealed: bool
+) -> None:
+    keys = Keyring(MasterKey(bytes(range(32)))) if sealed else None
+    ours, other = RunPaths(tmp_path / "ours"), RunPaths(tmp_path / "other")
+    for paths, rank in ((ours, 0), (other, 1)):
+        with Ledger(paths, 1, rank, keys=keys) as ledger:
+            for step in range(3):
+                ledger.append(step, 0, batch(rank))
+    theirs = other.ledger_segment(1, 1).read_bytes()
+    # A whole file copied over, and their records after ours.
+    ours.ledger_segment(1, 1).write_bytes(theirs)
+    with ours.ledger_segment(1, 0).open("ab") as file:
+        file.write(theirs[HEAD_BYTES:])
+    said: list[str] = []
+    found = load(ours, from_step=0, keys=keys, report=said.append)
+    assert [equal(arrays, batch(0)) for arrays in found.values()] == [True] * 3
+    assert len(said) == 2
+    for line in said:
+        assert f"run id {run_id(other)}" in line
+        assert f"echo {run_id(other)} > {ours.run_id}" in line
+    # The reader of single records, and the writer that goes on, pass over them as well.
+    index = Index(ours, keys=keys, report=said.append)
+    assert all(equal(index.read(step, 0) or {}, batch(0)) for step in range(3))
+    with Ledger(ours, 1, 0, keys=keys) as ledger:
+        ledger.append(3, 0, batch(0))
+    assert len(load(ours, from_step=0, keys=keys, report=str)) == 4
+    with pytest.raises(CheckpointCorrupt, match=run_id(other)):
+        load(ours, from_step=0, keys=keys)
+
+
+def test_a_foreign_record_that_claims_to_be_ours_does_not_open(tmp_path: Path, batch: Batch) -> None:
+    keys = Keyring(MasterKey(bytes(range(32))))
+    ours, other = RunPaths(tmp_path / "ours"), RunPaths(tmp_path / "other")
+    with Ledger(other, 1, 0, keys=keys) as ledger:
+        ledger.append(0, 0, batch(2))
+    theirs = other.ledger_segment(1, 0).read_bytes()
+    sealed = theirs[HEAD_BYTES + FRAME_BYTES :]
+    ours.ledger.mkdir(parents=True)
+    ours.ledger_segment(1, 0).write_bytes(head(1, 0) + frame(run_id(ours), 0, 0, sealed, sealed=True))
+    said: list[str] = []
+    assert load(ours, from_step=0, keys=keys, report=said.append) == {}
+    assert "does not open" in said[0]

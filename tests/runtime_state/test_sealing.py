@@ -1,22 +1,25 @@
 """The journal with a key: sealed records load, others count as damage, a wrong key is said."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.ledger_stats import ledger_stats
-from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, load
-from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
+from verl_slurm.runtime_state.samples import Sample, append_samples, read_samples
+from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, Place, open_record, seal_record
 
 Batch = Callable[..., Arrays]
 KEY, OTHER = MasterKey(bytes(range(32))), MasterKey(bytes(range(1, 33)))
 KEYS = Keyring(KEY)
-PLACE = (3, 1, 12, 7)
+PLACE = ("00" * 8, 3, 1, 12, 7)
 
 
 def fill(paths: RunPaths, batch: Batch, keys: Keyring | None, *records: tuple[int, int]) -> None:
@@ -25,7 +28,7 @@ def fill(paths: RunPaths, batch: Batch, keys: Keyring | None, *records: tuple[in
             ledger.append(step, j, batch(step * 10 + j))
 
 
-def opened(data: bytes, place: tuple[int, int, int, int] = PLACE, keys: Keyring = KEYS) -> bytes:
+def opened(data: bytes, place: Place = PLACE, keys: Keyring = KEYS) -> bytes:
     return open_record(keys, place, data, sealed=True, where="here")
 
 
@@ -101,9 +104,10 @@ def test_every_changed_bit_and_every_cut_is_noticed() -> None:
 
 
 @pytest.mark.scenario("M12")
-@pytest.mark.parametrize("which", range(4))
-def test_a_record_of_another_place_does_not_open(which: int) -> None:
-    place: Any = tuple(value + (i == which) for i, value in enumerate(PLACE))
+@pytest.mark.parametrize("which", range(5))
+def test_a_record_of_another_run_or_place_does_not_open(which: int) -> None:
+    other: Any = ("0" * 15 + "1", 4, 2, 13, 8)
+    place: Any = tuple(other[i] if i == which else value for i, value in enumerate(PLACE))
     with pytest.raises(CheckpointCorrupt):
         opened(seal_record(KEY, PLACE, b"payload"), place)
 
@@ -112,3 +116,22 @@ def test_a_record_of_another_place_does_not_open(which: int) -> None:
 def test_the_same_payload_is_never_sealed_the_same() -> None:
     made = {seal_record(KEY, PLACE, b"payload") for _ in range(100)}
     assert len({data[8:40] for data in made}) == len({data[40:] for data in made}) == 100
+
+
+@pytest.mark.parametrize("keys", [None, KEYS])
+def test_samples_of_another_run_are_refused_by_its_name(
+    paths: RunPaths, tmp_path: Path, keys: Keyring | None
+) -> None:
+    other = RunPaths(tmp_path / "other")
+    sample = Sample(sample_id=1, prompt="1+1=", response="2", answer="2", reward=1.0, response_tokens=1)
+    for run in (paths, other):
+        run.root.mkdir()
+        append_samples(run, 1, 3, 8, [sample], keys=keys)
+    assert read_samples(paths, keys)[3].samples == [sample]
+    paths.samples.write_bytes(other.samples.read_bytes())
+    with pytest.raises(NotFound, match=run_id(other)):
+        read_samples(paths, keys)
+    if keys is not None:  # renamed, it does not open
+        line = other.samples.read_bytes().replace(run_id(other).encode(), run_id(paths).encode())
+        paths.samples.write_bytes(line)
+        assert read_samples(paths, keys) == {}

@@ -98,7 +98,7 @@ def _evaluator(
         size=3,
         temperature=0.5,
         ranks=ranks or One(),
-        eos_id=EOS,
+        eos_ids=[EOS],
     )
     return made, sampler
 

@@ -121,7 +121,7 @@ def test_every_family_of_the_table_has_a_specimen() -> None:
 def test_scores_are_those_of_sampling_and_of_each_row_alone(made: Any, name: str) -> None:
     """To rounding: a wrong mask, position or cache is 0.1 and more with these weights."""
     config = RolloutConfig(max_new_tokens=NEW, micro_batch_size_per_device=4)
-    sampler = HFRollout(made(name), config, seed=3, eos_id=258, pad_id=256)
+    sampler = HFRollout(made(name), config, seed=3, eos_ids=[258], pad_id=256)
     batch = sampler.generate(_prompts(), step=0)
     model, critic = load_causal_lm(made(name)), load_critic(made(name))
     with torch.no_grad():
@@ -324,7 +324,7 @@ def test_a_rank_refuses_a_state_space_model_before_it_samples(tmp_path: Path, ti
         str(tmp_path)
     )
     with pytest.raises(ConfigError, match="keeps what it has read in a form of its own"):
-        HFRollout(tmp_path, RolloutConfig(), seed=0, eos_id=258, pad_id=256)
+        HFRollout(tmp_path, RolloutConfig(), seed=0, eos_ids=[258], pad_id=256)
 
 
 @pytest.mark.scenario("USE06")

@@ -1,5 +1,6 @@
 """Rewards: the rule by hand, and a real tiny sequence classifier."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,17 @@ def make_classifier(directory: Path, tiny: Path, *, num_labels: int = 1) -> Path
         Qwen2ForSequenceClassification(config).save_pretrained(str(directory))
     tokenizer.save_pretrained(str(directory))
     return directory
+
+
+def test_a_classifier_is_read_at_its_last_token_whatever_padding_its_config_names(
+    tmp_path: Path, tiny: Path
+) -> None:
+    directory = make_classifier(tmp_path / "rm", tiny)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"pad_token_id": 5}))
+    reward = build_reward(f"classifier:{directory}")
+    together = reward(["1+1=", "100+200="], ["2", "300"], ["", ""])
+    torch.testing.assert_close(together[:1], reward(["1+1="], ["2"], [""]))
 
 
 def test_a_classifier_scores_prompt_and_response_together(tmp_path: Path, tiny: Path) -> None:

@@ -1,16 +1,20 @@
 """Sampling: the right distribution, and noise that depends on nothing but its name."""
 
+import json
 import random
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.schema import DataConfig, RolloutConfig
-from verl_slurm.trainer.data import Batch, PromptData, load_tokenizer
+from verl_slurm.dataset.prompts.chat_template import has_template
+from verl_slurm.trainer.data import Batch, PromptData, end_tokens, load_tokenizer
 from verl_slurm.trainer.models import load_causal_lm, logprobs_and_entropy
 from verl_slurm.trainer.objective.counter_rng import uniforms
 from verl_slurm.trainer.rollout.sampling import HFRollout, _doubling_scan, pick_tokens
@@ -25,11 +29,13 @@ def data(tiny: Path, sums_root: Path) -> PromptData:
     return PromptData(sums_root, load_tokenizer(tiny), DataConfig(max_prompt_tokens=9), 0)
 
 
-def make_rollout(tiny: Path, *, temperature: float = 1.0, seed: int = 5, eos: int | None = None) -> HFRollout:
+def make_rollout(
+    tiny: Path, *, temperature: float = 1.0, seed: int = 5, eos: int | None = None, more: Sequence[int] = ()
+) -> HFRollout:
     tokenizer = load_tokenizer(tiny)
     config = RolloutConfig(max_new_tokens=TOKENS, temperature=temperature)
     eos_id = int(tokenizer.eos_token_id) if eos is None else eos
-    return HFRollout(tiny, config, seed=seed, eos_id=eos_id, pad_id=int(tokenizer.pad_token_id))
+    return HFRollout(tiny, config, seed=seed, eos_ids=[eos_id, *more], pad_id=int(tokenizer.pad_token_id))
 
 
 def rows(batch: Batch, which: slice | list[int]) -> Batch:
@@ -129,6 +135,72 @@ def test_without_temperature_responses_are_those_of_hugging_faces_greedy_generat
     )[:, prompts["prompt_ids"].shape[1] :]
     assert torch.equal(batch["response_ids"][:, : expected.shape[1]], expected)
     assert not batch["response_mask"][:, expected.shape[1] :].any()
+
+
+def test_each_of_several_end_tokens_ends_a_response_as_in_hugging_faces_generate(
+    tiny: Path, data: PromptData, tmp_path: Path
+) -> None:
+    model_dir = Path(shutil.copytree(tiny, tmp_path / "model"))
+    tokenizer, prompts = load_tokenizer(tiny), data.batch(0, 16)
+    own, *more = [
+        int(tokenizer.eos_token_id),
+        *tokenizer("01")["input_ids"],
+    ]  # frequent ones, so that there are ends
+    said = {"eos_token_id": [own, *more], "do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1}
+    (model_dir / "generation_config.json").write_text(json.dumps(said))
+    assert end_tokens(model_dir, tokenizer) == (own, *more)
+    batch = make_rollout(model_dir, more=more, temperature=0.0).generate(prompts, step=0)
+    expected = cast(Any, load_causal_lm(model_dir)).generate(
+        input_ids=prompts["prompt_ids"],
+        attention_mask=prompts["prompt_mask"].long(),
+        max_new_tokens=TOKENS,
+        do_sample=False,
+        pad_token_id=tokenizer.pad_token_id,
+    )[:, prompts["prompt_ids"].shape[1] :]
+    assert torch.equal(batch["response_ids"][:, : expected.shape[1]], expected)
+    ends = torch.isin(batch["response_ids"], torch.tensor(more)) & batch["response_mask"]
+    assert ends.any(dim=0).any()
+    assert (ends.sum(dim=1) <= 1).all()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "found"),
+    [
+        (7, 9, (7,)),
+        ([7, 8, 7], 9, (7, 8)),
+        (None, 9, ()),
+        ("no file", [9, 10], (9, 10)),
+        ("no file", None, ()),
+        ("no file", {"text_config": 11}, (11,)),
+    ],
+)
+def test_end_tokens_come_from_the_file_that_hugging_face_reads(
+    tiny: Path, tmp_path: Path, generation: Any, config: Any, found: tuple[int, ...]
+) -> None:
+    tokenizer = load_tokenizer(tiny)
+    inner = {"text_config": {"eos_token_id": config["text_config"]}} if isinstance(config, dict) else None
+    (tmp_path / "config.json").write_text(json.dumps(inner or {"eos_token_id": config}))
+    if generation != "no file":
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    assert end_tokens(tmp_path, tokenizer) == (tokenizer.eos_token_id, *found)
+
+
+@pytest.mark.parametrize("said", ["7", [7, None], -1, True, [[7]]])
+def test_what_is_no_end_token_is_refused(tiny: Path, tmp_path: Path, said: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": said}))
+    with pytest.raises(DataError, match=r"eos_token_id .* in generation_config.json"):
+        end_tokens(tmp_path, load_tokenizer(tiny))
+
+
+def test_a_chat_template_that_a_processor_saved_is_used(tiny: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(tiny, tmp_path / "model"))
+    assert not load_tokenizer(model).chat_template
+    assert not has_template(model)
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].content }}"}))
+    assert load_tokenizer(model).chat_template == "{{ messages[0].content }}"
+    assert has_template(model)
+    (model / "chat_template.json").write_text("{}")
+    assert not has_template(model)
 
 
 def test_the_end_token_ends_a_response_and_the_rest_is_padding(tiny: Path, data: PromptData) -> None:

@@ -58,6 +58,8 @@ class Bench:
         self.eos = int(tokenizer("0")["input_ids"][0])
         self.actor = load_causal_lm(model)
         self.data = PromptData(data_root, tokenizer, self.config.data, SEED)
+        # A frequent token, as the second end token of a chat model.
+        self.more_ends = [int(tokenizer("0")["input_ids"][0])]
         self.generators = [self._generators()]
         self.threads = torch.get_num_threads()
         self.vllm: Any = self._engine("vllm")
@@ -71,7 +73,7 @@ class Bench:
         return build_engine(
             config,
             Path(config.model.path),
-            eos_id=self.eos,
+            eos_ids=[self.eos, *self.more_ends],
             pad_id=self.pad,
             device=torch.device("cpu"),
             ranks=Collective(None),
@@ -126,6 +128,11 @@ def test_it_samples_what_the_hugging_face_engine_samples(bench: Bench) -> None:
     lengths = found["response_mask"].sum(dim=1).tolist()
     assert min(lengths) < max(lengths) == TOKENS
     assert not torch.equal(found["response_ids"], bench.vllm.generate(prompts, 4)["response_ids"])
+    # Each end token ends a response, and is its last one.
+    second = (found["response_ids"] == bench.more_ends[0]) & found["response_mask"]
+    ended = [row.nonzero().flatten().tolist() for row in second]
+    assert any(ended)
+    assert all(places == [length - 1] for places, length in zip(ended, lengths, strict=True) if places)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
@@ -211,4 +218,4 @@ def test_what_vllm_cannot_sample_from_is_refused_at_the_start(bench: Bench, tiny
     model = msgspec.structs.replace(bench.config.model, path=str(tiny))
     config = msgspec.structs.replace(bench.config, distributed=distributed, model=model)
     with pytest.raises(ConfigError, match="heads of 16 on a CPU"):
-        build_engine(config, tiny, eos_id=1, pad_id=0, device=torch.device("cpu"), ranks=Collective(None))
+        build_engine(config, tiny, eos_ids=[1], pad_id=0, device=torch.device("cpu"), ranks=Collective(None))

@@ -235,7 +235,32 @@ def _require_regular(info: os.stat_result) -> None:
         raise TooMuch(f"no regular file (mode {info.st_mode:o})")
 
 
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
+"""PEFT's, beside or in place of a model's weights."""
+
+
 def read_model_config(directory: Path) -> dict[str, Any]:
     """Reads the config.json of a model directory. Raises as `read_regular` and `decode_json`."""
     data = read_regular(directory / "config.json", MODEL_CONFIG, follow=True)
     return decode_json(data, dict[str, Any], MODEL_CONFIG, doubles=False)
+
+
+def read_end_tokens(directory: Path) -> tuple[int, ...]:
+    """Returns the ids that end a response, as Hugging Face's `generate` takes them from a model directory: those of
+    generation_config.json, or of config.json where that file is missing.
+
+    Raises:
+        ValueError: they are no token ids; or as `read_regular` and `decode_json`.
+    """
+    name = "generation_config.json"
+    if (directory / name).is_file():
+        data = read_regular(directory / name, MODEL_CONFIG, follow=True)
+        said = decode_json(data, dict[str, Any], MODEL_CONFIG, doubles=False).get("eos_token_id")
+    else:
+        name, config = "config.json", read_model_config(directory)
+        inner = config.get("text_config")
+        said = config.get("eos_token_id", inner.get("eos_token_id") if isinstance(inner, dict) else None)
+    ids = said if isinstance(said, list) else [] if said is None else [said]
+    if not all(type(one) is int and 0 <= one < 1 << 31 for one in ids):
+        raise ValueError(f"eos_token_id {said!r} in {name}, expected a token id or a list of them")
+    return tuple(dict.fromkeys(ids))

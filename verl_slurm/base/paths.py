@@ -217,7 +217,8 @@ class RunPaths:
 
     @property
     def run_id(self) -> Path:
-        return self.root / "run_id"
+        # Of the run itself, also for the roots below it.
+        return self.run / "run_id"
 
     @property
     def from_nothing(self) -> Path:

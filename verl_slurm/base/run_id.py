@@ -1,4 +1,4 @@
-"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in shared tiers and in alerts."""
+"""`RUN/run_id`: 16 hex digits that tell a run from others of its name, in shared tiers, alerts and the ledger."""
 
 import re
 import secrets
@@ -33,6 +33,7 @@ def run_id(paths: RunPaths) -> str:
             where=paths.run_id,
             found=text[:40],
             expected="16 hex digits",
-            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again",
+            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again. Without tiers "
+            "remove the file: finished rollouts of the step under way are then sampled again",
         )
     return text

@@ -137,7 +137,7 @@ class RolloutConfig(Section, frozen=True):
     """Sets how the policy is sampled."""
 
     engine: Literal["hf", "vllm"] = "hf"
-    """`hf`: Hugging Face's `generate`, on a whole copy of the actor on every rank. `vllm`: vLLM, in the rank's own
+    """`hf`: as Hugging Face's `generate`, on a whole copy of the actor on every rank. `vllm`: vLLM, in the rank's own
     process (an extra: `pip install 'verl-slurm[vllm]'`, on CPUs `make vllm`)."""
     micro_batch_size_per_device: Positive = 16
     """Responses sampled at once on one rank. A safe point follows each such micro-batch."""

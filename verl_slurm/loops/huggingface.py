@@ -31,7 +31,15 @@ from typing import Any
 import msgspec
 import torch
 import transformers
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from verl_slurm.base.errors import ConfigError, DataError
@@ -77,6 +85,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
         self._evaluation_s: float | None = None
         self._steps_of_epoch = 0
         self._trl: TrlState | None = None
+        self._trainer: Trainer | None = None
 
     def _resume(self) -> str | None:
         directory = self._own_files(_STATE, "the Hugging Face Trainer")
@@ -96,7 +105,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
             return trainer.train(**options)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
-        self._trl = TrlState.of(trainer)
+        self._trainer, self._trl = trainer, TrlState.of(trainer)
         # Before `train`: the resume inside of it reads the optimizer's file.
         if trainer.args.device.type == "cpu":
             _know_cpus_by_number()
@@ -143,14 +152,50 @@ class VerlSlurmCallback(Served, TrainerCallback):
             )
         # The resumed step was reported by the attempt that trained it.
         self._told = state.global_step
+        ended = self.resume is not None and self._restore_callbacks(state)
         # Looked for at every start: a job that died between its last save and its end comes here.
-        if 0 < state.max_steps <= state.global_step:
+        if ended or 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
         if self._trl is not None:
             self._begin_trl(self._trl, saver, args)
         # Last, after all refusals: from here on a checkpoint of the Trainer lands where it can be committed by a
         # rename.
         self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
+
+    def _restore_callbacks(self, state: TrainerState) -> bool:
+        """Puts back what callbacks have saved, which the Trainer itself does only if it is asked to, and says what is
+        not kept.
+
+        Returns:
+            Whether the training had ended by early stopping.
+        """
+        assert self._trainer is not None
+        callbacks = self._trainer.callback_handler.callbacks
+        stored: Any = state.stateful_callbacks or {}  # annotated as the list that it is made from
+        saved = {name: data if isinstance(data, list) else [data] for name, data in stored.items()}
+        ended, forgetful = False, []
+        for callback in callbacks:
+            name = type(callback).__name__
+            if not isinstance(callback, ExportableState):
+                # A callback of the user's own. Those of transformers and TRL are in docs/guests-frameworks.md.
+                if not type(callback).__module__.startswith(("transformers.", "trl.", "verl_slurm.")):
+                    forgetful.append(name)
+            elif not saved.get(name):
+                forgetful.append(name)
+            else:
+                # In place: the user's script may hold the callback. Its arguments are those of the script as it is now.
+                for attribute, value in saved[name].pop(0).get("attributes", {}).items():
+                    setattr(callback, attribute, value)
+                if isinstance(callback, EarlyStoppingCallback):
+                    ended |= callback.early_stopping_patience_counter >= callback.early_stopping_patience
+        if forgetful:
+            self.session.notice(
+                f"the checkpoint has no state of the callbacks {', '.join(forgetful)}: they begin anew. A callback "
+                "that is a transformers ExportableState is restored",
+                topic="storage",
+                loud=True,
+            )
+        return ended
 
     def _begin_trl(self, trl: TrlState, saver: StepEndSaver, args: TrainingArguments) -> None:
         """Restores what TRL's own checkpoint lacks, and says what is not kept. Collective."""

@@ -21,6 +21,7 @@ Without a daemon the callback does nothing, and `service.fit(trainer, ...)` is `
 docs/guests-frameworks.md says where a resumed run equals an undisturbed one, and where it differs.
 """
 
+import csv
 import math
 import signal
 import threading
@@ -32,7 +33,8 @@ import lightning
 import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from verl_slurm.base.bounded import RECORD, read_regular
@@ -60,6 +62,12 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Inputs of schedules, early stopping and the like (`Trainer.callback_metrics`)."""
     loaders: list[dict[str, bytes] | None]
     """Of each loader, the generators at the start of the epoch; None: not one of ours."""
+    step: int
+    """Whole steps done."""
+    versions: list[int | str | None]
+    """Of each logger: what names its directory."""
+    directories: list[str]
+    """Of each `ModelCheckpoint`. In another one it forgets its best checkpoints."""
 
 
 class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
@@ -104,6 +112,8 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             return
         try:
             self._check(trainer)
+            if self._place is not None:
+                _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
             # The caller's ckpt_path wins here, and `on_train_start` refuses what comes of it.
             trainer.fit(*args, **{"ckpt_path": self.resume, **options})
             # `on_train_end` has not run: Lightning found nothing to do.
@@ -195,6 +205,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._take_up(place, trainer, loaders)
 
     def _take_up(self, place: _Place, trainer: Trainer, loaders: list[object]) -> None:
+        self._say_what_moved(place, trainer)
         if not place.in_epoch:
             # With max_steps, Lightning 2.6 would give the finished epoch one batch more, and count it twice.
             trainer.fit_loop.epoch_loop.restarting = False
@@ -209,6 +220,21 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
                     loader.resume(place.served, began, place.generators)
         # Last: making iterators and loading a checkpoint draw from the same generators.
         rng.restore(place.generators)
+
+    def _say_what_moved(self, place: _Place, trainer: Trainer) -> None:
+        if (now := _directories(trainer)) != place.directories:
+            self.session.notice(
+                f"ModelCheckpoint has another directory than before the interruption ({', '.join(now) or 'none'}, not "
+                f"{', '.join(place.directories) or 'none'}): it has forgotten its best checkpoint and score. Give it "
+                "a dirpath that is the same in each attempt",
+                loud=True,
+            )
+        if (versions := _versions(trainer)) != place.versions:
+            self.session.notice(
+                f"a logger goes on under another version than before the interruption ({versions}; before "
+                f"{place.versions}): its numbers are in two places. Give it a version",
+                loud=True,
+            )
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -275,7 +301,9 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             written = private_dir(saver.work / name)
             # Whole: with the weights alone nothing could be resumed.
             trainer.save_checkpoint(written / _FILE, weights_only=False)
-            place = _where(trainer, in_epoch=in_epoch)
+            for logger in trainer.loggers:
+                logger.save()  # rows up to the checkpoint outlast a kill
+            place = _where(trainer, step, in_epoch=in_epoch)
             write_file(written / _place_name(self.session.rank), msgspec.msgpack.encode(place))
 
         if saver.saved_step != step or saver.request is not None:
@@ -289,7 +317,7 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._leave()
 
 
-def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
+def _where(trainer: Trainer, step: int, *, in_epoch: bool) -> _Place:
     return _Place(
         generators=rng.capture(),
         in_epoch=in_epoch,
@@ -300,7 +328,46 @@ def _where(trainer: Trainer, *, in_epoch: bool) -> _Place:
             loader.epoch_began if isinstance(loader, ResumableDataLoader) else None
             for loader in _flat(trainer.train_dataloader)
         ],
+        step=step,
+        versions=_versions(trainer),
+        directories=_directories(trainer),
     )
+
+
+def _versions(trainer: Trainer) -> list[int | str | None]:
+    return [logger.version for logger in trainer.loggers]
+
+
+def _directories(trainer: Trainer) -> list[str]:
+    found = (one.dirpath for one in trainer.callbacks if isinstance(one, ModelCheckpoint))
+    return [str(one or "") for one in found]
+
+
+def _go_on_logging(trainer: Trainer, place: _Place, *, is_first: bool) -> None:
+    """Has each logger go on where it was: by itself each start takes a new `version_N`, and a `ModelCheckpoint`, whose
+    directory lies in it, then forgets its best. Before a logger is used for the first time.
+    """
+    for logger, version in zip(trainer.loggers, place.versions, strict=False):
+        # None: the user has given none, and the logger has not looked for the next one yet.
+        if getattr(logger, "_version", "") is None:
+            logger._version = version
+        if is_first and isinstance(logger, CSVLogger):
+            _keep_rows(logger, place.step)
+
+
+def _keep_rows(logger: CSVLogger, step: int) -> None:
+    """Keeps the rows of steps before `step`. The logger's first use removes the file of an earlier attempt."""
+    path = Path(logger.log_dir) / "metrics.csv"
+    try:
+        with open(path, newline="") as file:
+            rows = [row for row in csv.DictReader(file) if int(row["step"]) < step]
+    except (OSError, KeyError, TypeError, ValueError, csv.Error):
+        return  # none, or not one of its own
+    writer = logger.experiment
+    if rows:
+        # As if this process had logged them.
+        writer.metrics = [{name: value for name, value in row.items() if value} for row in rows]
+        writer.save()
 
 
 def _place_name(rank: int) -> str:

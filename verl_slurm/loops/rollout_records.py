@@ -16,12 +16,13 @@ import asyncio
 import hashlib
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgpack
+import msgspec
 import numpy as np
 
 from verl_slurm.base.errors import CheckpointCorrupt
@@ -47,8 +48,15 @@ _LONG = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "to
 """Fields of verl's `AgentLoopOutput` and `TokenOutput` that have a number for each token."""
 _ARRAY = 1
 _DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
+_NO_RESPONSE = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError)
+"""Errors of reading fields that have other names, types or sizes than a response's; pydantic's is a ValueError."""
 _MOST_IN_GROUP = 256
 """Records of one write: bounds the memory, and what the first of them waits for."""
+
+
+class _Meta(msgspec.Struct):
+    digest: str
+    outputs: list[dict[str, Any]]
 
 
 class NotRecordable(Exception):
@@ -103,19 +111,29 @@ def unpack_outputs(arrays: Arrays, digest: str) -> list[dict[str, Any]] | None:
         CheckpointCorrupt: it is no record of responses.
     """
     try:
-        meta = msgpack.unpackb(
+        said = msgpack.unpackb(
             arrays[_META].tobytes(), ext_hook=_decode_array, strict_map_key=False, use_list=True
         )
-        if meta["digest"] != digest:
+        meta = msgspec.convert(said, _Meta)
+        if meta.digest != digest:
             return None
-        outputs: list[dict[str, Any]] = meta["outputs"]
+        outputs = meta.outputs
         for name, values in arrays.items():
             number, _, field = name.partition(".")
             if field in _LONG:
                 outputs[int(number)][field] = values.tolist()
-    except (KeyError, ValueError, TypeError, IndexError) as error:
-        raise CheckpointCorrupt("a ledger record holds no responses", found=error) from error
+    except _NO_RESPONSE as error:
+        raise _no_responses(error) from error
     return outputs
+
+
+def _no_responses(error: Exception) -> CheckpointCorrupt:
+    return CheckpointCorrupt(
+        "a ledger record holds no responses",
+        found=f"{type(error).__name__}: {error}",
+        expected="what loops/rollout_records.py specifies",
+        remedy="its responses are sampled again; check the storage",
+    )
 
 
 class RolloutLedger:
@@ -144,15 +162,25 @@ class RolloutLedger:
     def __len__(self) -> int:
         return len(self._index)
 
-    def find(self, position: int, session: int, digest: str) -> list[dict[str, Any]] | None:
-        """Returns the recorded outputs of a session; None: it has to be sampled."""
+    def find(
+        self, position: int, session: int, digest: str, made: Callable[[dict[str, Any]], Any] = dict
+    ) -> list[Any] | None:
+        """Returns the recorded outputs of a session; None: it has to be sampled.
+
+        Args:
+            made: makes an output of its fields. What it refuses is no record of a response.
+        """
         try:
             arrays = self._index.read(position, session)
-            found = None if arrays is None else unpack_outputs(arrays, digest)
+            outputs = None if arrays is None else unpack_outputs(arrays, digest)
+            try:
+                found = None if outputs is None else [made(fields) for fields in outputs]
+            except _NO_RESPONSE as error:
+                raise _no_responses(error) from error
         except CheckpointCorrupt as error:
             self.tell(error.one_line())
             return None
-        if arrays is not None and found is None:
+        if arrays is not None and outputs is None:
             self.tell(f"prompt {position} is another one than in the ledger: its responses are sampled again")
         self.replayed += found is not None
         return found

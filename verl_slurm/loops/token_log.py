@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-import msgpack
+import msgspec
 import numpy as np
 
-from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, records
@@ -90,6 +90,12 @@ class _Logged:
     log_probs: list[float] | None
     version: int | None
     ended: bool = False
+
+
+_Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+_Calls = tuple[_Whole, list[tuple[_Whole, _Whole, _Whole, str, _Whole, _Whole, int | None, bool]]]
+# Typed: any process that can write the file could have made it.
+_CALLS = msgspec.msgpack.Decoder(_Calls)
 
 
 class TokenLog:
@@ -243,20 +249,32 @@ def _read(paths: RunPaths, report: Callable[[str], None]) -> Iterator[tuple[int,
     for _, arrays in records(token_paths(paths), from_step=0, report=report):
         try:
             epoch, found = _unpack(arrays)
-        except (KeyError, ValueError, TypeError) as error:
-            report(CheckpointCorrupt("a record of the token log cannot be read", found=error).one_line())
+        except (KeyError, *UNREADABLE) as error:
+            report(
+                CheckpointCorrupt(
+                    "a record of the token log cannot be read",
+                    where=token_paths(paths).ledger,
+                    found=error,
+                    expected="calls, ids and log_probs as loops/token_log.py specifies",
+                    remedy="its tokens are sampled again; check the storage",
+                ).one_line()
+            )
         else:
             yield from ((epoch, one) for one in found)
 
 
 def _unpack(arrays: Arrays) -> tuple[int, list[_Logged]]:
-    ids, log_probs = arrays["ids"].tolist(), arrays.get("log_probs")
     at, found = 0, []
-    epoch, calls = msgpack.unpackb(arrays["calls"].tobytes())
+    epoch, calls = _CALLS.decode(arrays["calls"].tobytes())
+    ids, log_probs = _column(arrays["ids"], np.int64), None
+    if "log_probs" in arrays:
+        log_probs = _column(arrays["log_probs"], np.float32)
+        if len(log_probs) != len(ids):
+            raise ValueError(f"{len(log_probs)} log probabilities of {len(ids)} tokens")
     for position, session, turn, digest, start, count, version, ended in calls:
         new, their = ids[at : at + count], None
         if log_probs is not None:
-            their = log_probs[at : at + count].tolist()
+            their = log_probs[at : at + count]
         at += count
         found.append(_Logged((position, session, turn), digest, start, new, their, version, ended))
     if at != len(ids):
@@ -264,10 +282,17 @@ def _unpack(arrays: Arrays) -> tuple[int, list[_Logged]]:
     return epoch, found
 
 
+def _column(array: np.ndarray, dtype: type[np.generic]) -> list[Any]:
+    if array.dtype != dtype or array.ndim != 1:
+        raise ValueError(f"{array.ndim} dimensions of {array.dtype}, expected 1 of {np.dtype(dtype)}")
+    values: list[Any] = array.tolist()
+    return values
+
+
 def _record(epoch: int, new: Sequence[_Logged]) -> Arrays:
     calls = [[*one.key, one.digest, one.start, len(one.ids), one.version, one.ended] for one in new]
     arrays: Arrays = {
-        "calls": np.frombuffer(msgpack.packb([epoch, calls]), dtype=np.uint8),
+        "calls": np.frombuffer(msgspec.msgpack.encode([epoch, calls]), dtype=np.uint8),
         "ids": np.array([token for one in new for token in one.ids], dtype=np.int64),
     }
     # All calls of an engine are asked for them, or none: verl's setting is one for the run.

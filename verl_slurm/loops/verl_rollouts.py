@@ -79,10 +79,9 @@ class LedgerWorker(_Worker):  # type: ignore[misc]
             except NotRecordable as error:
                 rollouts.not_recorded(error)
             else:
-                stored = rollouts.find(int(place), named["session_id"], digest)
+                stored = rollouts.find(int(place), named["session_id"], digest, _output)
                 if stored is not None:
-                    outputs = [AgentLoopOutput(**fields) for fields in stored]
-                    return await self._agent_loop_postprocess(outputs, trajectory["validate"], **named)
+                    return await self._agent_loop_postprocess(stored, trajectory["validate"], **named)
                 # Sessions are tasks of their own, so each has a context of its own.
                 SESSION.set(Session(int(place), named["session_id"], digest))
         return await super()._run_agent_loop(sampling_params, trajectory, agent_name=agent_name, **named)
@@ -124,6 +123,10 @@ class LedgerWorker(_Worker):  # type: ignore[misc]
         if self._rollouts is not None:
             self._rollouts.forget(before)
             self._turns.records.forget(before)
+
+
+def _output(fields: dict[str, Any]) -> AgentLoopOutput:
+    return AgentLoopOutput(**fields)
 
 
 def _fields(output: AgentLoopOutput) -> dict[str, Any]:

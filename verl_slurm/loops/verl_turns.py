@@ -179,8 +179,8 @@ class _Continuing:
         except NotRecordable as error:
             records.not_recorded(error)
             return await ask(request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **named)
-        if found := records.find(*key, digest):
-            return TokenOutput(**found[0])
+        if found := records.find(*key, digest, lambda fields: TokenOutput(**fields)):
+            return found[0]
         call = Call(session.position, session.number, turn, len(prompt_ids), digest)
 
         async def probe() -> str | None:
@@ -351,6 +351,10 @@ def _recorded(tool: Any, execute: Callable[..., Awaitable[Any]], turns: Turns) -
     return recorded
 
 
+def _tool_result(fields: dict[str, Any]) -> tuple[ToolResponse, Any, Any]:
+    return ToolResponse(**fields["response"]), fields["reward"], fields["metrics"]
+
+
 async def _once(
     turns: Turns,
     name: str,
@@ -367,8 +371,8 @@ async def _once(
     except NotRecordable as error:
         turns.records.not_recorded(error)
         return await run()  # type: ignore[no-any-return]
-    if kind != "restart_only" and (found := turns.records.find(*key, digest)):
-        result = ToolResponse(**found[0]["response"]), found[0]["reward"], found[0]["metrics"]
+    if kind != "restart_only" and (found := turns.records.find(*key, digest, _tool_result)):
+        result: tuple[ToolResponse, Any, Any] = found[0]
         if kind == "restorable" and restore is not None:
             await restore(result)
         return result

@@ -42,15 +42,18 @@ The container with `StateHeader` as its header. Groups: `rollouts`, `rewards`, `
 ## 3. epoch_000003.rank_0000.ledger
 
 ```
-"VSLEDGR1"  epoch u32  rank u32                                        16 bytes, once
-"VSLR"  length u32  step u64  micro_batch u32  payload_crc u32  header_crc u32     28 bytes, then the payload
+"VSLEDGR2"  epoch u32  rank u32                                        16 bytes, once
+"VSLR"  length u32  step u64  micro_batch u32  payload_crc u32  run (8 bytes)
+        header_crc u32                                                 36 bytes, then the payload
 ...
 ```
 
 With a key configured the magic is "VSLE" and the payload encrypted (`sealing.py`).
 
 All little-endian. `length` counts the payload, a container with `RecordHeader`; `payload_crc` is its CRC-32
-and `header_crc` the CRC-32 of the 24 bytes before it. A record is written before its `append` returns and
+and `header_crc` the CRC-32 of the 32 bytes before it. `run` is the id of the run (`RUN/run_id`): a record of another
+run is not used, whatever file it lies in, and the reader names its run.
+ A record is written before its `append` returns and
 durable (fdatasync) before the next one is written. `micro_batch` is the global index in its step, over all ranks.
 
 A region that does not parse is a *torn tail* when no whole record follows it (the writer died there; cut

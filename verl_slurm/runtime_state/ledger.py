@@ -27,6 +27,7 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.files import fsync_path, private_dir, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.runtime_state.container import pack, specify, unpack
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
 from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
@@ -69,6 +70,7 @@ class Ledger:
         self._writing = threading.Lock()
         self._sync = BackgroundSync()
         private_dir(self.path.parent)
+        self._run = run_id(paths)
         self._fd = self._open()
         try:
             # Before the first append: a record written after half a record would read as damage in the middle, not as a
@@ -160,9 +162,9 @@ class Ledger:
         payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
         if self._keys is not None:
             # Authenticated with the record: one that is moved to another place in the ledger does not open there.
-            place = (self._epoch, self._rank, step, micro_batch)
+            place = (self._run, self._epoch, self._rank, step, micro_batch)
             payload = seal_record(self._keys.current, place, payload)
-        return frame(step, micro_batch, payload, sealed=self._keys is not None)
+        return frame(self._run, step, micro_batch, payload, sealed=self._keys is not None)
 
     def compact(self, before_step: int) -> int:
         """Drops this segment's records of steps before `before_step`; returns the bytes freed. The file is replaced by
@@ -175,7 +177,7 @@ class Ledger:
         keep = [head(self._epoch, self._rank)]
         keep.extend(
             os.pread(self._fd, item.end - item.offset, item.offset)
-            for item in scan(self._fd, self._epoch, self._rank)
+            for item in scan(self._fd, self._epoch, self._rank, self._run)
             # Damaged regions are dropped as well: no reader gets a record out of them.
             if isinstance(item, Frame) and item.step >= before_step
         )
@@ -237,7 +239,7 @@ class Ledger:
     def _cut_torn_tail(self) -> int:
         """Truncates after the last whole record; returns the offset of the next one."""
         size = os.fstat(self._fd).st_size
-        items = list(scan(self._fd, self._epoch, self._rank))
+        items = list(scan(self._fd, self._epoch, self._rank, self._run))
         end = size
         # A damage in the middle stays for readers to report; what was never whole is cut.
         if items and isinstance(items[-1], Gap) and items[-1].torn:
@@ -312,7 +314,7 @@ def records(
     """
     for path, fd, item in _walk(paths, from_step):
         if isinstance(item, Gap):
-            _complain(path, item, report)
+            _complain(paths, path, item, report)
         # Judged by the frame, before anything is decompressed.
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
             arrays = _arrays(path, item, item.payload(fd), report, keys)
@@ -332,11 +334,11 @@ class Index:
     def __init__(
         self, paths: RunPaths, *, report: Callable[[str], None] | None = None, keys: Keyring | None = None
     ) -> None:
-        self._report, self._keys = report, keys
+        self._paths, self._report, self._keys = paths, report, keys
         self._places: dict[Key, tuple[Path, Frame]] = {}
         for path, _, item in _walk(paths, 0):
             if isinstance(item, Gap):
-                _complain(path, item, report)
+                _complain(paths, path, item, report)
             else:
                 # In the order of `_walk`: the newest epoch comes last and wins.
                 self._places[item.step, item.micro_batch] = path, item
@@ -375,9 +377,9 @@ class Index:
         mine = {key for key, (where, _) in self._places.items() if where == path}
         for key in mine:
             del self._places[key]
-        for item in scan(fd, *owner(path)):
+        for item in scan(fd, *owner(path), run_id(self._paths)):
             if isinstance(item, Gap):
-                _complain(path, item, self._report)
+                _complain(self._paths, path, item, self._report)
             elif (key := (item.step, item.micro_batch)) in mine:
                 self._places[key] = path, item
 
@@ -398,7 +400,7 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
             continue
         fd = open_segment(path)
         try:
-            items = scan(fd, epoch, rank, check_from_step=before_step)
+            items = scan(fd, epoch, rank, run_id(paths), check_from_step=before_step)
             needed = any(
                 (isinstance(item, Gap) and not item.torn)
                 or (isinstance(item, Frame) and item.step >= before_step)
@@ -421,23 +423,33 @@ def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | 
     for epoch, rank, path in segments(paths):
         fd = open_segment(path)
         try:
-            for item in scan(fd, epoch, rank, check_from_step=from_step):
+            for item in scan(fd, epoch, rank, run_id(paths), check_from_step=from_step):
                 yield path, fd, item
         finally:
             os.close(fd)
 
 
-def _complain(path: Path, gap: Gap, report: Callable[[str], None] | None) -> None:
+def _complain(paths: RunPaths, path: Path, gap: Gap, report: Callable[[str], None] | None) -> None:
     # The end of a killed process's file, as expected: at most the record that was being written.
     if gap.torn:
         return
-    error = CheckpointCorrupt(
-        "the ledger is damaged in its middle",
-        where=path,
-        found=f"bytes {gap.offset} to {gap.end} are no record",
-        expected="whole records up to the end",
-        remedy="its rollouts will be generated again; check the storage",
-    )
+    if gap.run:
+        error = CheckpointCorrupt(
+            "records of another run are in the ledger, and are not used",
+            where=path,
+            found=f"run id {gap.run} in bytes {gap.offset} to {gap.end}",
+            expected=f"run id {run_id(paths)}, as {paths.run_id} says",
+            remedy="this run's own rollouts are sampled again; move the file out of the run. If it is this run's, and "
+            f"run_id was lost: echo {gap.run} > {paths.run_id}",
+        )
+    else:
+        error = CheckpointCorrupt(
+            "the ledger is damaged in its middle",
+            where=path,
+            found=f"bytes {gap.offset} to {gap.end} are no record",
+            expected="whole records up to the end",
+            remedy="its rollouts will be generated again; check the storage",
+        )
     if report is None:
         raise error
     report(error.one_line())
@@ -455,7 +467,7 @@ def _arrays(
         # Its checksum was right when it was scanned: the storage gives different bytes now.
         if payload is None:
             raise CheckpointCorrupt("a ledger record changed while it was read", where=path)
-        place = (*owner(path), item.step, item.micro_batch)
+        place = (item.run, *owner(path), item.step, item.micro_batch)
         # `KeyRefused` passes through: with the wrong key every record would count as damaged, and all rollouts be
         # sampled again.
         payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")

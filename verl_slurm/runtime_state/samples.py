@@ -1,13 +1,13 @@
 """Keeps `RUN/samples.jsonl`: a few responses of every step as text, with their rewards, for people to read.
 
 ```
-{"time": ..., "epoch": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
-{"time": ..., "epoch": 3, "step": 12, "sealed": "..."}                               the same of a run with a key
+{"time": ..., "run": "...", "epoch": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
+{"time": ..., "run": "...", "epoch": 3, "step": 12, "sealed": "..."}                 the same of a run with a key
 ```
 
-`epoch` is the attempt. `responses` counts the candidates for the samples: what data-parallel rank 0 sampled in that
-step. `sealed` is the first form, sealed like a record of the ledger (`sealing.py`) at a rank that no run has, in
-base64.
+`run` is the run's id (`RUN/run_id`), `epoch` the attempt. `responses` counts the candidates for the samples: what
+data-parallel rank 0 sampled in that step. `sealed` is the first form, sealed like a record of the ledger (`sealing.py`)
+at a rank that no run has, in base64.
 
 A step that is repeated after an interruption has one line per attempt; the newest counts. At 8 MiB the file becomes
 `samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes.
@@ -23,10 +23,11 @@ from typing import Annotated
 
 import msgspec
 
-from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, NotFound
 from verl_slurm.base.files import append_line, rename
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import RUN_ID, run_id
 from verl_slurm.runtime_state.sealing import open_record, seal_record
 
 __all__ = ["Sample", "StepSamples", "append_samples", "best_and_worst", "clipped", "read_samples"]
@@ -37,6 +38,7 @@ _MAX_CHARS = 4000
 # So that no record of the ledger opens as samples, and no samples as a record.
 _NO_RANK = 0xFFFFFFFF
 
+_RunId = Annotated[str, msgspec.Meta(pattern=rf"^{RUN_ID.pattern}\Z")]
 _Step = Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]
 
 
@@ -55,6 +57,7 @@ class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
     """The samples of one step, the best first."""
 
     time: str
+    run: _RunId
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     step: _Step
     responses: int
@@ -63,6 +66,7 @@ class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
     time: str
+    run: _RunId
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     step: _Step
     sealed: str
@@ -109,13 +113,13 @@ def append_samples(
     Raises:
         OSError: it was not written whole.
     """
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    now, run = datetime.now(UTC).isoformat(timespec="milliseconds"), run_id(paths)
     plain = msgspec.json.encode(
-        StepSamples(time=now, epoch=epoch, step=step, responses=responses, samples=list(samples))
+        StepSamples(time=now, run=run, epoch=epoch, step=step, responses=responses, samples=list(samples))
     )
     if keys is not None:
-        sealed = base64.b64encode(seal_record(keys.current, (epoch, _NO_RANK, step, 0), plain)).decode()
-        plain = msgspec.json.encode(_Sealed(time=now, epoch=epoch, step=step, sealed=sealed))
+        sealed = base64.b64encode(seal_record(keys.current, (run, epoch, _NO_RANK, step, 0), plain)).decode()
+        plain = msgspec.json.encode(_Sealed(time=now, run=run, epoch=epoch, step=step, sealed=sealed))
     try:
         # Before the append: so a file stays within the limit.
         if paths.samples.stat().st_size + len(plain) > MAX_FILE_BYTES:
@@ -133,13 +137,16 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
 
     Raises:
         KeyRefused: they are sealed, and there is no key or another one.
+        NotFound: there are samples of another run.
         OSError: a file cannot be read.
     """
     found: dict[int, StepSamples] = {}
+    # A reader makes no id: without the file there is nothing to hold the lines to.
+    own = run_id(paths) if paths.run_id.exists() else None
     # The older file first: the order of lines tells which attempt of a step is the newest.
     for path in (paths.old_samples, paths.samples):
         for line in _lines(path):
-            step = _parse(line, keys, path)
+            step = _parse(line, keys, path, own)
             if step is not None:
                 # An earlier attempt may have gone further: what it trained beyond this step is not part of the run. In
                 # order, so that the newest are last: searching all of them for each line would take hours.
@@ -162,17 +169,31 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield line
 
 
-def _parse(line: bytes, keys: Keyring | None, path: Path) -> StepSamples | None:
+def _parse(line: bytes, keys: Keyring | None, path: Path, own: str | None) -> StepSamples | None:
     try:
-        if "sealed" not in _EITHER.decode(line):
+        sealed = "sealed" in _EITHER.decode(line)
+        outside = (_SEALED if sealed else _STEP).decode(line)
+        # Before the seal: the key of another run is not this one's, and that would name the wrong cause.
+        if own is not None and outside.run != own:
+            raise NotFound(
+                "samples of another run",
+                where=path,
+                found=f"run id {outside.run}",
+                expected=f"run id {own}, as {path.with_name('run_id')} says",
+                remedy=f"move the file out of the run: mv {path} ELSEWHERE",
+            )
+        if isinstance(outside, StepSamples):
             # With a key, any writer of the file could have made a line without a seal.
-            return _STEP.decode(line) if keys is None else None
-        outside = _SEALED.decode(line)
+            return outside if keys is None else None
         # validate: without it characters outside of the alphabet are skipped.
         data = base64.b64decode(outside.sealed, validate=True)
-        place = (outside.epoch, _NO_RANK, outside.step, 0)
+        place = (outside.run, outside.epoch, _NO_RANK, outside.step, 0)
         inside = _STEP.decode(open_record(keys, place, data, sealed=True, where=path))
         # What is shown outside the seal is not trusted: the step orders the lines.
-        return inside if (inside.epoch, inside.step) == (outside.epoch, outside.step) else None
+        return inside if _place(inside) == _place(outside) else None
     except (*UNREADABLE, binascii.Error, CheckpointCorrupt):
         return None
+
+
+def _place(step: StepSamples | _Sealed) -> tuple[str, int, int]:
+    return step.run, step.epoch, step.step

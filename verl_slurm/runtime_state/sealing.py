@@ -4,10 +4,10 @@
 payload of a frame with magic VSLE:   id of the key, 8 bytes | salt, 32 bytes | ciphertext | tag, 16 bytes
 ```
 
-AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v1"). The salt is
-random, the nonce fixed (12 zero bytes). Associated data are epoch, rank, step and micro-batch: a record in another
-place or of another segment does not open. A missing record, or a cut at the end, is not noticed here and need not be:
-rollouts that the journal lacks are generated again, identically.
+AES-256-GCM under a key for this record alone: HKDF-SHA256(key, salt, info = "verl-slurm ledger v2"). The salt is
+random, the nonce fixed (12 zero bytes). Associated data are the run's id, epoch, rank, step and micro-batch: a record
+of another run, in another place or of another segment does not open. A missing record, or a cut at the end, is not
+noticed here and need not be: rollouts that the journal lacks are generated again, identically.
 
 Samples (`samples.py`) are sealed in the same way, at the rank 2^32 - 1.
 
@@ -26,14 +26,14 @@ _SALT_BYTES = 32
 _TAG_BYTES = 16
 _KEY_ID_BYTES = 8
 OVERHEAD_BYTES = _KEY_ID_BYTES + _SALT_BYTES + _TAG_BYTES
-_INFO = b"verl-slurm ledger v1"
+_INFO = b"verl-slurm ledger v2"
 # Fixed, as each record has a random salt and so a key of its own; the number of records is not limited by it.
 _NONCE = bytes(12)
 # Without the record's offset: compaction moves records.
-_PLACE = struct.Struct(">IIQI")
+_PLACE = struct.Struct(">8sIIQI")
 
-Place = tuple[int, int, int, int]
-"""Epoch, rank, step, micro-batch."""
+Place = tuple[str, int, int, int, int]
+"""The run's id, epoch, rank, step, micro-batch."""
 
 
 def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
@@ -43,7 +43,7 @@ def seal_record(key: MasterKey, place: Place, payload: bytes) -> bytes:
     # A salt for each record, and with it a key: a record that is appended again after a death shares no nonce with the
     # first.
     salt = secrets.token_bytes(_SALT_BYTES)
-    sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _PLACE.pack(*place))
+    sealed = AESGCM(_record_key(key, salt).reveal()).encrypt(_NONCE, payload, _associated(place))
     return bytes.fromhex(key.id) + salt + sealed
 
 
@@ -84,13 +84,18 @@ def open_record(keys: Keyring | None, place: Place, data: bytes, *, sealed: bool
 
     key = _record_key(keys.find(key_id, where=where), salt)
     try:
-        return AESGCM(key.reveal()).decrypt(_NONCE, data[_KEY_ID_BYTES + _SALT_BYTES :], _PLACE.pack(*place))
+        return AESGCM(key.reveal()).decrypt(_NONCE, data[_KEY_ID_BYTES + _SALT_BYTES :], _associated(place))
     except InvalidTag:
         raise CheckpointCorrupt(
             "an encrypted ledger record does not open",
             where=where,
             expected="the bytes that were sealed there with this key",
         ) from None
+
+
+def _associated(place: Place) -> bytes:
+    run, *rest = place
+    return _PLACE.pack(bytes.fromhex(run), *rest)
 
 
 def _record_key(key: MasterKey, salt: bytes) -> Secret:

@@ -16,8 +16,8 @@ from verl_slurm.runtime_state.format import MAX_RECORD_BYTES
 __all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "is_locked", "open_segment", "scan"]
 
 _HEAD = struct.Struct("<8sII")
-_HEAD_MAGIC = b"VSLEDGR1"
-_FRAME = struct.Struct("<4sIQII")
+_HEAD_MAGIC = b"VSLEDGR2"
+_FRAME = struct.Struct("<4sIQII8s")
 _FRAME_MAGIC = b"VSLR"
 _SEALED_MAGIC = b"VSLE"
 # The beginning of both frames' magic, so that one search finds either.
@@ -36,6 +36,7 @@ class Frame:
         offset: of its first byte in the segment.
         length: bytes of its payload.
         payload_crc: the expected CRC-32 of the payload.
+        run: the id of the run that wrote it.
         sealed: the payload is encrypted (`sealing.py`).
     """
 
@@ -44,6 +45,7 @@ class Frame:
     step: int
     micro_batch: int
     payload_crc: int
+    run: str
     sealed: bool = False
 
     @property
@@ -59,11 +61,16 @@ class Frame:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """A region without a record: damage when whole records follow, else a torn tail."""
+    """A region without a record of this run: damage when whole records follow, else a torn tail.
+
+    Attributes:
+        run: the id of the other run whose whole records these are; empty: they are no records.
+    """
 
     offset: int
     end: int
     torn: bool
+    run: str = ""
 
 
 def head(epoch: int, rank: int) -> bytes:
@@ -71,10 +78,10 @@ def head(epoch: int, rank: int) -> bytes:
     return _HEAD.pack(_HEAD_MAGIC, epoch, rank)
 
 
-def frame(step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) -> bytes:
-    """Returns one record, ready to append."""
+def frame(run: str, step: int, micro_batch: int, payload: bytes, *, sealed: bool = False) -> bytes:
+    """Returns one record of the run with this id, ready to append."""
     magic = _SEALED_MAGIC if sealed else _FRAME_MAGIC
-    fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload))
+    fields = _FRAME.pack(magic, len(payload), step, micro_batch, zlib.crc32(payload), bytes.fromhex(run))
     # The header has a CRC of its own: a length must be believed before the payload, whose end it gives, can be checked.
     return fields + _CRC.pack(zlib.crc32(fields)) + payload
 
@@ -98,15 +105,16 @@ def is_locked(fd: int) -> bool:
     return False
 
 
-def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
+def scan(fd: int, epoch: int, rank: int, run: str, *, check_from_step: int = 0) -> Iterator[Frame | Gap]:
     """Walks a segment from its head to its present end.
 
     Args:
         epoch, rank: the values that the head must have.
+        run: the id that the records must have.
         check_from_step: payloads of earlier steps are skipped without being read.
 
     Yields:
-        Every good record, and a Gap for each region without one, in order of their offsets.
+        Every good record of this run, and a Gap for each region without one, in order of their offsets.
     """
     # The size once: a living writer may append without end, and its last record is half there.
     size = os.fstat(fd).st_size
@@ -117,26 +125,37 @@ def scan(fd: int, epoch: int, rank: int, *, check_from_step: int = 0) -> Iterato
         gap = _gap(fd, 0, 0, size, patience)
         yield gap
         offset = gap.end
+    foreign: Gap | None = None
     while offset < size:
         found = _frame_at(fd, offset, size)
         # Payloads of earlier steps are not needed: their frames' own CRCs lead from one to the next.
         if found is not None and found.step >= check_from_step and found.payload(fd) is None:
             patience.left -= found.length
             found = None
-        if found is not None:
-            yield found
+        if found is not None and found.run != run:
+            # Records of one run that follow each other are one gap: they are told once.
+            if foreign is not None and foreign.run != found.run:
+                yield foreign
+                foreign = None
+            start = offset if foreign is None else foreign.offset
+            foreign = Gap(offset=start, end=found.end, torn=False, run=found.run)
             offset = found.end
             continue
-        gap = _gap(fd, offset, offset + 1, size, patience)
-        yield gap
-        offset = gap.end
+        if foreign is not None:
+            yield foreign
+            foreign = None
+        item = found or _gap(fd, offset, offset + 1, size, patience)
+        yield item
+        offset = item.end
+    if foreign is not None:
+        yield foreign
 
 
 def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
     raw = os.pread(fd, FRAME_BYTES, offset)
     if len(raw) < FRAME_BYTES:
         return None
-    magic, length, step, micro_batch, payload_crc = _FRAME.unpack_from(raw)
+    magic, length, step, micro_batch, payload_crc, run = _FRAME.unpack_from(raw)
     (header_crc,) = _CRC.unpack_from(raw, _FRAME.size)
     if magic not in (_FRAME_MAGIC, _SEALED_MAGIC) or header_crc != zlib.crc32(raw[: _FRAME.size]):
         return None
@@ -149,6 +168,7 @@ def _frame_at(fd: int, offset: int, size: int) -> Frame | None:
         step=step,
         micro_batch=micro_batch,
         payload_crc=payload_crc,
+        run=run.hex(),
         sealed=magic == _SEALED_MAGIC,
     )
 

@@ -17,10 +17,11 @@ import torch
 from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from verl_slurm.base.errors import DataError
+from verl_slurm.base.bounded import read_end_tokens
+from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
+from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template, processor_template
 from verl_slurm.dataset.prompts.directory import Content, prompts_below
 from verl_slurm.dataset.prompts.rows import Prompt
 from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
@@ -33,6 +34,7 @@ __all__ = [
     "Sides",
     "as_text",
     "drop_shared",
+    "end_tokens",
     "first_by_digest",
     "load_tokenizer",
     "plain_text",
@@ -153,10 +155,32 @@ def load_tokenizer(model_path: Path) -> PreTrainedTokenizerBase:
             expected="eos_token in tokenizer_config.json",
             remedy="set eos_token in the model directory",
         )
+    # A template that a processor saved. The tokenizer does not look for that file.
+    if not tokenizer.chat_template:
+        tokenizer.chat_template = processor_template(model_path)
     if tokenizer.pad_token_id is None:
         # Masks tell padding from the end token, so the two may share a number.
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def end_tokens(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Returns the tokens that end a response: those of Hugging Face's `generate`, and the tokenizer's. A chat model
+    often ends its turn with another token than its tokenizer names.
+
+    Raises:
+        DataError: the model directory names no token ids there.
+    """
+    try:
+        named = read_end_tokens(model_path)
+    except UNREADABLE as error:
+        raise DataError(
+            "the model's end tokens cannot be read",
+            where=model_path,
+            found=error,
+            remedy="fix eos_token_id in that file",
+        ) from None
+    return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *named]))
 
 
 def _read_rows(

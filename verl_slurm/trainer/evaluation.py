@@ -7,6 +7,8 @@ next step samples with. So training continues with the same bits with or without
 A partial evaluation is not saved: a run that stops in the middle repeats all of it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -52,10 +54,10 @@ class Evaluator:
         size: int,
         temperature: float,
         ranks: Collective,
-        eos_id: int,
+        eos_ids: Sequence[int],
     ) -> None:
         self._data, self._sampler, self._tokenizer, self._reward = data, sampler, tokenizer, reward
-        self._size, self._temperature, self._eos_id = size, temperature, eos_id
+        self._size, self._temperature, self._eos_ids = size, temperature, torch.tensor(eos_ids)
         self._ranks, self._pieces = ranks, num_pieces(len(data), size, ranks.world_size)
         self._step: int | None = None
         self._done = 0
@@ -129,7 +131,7 @@ class Evaluator:
         )
         # float64: the sums run over all prompts.
         scores = scores.double().cpu()
-        ended = ((batch["response_ids"] == self._eos_id) & mask).any(dim=1)
+        ended = (torch.isin(batch["response_ids"], self._eos_ids) & mask).any(dim=1)
         return [
             float(len(mask)),
             float(scores.sum()),

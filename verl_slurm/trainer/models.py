@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as hf_logging
 
+from verl_slurm.base.bounded import ADAPTER_FILES
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.causal_lm import ValueModel, accepted
 from verl_slurm.config.families import right_attentions
@@ -103,6 +104,15 @@ def load_pretrained(
         ConfigError: this environment or this model does not have that attention.
     """
     expected = "a Hugging Face model directory with safetensors"
+    # Once more on the ranks: with PEFT installed, transformers would load it.
+    if adapter := next((name for name in ADAPTER_FILES if (path / name).is_file()), None):
+        raise DataError(
+            "an adapter, not a model",
+            where=path,
+            found=adapter,
+            expected=expected,
+            remedy=f"merge it, and set {key}",
+        )
     if not (path / "config.json").is_file():
         raise DataError("there is no model", where=path, expected=expected, remedy=f"set {key}")
     try:

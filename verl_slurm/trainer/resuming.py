@@ -4,6 +4,7 @@ Order: the manifest is held against this run, then the checkpoint state is loade
 the runtime state, which puts the generators back, then the ledger's later rollouts, which draw nothing.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -215,6 +216,8 @@ def load_replay(
     dp_rank: int | None,
     ranks: Collective,
     keys: Keyring | None = None,
+    *,
+    tell: Callable[[str], None] = lambda line: None,
 ) -> dict[tuple[int, int], Arrays]:
     """A data-parallel rank's rollouts in the ledger that lie before it, by (step, global micro-batch). Collective.
 
@@ -226,12 +229,14 @@ def load_replay(
 
     Args:
         dp_rank: None: another rank of the replica looks for this one.
+        tell: called with what cannot be used, for the journal.
     """
     position = state.position
     refused: list[int] = []
 
     def report(text: str) -> None:
         console.complain(f"dp rank {dp_rank}: {text}")
+        tell(text)
 
     # From the beginning of the step where it may have to begin anew, else from the first piece that is missing.
     early = position.phase in _NOTHING_LEARNED

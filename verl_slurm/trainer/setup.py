@@ -34,7 +34,7 @@ from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance
-from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.trainer.data import PromptData, end_tokens, load_tokenizer
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.loop import Loop
 from verl_slurm.trainer.measures import console
@@ -201,10 +201,11 @@ def _build_loop(
         # At once: each part below may still be refused.
         owned.callback(saver.close)
         tokenizer = load_tokenizer(pinned.path)
+        eos_ids = end_tokens(pinned.path, tokenizer)
         sampler = build_engine(
             config,
             pinned.path,
-            eos_id=int(tokenizer.eos_token_id),
+            eos_ids=eos_ids,
             pad_id=int(tokenizer.pad_token_id),
             device=device,
             ranks=ranks,
@@ -267,12 +268,20 @@ def _build_loop(
             size=config.rollout.micro_batch_size_per_device,
             temperature=config.train.eval_temperature,
             ranks=ranks,
-            eos_id=int(tokenizer.eos_token_id),
+            eos_ids=eos_ids,
         )
     # `load_replay` may put the position back to the beginning of the step, where its rollouts were refused.
     loaded = state.position
     # A replica's leader reads for its ranks: two nodes may see different ends of one file for a moment (decision 0006).
-    replay = load_replay(paths, state, shape, grid.place.dp if grid.is_leader else None, ranks, keys)
+    replay = load_replay(
+        paths,
+        state,
+        shape,
+        grid.place.dp if grid.is_leader else None,
+        ranks,
+        keys,
+        tell=partial(session.notice, topic="ledger", loud=True),
+    )
     # A request is answered with a checkpoint of this run only; one outside the run must not be named.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
     saved_as = manifest.name if manifest and ours else ""

@@ -20,6 +20,7 @@ from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.evaluation import Evaluator
+from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.measures.metrics import step_measures
 from verl_slurm.trainer.measures.stopwatch import COMMUNICATION, Stopwatch, memory_bytes, watch_collectives
 from verl_slurm.trainer.models import (
@@ -167,8 +168,19 @@ class Learner:
             return None
         batch = to_batch(arrays)
         # A record for other prompts belongs to another data set (--force-resume): generating again is right.
-        same = all(name in batch and torch.equal(batch[name], prompts[name]) for name in prompts)
-        return batch if same else None
+        if not all(name in batch and torch.equal(batch[name], prompts[name]) for name in prompts):
+            return None
+        # As `RolloutEngine.generate` makes them: any process that can write the file could have made the record.
+        like = len(prompts["prompt_ids"]), self._config.rollout.max_new_tokens
+        columns = {"response_ids": torch.int64, "response_mask": torch.bool, "logprobs": torch.float32}
+        kinds = {name: column.dtype for name, column in batch.items() if name not in prompts}
+        if kinds != columns or any(batch[name].shape != like for name in columns):
+            console.complain(
+                f"step {step + 1}: the ledger's record of micro-batch {micro_batch} holds {kinds}, expected {columns} "
+                f"of shape {like}; it is sampled again"
+            )
+            return None
+        return batch
 
     def _take_back(self, step: int) -> None:
         """Retracts the step, so that no start replays refused rollouts. Collective."""

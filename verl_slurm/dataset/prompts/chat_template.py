@@ -7,7 +7,7 @@ import msgspec
 from verl_slurm.base.bounded import SMALL, TOKENIZER, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = ["has_template", "no_conversations", "no_template", "read_template"]
+__all__ = ["has_template", "no_conversations", "no_template", "processor_template", "read_template"]
 
 
 def read_template(path: Path) -> str:
@@ -27,7 +27,7 @@ def read_template(path: Path) -> str:
 
 def has_template(model: Path) -> bool:
     """Returns whether the tokenizer of a model directory has a chat template of its own."""
-    if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
+    if (model / "chat_template.jinja").is_file() or processor_template(model):
         return True
     try:
         # Without transformers, which a login node may lack. Raw values: the rest of the file is of no interest.
@@ -39,12 +39,22 @@ def has_template(model: Path) -> bool:
     return bytes(said.get("chat_template", b"null")).strip() not in (b"null", b'""', b"[]")
 
 
+def processor_template(model: Path) -> str | None:
+    """Returns the chat template in chat_template.json, where older processors keep it; None: it has none."""
+    try:
+        data = read_regular(model / "chat_template.json", TOKENIZER, follow=True)
+        said = decode_json(data, dict[str, msgspec.Raw], TOKENIZER, doubles=False)
+        return msgspec.json.decode(said["chat_template"], type=str) or None
+    except (OSError, KeyError, *UNREADABLE):
+        return None
+
+
 def no_template(where: object) -> DataError:
     """Builds the error for conversations without a chat template."""
     return DataError(
         "the prompts are conversations and the tokenizer has no chat template",
         where=where,
-        expected="chat_template in tokenizer_config.json, or chat_template.jinja",
+        expected="chat_template in tokenizer_config.json, chat_template.jinja, or chat_template.json",
         remedy="set data.chat_template to a Jinja file, or model.path to a chat model",
     )
 

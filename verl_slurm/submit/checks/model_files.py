@@ -11,17 +11,19 @@ from typing import TypeVar
 import msgspec
 
 from verl_slurm.base.bounded import (
+    ADAPTER_FILES,
     SAFETENSORS_HEADER,
     TooMuch,
     decode_json,
     open_regular,
+    read_end_tokens,
     read_model_config,
     read_regular,
 )
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.checkpoint.store.safetensors_file import read_header, safetensors_problem
 
-__all__ = ["check_model", "num_parameters", "weights_problem"]
+__all__ = ["check_model", "num_parameters", "refuse_adapter", "weights_problem"]
 
 T = TypeVar("T")
 
@@ -56,6 +58,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
                 f"`hf download {written} --local-dir DIR` first, then set {key} to DIR"
             )
         raise DataError("no such model directory", where=directory, remedy=remedy)
+    refuse_adapter(key, directory)
     if not (directory / "config.json").is_file():
         raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
     # Names first, then the contents of small files, and the headers of large ones last.
@@ -120,6 +123,26 @@ def _remedy(key: str) -> str:
     return f"set {key} to a directory made by save_pretrained, or to builtin:tiny"
 
 
+def refuse_adapter(key: str, directory: Path) -> None:
+    """Refuses an adapter (LoRA), by itself or beside a model's files, where it would be left out in silence.
+
+    Raises:
+        DataError: there is one.
+    """
+    adapter = next((name for name in ADAPTER_FILES if (directory / name).is_file()), None)
+    if adapter is None:
+        return
+    beside = any((directory / name).is_file() for name in (_WHOLE, _INDEX))
+    raise DataError(
+        "an adapter beside a model" if beside else "an adapter, not a model",
+        where=directory,
+        found=adapter,
+        expected="whole weights and no adapter",
+        remedy=f"merge it into its base model (PEFT's merge_and_unload), save that, and set {key} to it"
+        + (f"; or remove {adapter} to use the model without it" if beside else ""),
+    )
+
+
 def _check_weights(key: str, directory: Path, remedy: str) -> None:
     # In the order in which `from_pretrained` looks for them.
     if (directory / _WHOLE).is_file():
@@ -127,7 +150,7 @@ def _check_weights(key: str, directory: Path, remedy: str) -> None:
     if (directory / _INDEX).is_file():
         _check_index(directory, remedy)
         return
-    # Each likely cause has its own words and remedy: pickles, an adapter by itself, a file of another name.
+    # Each likely cause has its own words and remedy: pickles, a file of another name.
     pickled = [path.name for path in sorted(directory.glob("pytorch_model*.bin"))]
     expected = f"{_WHOLE} or {_INDEX}"
     if pickled:
@@ -137,14 +160,6 @@ def _check_weights(key: str, directory: Path, remedy: str) -> None:
             found=pickled[0],
             expected=expected,
             remedy=f"pickles are not read here; convert them once: {_conversion(key, directory)}",
-        )
-    if (directory / "adapter_config.json").is_file():
-        raise DataError(
-            "an adapter, not a model",
-            where=directory,
-            found="adapter_config.json",
-            expected=expected,
-            remedy=f"merge it into its base model (PEFT's merge_and_unload), save that, and set {key} to it",
         )
     there = [path.name for path in sorted(directory.glob("*.safetensors"))]
     raise DataError(
@@ -202,3 +217,12 @@ def _check_config(path: Path, remedy: str) -> None:
             expected="text under 'model_type'",
             remedy=remedy,
         )
+    try:
+        read_end_tokens(path.parent)
+    except UNREADABLE as error:
+        raise DataError(
+            "the model's end tokens cannot be read",
+            where=path.parent,
+            found=error,
+            remedy="fix eos_token_id in that file",
+        ) from None

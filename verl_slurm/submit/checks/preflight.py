@@ -39,7 +39,7 @@ from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
 from verl_slurm.submit.checks.inputs import check_names, check_reward, no_answers
 from verl_slurm.submit.checks.model_families import check_model_shape, said_of
-from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.model_files import check_model, refuse_adapter
 from verl_slurm.submit.plan import Cluster
 from verl_slurm.wire.http import read_token
 
@@ -171,6 +171,7 @@ def check_resume_from(config: RunConfig) -> None:
     Raises:
         NotFound: it is not there.
         ConfigError: it belongs to a run that trains other models.
+        DataError: it is an adapter.
     """
     wanted = config.checkpoint.resume_from
     if wanted is None or wanted == "auto":
@@ -185,6 +186,7 @@ def check_resume_from(config: RunConfig) -> None:
             expected="a checkpoint directory, the name of one of this run, auto or null",
             remedy="set checkpoint.resume_from; `verl-slurm checkpoints RUN` lists a run's",
         )
+    refuse_adapter("checkpoint.resume_from", path)
     # An unreadable manifest is left to the lead, which reports what is wrong with it.
     try:
         manifest = read_manifest(path)

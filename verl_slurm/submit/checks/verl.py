@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.verl_settings import start_settings
-from verl_slurm.submit.checks.model_files import weights_problem
+from verl_slurm.submit.checks.model_files import refuse_adapter, weights_problem
 from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings, with_critic
 from verl_slurm.verl.layout import is_distributed, step_of, way_out
 from verl_slurm.verl.overrides import (
@@ -289,6 +289,7 @@ def _check_model(one: Input, place: Path) -> None:
     remedy = (
         f"set verl.{one.key} to a directory made by save_pretrained, or to a name of the Hugging Face hub"
     )
+    refuse_adapter(f"verl.{one.key}", place)
     if not (place / "config.json").is_file():
         raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
     # Headers and lengths alone; a file that was cut off ends each start of verl.

@@ -116,8 +116,9 @@ class ClassifierReward:
         else:
             model = self._load(directory)
         # A classifier takes the last token that is no padding, and finds it by this number.
-        if model.config.pad_token_id is None:
-            model.config.pad_token_id = self._tokenizer.pad_token_id
+        # The tokenizer's, which pads: config.json may name another one.
+        for config in (model.config, model.config.get_text_config()):
+            config.pad_token_id = self._tokenizer.pad_token_id
         self._model = model.requires_grad_(False).to(self._device)
 
     def _load(self, path: Path) -> Any:

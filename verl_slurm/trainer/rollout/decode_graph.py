@@ -42,7 +42,8 @@ class GraphDecoder:
         pick: `pick_tokens` at one temperature.
         config: the model's.
         rows, prompt, new: N, P and T.
-        pad_id, eos_id: the tokenizer's.
+        pad_id: the tokenizer's.
+        eos_ids: the tokens that end a response, [E].
         device: a CPU has no graphs, and computes the same token by token: for tests.
     """
 
@@ -56,11 +57,11 @@ class GraphDecoder:
         prompt: int,
         new: int,
         pad_id: int,
-        eos_id: int,
+        eos_ids: Tensor,
         device: torch.device,
     ) -> None:
         self._forward, self._pick = forward, pick
-        self._pad_id, self._eos_id, self._new = pad_id, eos_id, new
+        self._pad_id, self._eos_ids, self._new = pad_id, eos_ids.to(device), new
         self._cache = StaticCache(config, max_cache_len=prompt + new)
         whole = torch.zeros(0, dtype=torch.int64, device=device)
         self._ids, self._positions = whole.new_zeros(rows, 1), whole.new_zeros(rows, 1)
@@ -118,7 +119,8 @@ class GraphDecoder:
         tokens = tokens.masked_fill(self._ended, self._pad_id)
         self._tokens.index_copy_(1, self._at, tokens.unsqueeze(1))
         self._logprobs.index_copy_(1, self._at, logprobs.unsqueeze(1))
-        self._ended.logical_or_(tokens == self._eos_id)
+        # Not torch.isin, which may sort: what is recorded must have one course.
+        self._ended.logical_or_((tokens.unsqueeze(1) == self._eos_ids).any(dim=1))
         self._ids.copy_(tokens.unsqueeze(1))
         self._at.add_(1)
 

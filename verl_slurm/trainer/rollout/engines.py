@@ -18,6 +18,7 @@ Measured with configs/quickstart.yaml (learning rate 5e-4, 8 updates a step) on 
 With much smaller steps one lost sync moves less than the rounding of bfloat16, and shows once more are lost.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -61,7 +62,13 @@ class RolloutEngine(Protocol):
 
 
 def build_engine(
-    config: RunConfig, model: Path, *, eos_id: int, pad_id: int, device: torch.device, ranks: Collective
+    config: RunConfig,
+    model: Path,
+    *,
+    eos_ids: Sequence[int],
+    pad_id: int,
+    device: torch.device,
+    ranks: Collective,
 ) -> RolloutEngine:
     """Builds the engine that `rollout.engine` names. Collective.
 
@@ -78,7 +85,7 @@ def build_engine(
             model,
             config.rollout,
             seed=config.seed,
-            eos_id=eos_id,
+            eos_ids=eos_ids,
             pad_id=pad_id,
             # The actor's own: samples of another precision come from another policy.
             dtype=sampling_dtype(config),
@@ -92,7 +99,7 @@ def build_engine(
     # Imported here because it imports vLLM (seconds, and an extra).
     from verl_slurm.trainer.rollout.vllm_rollout import VLLMRollout
 
-    return VLLMRollout(model, config, eos_id=eos_id, pad_id=pad_id, device=device, ranks=ranks)
+    return VLLMRollout(model, config, eos_ids=eos_ids, pad_id=pad_id, device=device, ranks=ranks)
 
 
 def gap_limit(set_to: float | None, dtype: str) -> float:

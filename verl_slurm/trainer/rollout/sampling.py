@@ -7,6 +7,7 @@ greedily with one choice left to it. It also repeats its preparation for each mi
 point after each small one.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ class HFRollout:
         model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
         config: temperature, new tokens a sample.
         seed: the run's seed.
-        eos_id, pad_id: the tokenizer's.
+        eos_ids: the tokens that end a response (`trainer.data.end_tokens`).
+        pad_id: the tokenizer's.
         dtype: as the actor's.
         attention: as the actor's.
         device: where to sample.
@@ -123,7 +125,7 @@ class HFRollout:
         config: RolloutConfig,
         *,
         seed: int,
-        eos_id: int,
+        eos_ids: Sequence[int],
         pad_id: int,
         dtype: str = "float32",
         attention: Attention = "auto",
@@ -139,7 +141,8 @@ class HFRollout:
         )
         # By the number of rows and the temperature: of training, and of evaluation.
         self._decoders: dict[tuple[int, float], GraphDecoder] = {}
-        self._config, self._seed, self._eos_id, self._pad_id = config, seed, eos_id, pad_id
+        self._config, self._seed, self._pad_id = config, seed, pad_id
+        self._eos_ids = torch.tensor(eos_ids)
 
     def sync(self, actor: nn.Module) -> None:
         """Copies the actor's weights. Collective where the actor is sharded; once a step."""
@@ -182,7 +185,7 @@ class HFRollout:
         logprobs = torch.zeros((num, num_tokens), dtype=torch.float32)
         logprobs[:, : made.shape[1]] = chosen_at
         # Padding may be the same token; the sum below counts the first end alone.
-        ended = (response == self._eos_id).long()
+        ended = torch.isin(response, self._eos_ids).long()
         # True where the response has not ended before this position; the end itself still counts.
         mask = (ended.cumsum(dim=1) - ended) == 0
         # All rows had ended before: what is behind was never sampled.
@@ -220,7 +223,7 @@ class HFRollout:
                 prompt=prompt,
                 new=self._config.max_new_tokens,
                 pad_id=self._pad_id,
-                eos_id=self._eos_id,
+                eos_ids=self._eos_ids,
                 device=self._model.device,
             )
         return self._decoders[rows, heat].decode(ids, mask, uniform)
@@ -234,6 +237,7 @@ class HFRollout:
         cache = DynamicCache(config=self._model.config)
         positions = (mask.cumsum(dim=1) - 1).clamp(min=0)
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        ends = self._eos_ids.to(ids.device)
         made: list[Tensor] = []
         chosen_at: list[Tensor] = []
         # One uniform per token, drawn beforehand: a row's noise does not depend on how long other rows are.
@@ -243,7 +247,7 @@ class HFRollout:
             tokens = tokens.masked_fill(ended, self._pad_id)
             made.append(tokens)
             chosen_at.append(logprobs)
-            ended |= tokens == self._eos_id
+            ended |= torch.isin(tokens, ends)
             # The test waits for the device once per token; the rest of the loop would be sampled for nothing.
             if bool(ended.all()):
                 break

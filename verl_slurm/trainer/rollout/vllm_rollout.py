@@ -14,7 +14,7 @@ weights), usage reports (they would go out to the internet).
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class VLLMRollout:
     Args:
         model_path: Hugging Face model directory; only its shape matters, `sync` brings the weights.
         config: the run's.
-        eos_id, pad_id: the tokenizer's.
+        eos_ids: the tokens that end a response (`trainer.data.end_tokens`).
+        pad_id: the tokenizer's.
         device: where the rank's models are.
         ranks: all of them.
 
@@ -82,12 +83,12 @@ class VLLMRollout:
         model_path: Path,
         config: RunConfig,
         *,
-        eos_id: int,
+        eos_ids: Sequence[int],
         pad_id: int,
         device: torch.device,
         ranks: Collective,
     ) -> None:
-        self._config, self._eos_id, self._pad_id, self._ranks = config, eos_id, pad_id, ranks
+        self._config, self._eos_ids, self._pad_id, self._ranks = config, eos_ids, pad_id, ranks
         self._device = device
         self._group_size = config.rollout.tensor_parallel_size
         os.environ.update(_ENVIRONMENT)
@@ -190,7 +191,7 @@ class VLLMRollout:
         with self._manner():
             outputs = self._llm.generate(
                 [{"prompt_token_ids": one.prompt} for one in asked],
-                [request(one.uniforms, temperature, self._eos_id) for one in asked],
+                [request(one.uniforms, temperature, self._eos_ids) for one in asked],
                 use_tqdm=False,
             )
         made = []

@@ -11,6 +11,7 @@ token's log probability.
 Imports vLLM; `trainer.rollout.vllm_rollout` imports it.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,13 +26,13 @@ __all__ = ["CounterSampling", "request"]
 _UNIFORMS, _TEMPERATURE = "verl_slurm_uniforms", "verl_slurm_temperature"
 
 
-def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingParams:
+def request(uniforms: list[float], temperature: float, eos_ids: Sequence[int]) -> SamplingParams:
     """Returns the parameters of vLLM's request for one response.
 
     Args:
         uniforms: one in [0, 1) for each token that the response may have.
         temperature: 0: greedy.
-        eos_id: ends the response, and is part of it.
+        eos_ids: each ends the response, and is part of it.
     """
     return SamplingParams(
         max_tokens=len(uniforms),
@@ -39,8 +40,8 @@ def request(uniforms: list[float], temperature: float, eos_id: int) -> SamplingP
         temperature=0.0,
         logprobs=0,  # the chosen token's
         detokenize=False,
-        ignore_eos=True,  # that is the model directory's end token; ours is the next line
-        stop_token_ids=[eos_id],
+        ignore_eos=True,  # vLLM's own, of config.json alone; ours are the next line
+        stop_token_ids=list(eos_ids),
         extra_args={_UNIFORMS: uniforms, _TEMPERATURE: temperature},
     )
 
