@@ -151,7 +151,8 @@ def plan_submission(
     runs = Moves.of(paths).config(config) if code == "run" else config
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
     if config.trainer.is_guest:
-        checked += check_guest(runs)
+        good, notes = check_guest(runs)
+        checked += good
     else:
         inputs, notes = check_inputs(runs, written.model.path)
         notes += check_family(config)

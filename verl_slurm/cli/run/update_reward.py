@@ -9,6 +9,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.requests import ask_for_save
@@ -77,7 +78,8 @@ def update_reward(
         new = f"classifier:{new}"
     # The job runs elsewhere: a relative path would mean another file there.
     reward = absolute_reward(new, here)
-    check_reward(reward)
+    for note in check_reward(reward, load_resolved(run.run_yaml)):
+        render.warning(note)
     # Written down before the job is told: a signal that gets lost then costs time and not the wish.
     request = ask_for_reward(run, reward, warm_start_steps)
     append_event(run, RewardAsked(reward, request.number, warm_start_steps))

@@ -216,8 +216,8 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
     said = said_of(config.model.path)
     check_engine(config, config.model.path, said)
     check_model_shape(config.distributed, config.model.path, said)
-    check_reward(config.model.reward)
-    taken, notes = [("model", config.model.path)], []
+    notes = check_reward(config.model.reward, config)
+    taken = [("model", config.model.path)]
     roots = (
         ("data", "data.root", config.data.root),
         ("held out", "data.eval_root", config.data.eval_root),
