@@ -116,7 +116,10 @@ E = TypeVar("E", bound=VerlSlurmError)
 def together(errors: Sequence[E]) -> E:
     """Returns the first error with all others in its message, so that the user learns of all of them at once."""
     first = errors[0]
-    first.others = tuple(errors[1:])
+    others = list(first.others)
+    for error in errors[1:]:
+        others += [error, *error.others]
+    first.others = tuple(others)
     first.args = (first.one_line(),)
     return first
 

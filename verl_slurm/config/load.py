@@ -95,9 +95,8 @@ def parse_config(
         with _collected(refused):
             _override(data, places, word)
     ours, words = data.get("verl") or {}, dict[str, Value]()
-    for word in verl:
-        with _collected(refused):
-            words |= [_verl_word(word)]
+    for word in _with_values(verl):
+        words |= [_verl_word(word)]
     if isinstance(ours, dict):
         # One spelling for each key: a nested map in the file and a dotted word must meet, to replace each other.
         data["verl"] = flattened(ours | words)
@@ -267,14 +266,10 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
 
 def _verl_word(word: str) -> tuple[str, Value]:
     """Parses with Hydra's own parser; without Hydra, as outside a container, with ours."""
-    refused = ConfigError(
-        "not a word for verl",
-        where=word,
-        expected="KEY=VALUE or +KEY=VALUE, e.g. trainer.save_freq=5",
-        remedy="fix this word",
-    )
+    # Refused with all others that verl does not take (`verl/overrides.py`): no key has a blank.
+    no_word = f"{word} ", None
     if (match := _VERL_WORD.fullmatch(word)) is None:
-        raise refused
+        return no_word
     try:
         # Hydra's own reading where it is there: it decides in the job what the word means.
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -283,11 +278,26 @@ def _verl_word(word: str) -> tuple[str, Value]:
         return match[1], strict_yaml.parse_value(match[2], word)
     try:
         parsed = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        raise refused from error
+    except HydraException:
+        return no_word
     if parsed.is_sweep_override():
-        raise refused  # a sweep: one run per setting
+        return no_word  # a sweep: one run per setting
     return match[1], typing.cast("Value", parsed.value())
+
+
+def _with_values(words: typing.Sequence[str]) -> typing.Iterator[str]:
+    """Yields words; an option of Hydra's and its value are one."""
+    former = ""
+    for word in words:
+        if former:
+            yield f"{former}={word}"
+            former = ""
+        elif word in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd"):
+            former = word
+        else:
+            yield word
+    if former:
+        yield former
 
 
 def _private(dotted: str) -> bool:

@@ -24,7 +24,7 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.programs import file_of_verl
 from verl_slurm.submit.checks.model_files import check_model
-from verl_slurm.submit.checks.programs import Found, check_modules, check_program, check_source, ranks_search
+from verl_slurm.submit.checks.programs import Found, check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.checks.rank_environment import find_python
 from verl_slurm.submit.checks.services import absolute_service
 from verl_slurm.submit.relative_paths import Places
@@ -333,12 +333,16 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     if spec.kind != "python":
         return []
     # By its syntax tree: the user's module is not run here.
-    search = None
-    if config is not None and not spec.is_file:
-        if notes := check_modules(config, [spec.name.partition(".")[0]], f"model.reward: {spec}").notes:
-            return notes
-        search = ranks_search(config)
-    file = source_file(spec, search)
+    if config is None or spec.is_file:
+        file = source_file(spec)
+    else:
+        unseen = why_unseen(config)
+        try:
+            file = source_file(spec, ranks_search(config))
+        except ConfigError:
+            if not unseen:
+                raise
+            return [f"not looked at: model.reward {spec}: {unseen}"]
     check_function(spec, file)
     return [] if config is None else check_source(config, "model.reward", file, spec.function).notes
 

@@ -27,6 +27,7 @@ __all__ = [
     "check_source",
     "program_behind",
     "ranks_search",
+    "why_unseen",
 ]
 
 _PYTHON = r"python[\d.]*|pypy[\d.]*"
@@ -196,7 +197,7 @@ def _environ(config: RunConfig) -> dict[str, str]:
     return os.environ | {name: str(value) for name, value in config.env.items() if name == "PYTHONPATH"}
 
 
-def _unseen(config: RunConfig) -> str:
+def why_unseen(config: RunConfig) -> str:
     """Returns why modules that are not found here may be there in the job; empty: nothing is known."""
     slurm = config.slurm
     if slurm.container is not None:
@@ -219,7 +220,7 @@ def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Se
     Raises:
         ConfigError: one is missing.
     """
-    unseen = _unseen(config)
+    unseen = why_unseen(config)
     if config.slurm.container is not None:
         return Found(
             [], [f"not looked at: the modules of {what} ({', '.join(names)}): {unseen}"] if names else []
@@ -294,16 +295,18 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "") -> Fou
     tree, problem = _parsed(config, file, key)
     if tree is None:
         return Found([], [problem])
-    names, notes = set[str](), list[str]()
+    names, offered, notes = set[str](), list[str](), list[str]()
     for node in bindings(tree.body):
         names |= names_of(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            offered.append(node.name)
     if name and name not in names:
         if "*" not in names:
             raise ConfigError(
                 "a file lacks what is to be taken from it",
                 where=f"{key}: {file}",
                 found=f"nothing named {name!r}",
-                expected=f"one of {', '.join(sorted(names)[:8])}" if names else "a function at its top level",
+                expected=f"one of {', '.join(offered[:8])}" if offered else "a function at its top level",
                 remedy=f"name one of them, or write {name} into it",
             )
         notes.append(f"not looked at: whether {file} has {name}, since it imports *")
