@@ -376,3 +376,12 @@ def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(pla
     inside = msgspec.structs.replace(boxed.slurm, container=ContainerConfig(image="docker://x"))
     _, notes = check(msgspec.structs.replace(boxed, slurm=inside))
     assert [note.startswith("not looked at: ") for note in notes] == [True] * 3
+
+
+def test_a_model_that_verl_cannot_train_is_refused(place: Path) -> None:
+    (place / "model/config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    with pytest.raises(DataError, match="an encoder with a decoder"):
+        check(config(place))
+    (place / "model/model.safetensors").unlink()
+    with pytest.raises(DataError, match="no weights"):
+        check(config(place))

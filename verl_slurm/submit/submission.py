@@ -55,6 +55,8 @@ from verl_slurm.submit.checks.preflight import (
     check_written,
     choose_cluster,
     gpu_note,
+    place_notes,
+    shell_notes,
     source_note,
 )
 from verl_slurm.submit.checks.rank_environment import check_rank_environment
@@ -177,6 +179,8 @@ def plan_submission(
         source_note(source),
     )
     notes = [*places.notes, *(text for text in (note, *asked, *notes) if text)]
+    if slurm is not None:
+        notes += [*shell_notes(config, slurm.conf, os.environ), *place_notes(config, slurm.conf)]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     # An existing run: what it has trained with decides what may change, and no job of it may live.

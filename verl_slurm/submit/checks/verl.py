@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from verl_slurm.base.bounded import CONFIG, read_regular
+from verl_slurm.base.bounded import CONFIG, read_model_config, read_regular
 from verl_slurm.base.errors import (
+    UNREADABLE,
     CheckpointCorrupt,
     ConfigError,
     DataError,
@@ -466,6 +467,19 @@ def _check_model(one: Input, place: Path) -> None:
     )
     if not (place / "config.json").is_file():
         raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    # What from_pretrained finds: safetensors, or pickles, which verl itself reads.
+    if not any(place.glob("*.safetensors")) and not any(place.glob("*.bin")):
+        raise DataError("the model directory has no weights", where=place, remedy=remedy)
+    try:
+        said = read_model_config(place)
+    except UNREADABLE as error:
+        raise DataError("the model's config.json is not JSON", where=place, found=error) from None
+    if said.get("is_encoder_decoder"):
+        found = f"model_type {said.get('model_type')}, an encoder with a decoder"
+        expected = "a decoder that predicts the next token"
+        raise DataError(
+            "verl cannot train this model", where=place, found=found, expected=expected, remedy=remedy
+        )
     # Headers and lengths alone; a file that was cut off ends each start of verl.
     for path in sorted(place.glob("*.safetensors")):
         if complaint := weights_problem(path):
