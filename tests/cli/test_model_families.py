@@ -37,11 +37,23 @@ def _says(workplace: Path, **config: object) -> None:
         ),
         ({"model_type": "mamba"}, "found Mamba (model_type mamba): its state is no cache of keys and values"),
         (
+            {
+                "model_type": "gemma3",
+                "vision_config": {"x": 1},
+                "architectures": ["Gemma3ForConditionalGeneration"],
+            },
+            "a model that also takes images (vision_config in config.json)",
+        ),
+        (
+            {"model_type": "qwen2", "tie_word_embeddings": False, "architectures": ["Qwen2Model"]},
+            "a Qwen2Model, saved without the head for tokens",
+        ),
+        (
             {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
             "dequantize the model and save it again",
         ),
     ],
-    ids=["T5", "BERT", "Mamba", "quantized"],
+    ids=["T5", "BERT", "Mamba", "images", "no head", "quantized"],
 )
 def test_a_model_that_cannot_be_trained_is_refused_in_one_line(
     workplace: Path, cli: Cli, config: dict[str, object], part: str

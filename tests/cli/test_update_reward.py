@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.builders import reward_switch
@@ -45,6 +46,11 @@ def test_a_wish_is_kept_with_absolute_paths_and_counts_from_the_next_start(
 
 
 def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> None:
+    refused = cli("update-reward", run, "model")
+    assert "does not give one score" in refused.error, "the ranks would refuse it"
+    config = workplace / "model/config.json"
+    head = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "good"}}
+    config.write_bytes(msgspec.json.encode(msgspec.json.decode(config.read_bytes()) | head))
     assert cli("update-reward", run, "model").code == 0
     assert cli("update-reward", "--checkpoint", run, "--new-model", "model").code == 0
     of_the_run = run / "checkpoints/step_000004"

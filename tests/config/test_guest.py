@@ -6,6 +6,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import differences, dump, load, parse_config
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.verl.overrides import user_settings
 
 _VERL = b"trainer: {backend: verl}\nverl:\n  trainer: {total_epochs: 2, save_freq: 5}\n"
 
@@ -36,8 +37,27 @@ def test_it_is_written_down_and_read_back_the_same(tmp_path) -> None:  # type: i
 
 @pytest.mark.parametrize("word", ["trainer.save_freq", "~trainer.logger", "--help", "=3", "a b=3"])
 def test_what_is_no_word_for_verl_is_refused(word: str) -> None:
-    with pytest.raises(ConfigError, match="not a word for verl"):
-        parse_config(_VERL, "x.yaml", [], [word])
+    config = parse_config(_VERL, "x.yaml", [], [word, "trainer.resume_mode=auto"])
+    with pytest.raises(ConfigError, match="not a word for verl") as caught:
+        user_settings(config.verl)
+    assert "checkpoint.resume_from" in caught.value.lines()[1], "and what else is wrong"
+
+
+@pytest.mark.parametrize(
+    ("words", "instead"),
+    [
+        (["--config-name=ppo_megatron_trainer.yaml"], "model_engine=megatron"),
+        (["--config-name", "ppo_megatron_trainer"], "model_engine=megatron"),
+        (["-cn", "sft_trainer"], "trainer.entry=sft"),
+        (["--config-name=mine"], "[-m, MODULE, --config-name, NAME]"),
+        (["--config-path=/x"], "[-m, MODULE, --config-name, NAME]"),
+    ],
+)
+def test_hydras_option_for_a_file_names_what_takes_its_place(words: list[str], instead: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        user_settings(parse_config(_VERL, "x.yaml", [], words).verl)
+    (line,) = caught.value.lines()
+    assert instead in line
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The configuration file: what is read, what is refused, and with which line."""
 
 import itertools
+import re
 import tomllib
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import shipped
 from verl_slurm.config.checks.shared import OWN_OPTIONS, complaints
+from verl_slurm.config.hints import WORDS, nearest_keys
 from verl_slurm.config.load import differences, dump, known_keys, load, load_resolved, parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.slurm import SlurmConfig
@@ -82,6 +84,84 @@ def test_an_unknown_key_is_refused_with_the_nearest_known_one(text: str, wrong: 
 
 def test_an_unknown_override_is_refused_with_the_nearest_known_key() -> None:
     assert "train.stepz (expected train.steps)" in refusal("", "train.stepz=3")
+
+
+SEED = """
+train: {total_steps: 9, save_interval: 5, async_checkpoint: true, resume_from: x,
+  adaptive_checkpoint: {intervals: [{steps: 5, interval: 1}]}}
+model: {actor: {name_or_path: a, use_flash_attn: true}, reward: {name_or_path: b, dtype: c}}
+data: {dataset_name: d, split: s, max_length: 9, fingerprint: f}
+distributed: {world_size: 8, backend: nccl}
+save_every_n_steps: 3
+"""
+
+
+def test_all_unknown_keys_are_refused_at_once_each_with_what_takes_its_place() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(SEED.encode(), "my.yaml", ["train.stepz=3"])
+    right = {
+        line.partition(": ")[2].partition(" (expected ")[0].rpartition(" ")[2]: line.partition("(expected ")[
+            2
+        ]
+        for line in caught.value.lines()
+    }
+    expected = {
+        "train.stepz": "train.steps",
+        "train.total_steps": "train.steps",
+        "train.save_interval": "checkpoint.every_steps",
+        "train.async_checkpoint": "no key: every save is asynchronous",
+        "train.resume_from": "checkpoint.resume_from",
+        "train.adaptive_checkpoint.intervals": "checkpoint.intervals",
+        "model.actor.name_or_path": "model.path",
+        "model.actor.use_flash_attn": "model.attn_implementation=flash_attention_2",
+        "model.reward.name_or_path": "model.reward=classifier:DIR",
+        "model.reward.dtype": "no key: a reward model computes in float32",
+        "data.dataset_name": "data.root, a directory",
+        "data.split": "data.files",
+        "data.max_length": "data.max_prompt_tokens and rollout.max_new_tokens",
+        "data.fingerprint": "no key",
+        "distributed.world_size": "distributed.dp_size",
+        "distributed.backend": "distributed.device",
+        "save_every_n_steps": "checkpoint.every_steps",
+    }
+    assert right.keys() == expected.keys()
+    for key, hint in expected.items():
+        assert right[key].startswith(hint), key
+
+
+@pytest.mark.parametrize("word", sorted(WORDS))
+def test_what_another_programs_word_is_called_here_exists(word: str) -> None:
+    """Also its value: a hint that leads to a second refusal is worse than none."""
+    for key, value in re.findall(
+        r"\b([a-z_]+(?:\.[a-z_]+)+|run_dir|name|env|tiers)\b(?:=([\w:]+))?", WORDS[word]
+    ):
+        assert key in known_keys()
+        if value:
+            assert "wrong value" not in str(_problem(f"{key}={value}"))
+    assert word not in known_keys()
+    section, _, last = word.rpartition(".")
+    assert nearest_keys(word if section else f"x.{last}", known_keys(), ["train"]) == [WORDS[word]]
+
+
+def _problem(word: str) -> ConfigError | None:
+    try:
+        parse_config(b"", "my.yaml", [word])
+    except ConfigError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    "wanted", ["train.save_intervals", "x.name", "optimizer.betas", "trainer.project_name"]
+)
+def test_no_key_of_another_meaning_is_proposed(wanted: str) -> None:
+    assert nearest_keys(wanted, known_keys(), ["train"]) == []
+
+
+def test_verls_own_sections_are_said_to_belong_below_verl() -> None:
+    line = refusal("actor_rollout_ref: {actor: {optim: {lr: 1}}, rollout: {n: 4}}\n")
+    assert "expected verl.actor_rollout_ref, with trainer.backend=verl" in line
+    assert " | " not in line
 
 
 @pytest.mark.scenario("M09", "M10")

@@ -1,15 +1,16 @@
 """What a checkpoint to resume from must be is asked before anything is queued."""
 
+import resource
 from pathlib import Path
 
 import pytest
 
-from tests.builders import write_manifest
+from tests.builders import run_config, write_manifest
 from verl_slurm.base.errors import ConfigError, KeyRefused, PermissionRefused
 from verl_slurm.base.files import write_file
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.submit.checks.preflight import check_metrics_port, check_resume_from
+from verl_slurm.submit.checks.preflight import check_metrics_port, check_resume_from, place_notes, shell_notes
 
 
 def _checkpoint(directory: Path, *, critic: bool) -> None:
@@ -65,3 +66,43 @@ def test_a_port_that_the_network_reaches_is_said(tmp_path: Path) -> None:
     note = check_metrics_port(parse_config(b"", "my.yaml", [*words, "observability.metrics_port=9464"]))
     assert note is not None
     assert "the whole network reaches" in note
+
+
+MOUNTS = "rootfs / xfs rw 0 0\nrootfs / ext4 rw 0 0\ntmpfs /mem tmpfs rw 0 0\nserver:/x /shared nfs4 rw 0 0\n"
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "conf", "said"),
+    [
+        ("/shared/runs", {}, ""),
+        ("/mem/runs", {}, "lies in the memory of this machine (tmpfs)"),
+        (
+            "/scratch/runs",
+            {},
+            "run_dir /scratch/runs, which is on a disk of this machine (ext4)",
+        ),
+        ("/scratch/runs", {"SlurmctldHost[0]": "me(127.0.0.1)"}, ""),
+        ("/tmp/runs", {"JobContainerType": "job_container/tmpfs"}, "each job has a /tmp of its own"),
+    ],
+)
+def test_a_place_that_only_this_machine_has_is_said(
+    tmp_path: Path, run_dir: str, conf: dict[str, str], said: str
+) -> None:
+    (tmp_path / "mounts").write_text(MOUNTS)
+    notes = place_notes(run_config(run_dir=run_dir), conf, tmp_path / "mounts")
+    assert [said in note for note in notes] == [True] * bool(said)
+
+
+def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (600 if kind == resource.RLIMIT_CPU else -1, -1))
+    (note,) = shell_notes(run_config(), {}, {})
+    assert "CPU 600 (ulimit -t)" in note
+    for conf, extra in (
+        ({"PropagateResourceLimits": "NONE"}, {}),
+        ({"PropagateResourceLimitsExcept": "CPU"}, {}),
+        ({}, {"propagate": "NONE"}),
+    ):
+        assert shell_notes(run_config(extra=extra), conf, {}) == []
+    free = {"PropagateResourceLimits": "NONE"}
+    (note,) = shell_notes(run_config(), free, {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "a"})
+    assert note.startswith("SBATCH_EXPORT: not handed on")

@@ -16,6 +16,7 @@ from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import FileEntry
+from verl_slurm.config.container import ContainerConfig
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.submit.checks import verl as verl_checks
@@ -309,3 +310,78 @@ def test_fewer_nodes_are_refused_where_verl_could_not_go_on_with_them(
             check(given)
     else:
         check(given)
+
+
+def ppo(place: Path, *words: str, **others: object) -> RunConfig:
+    given = config(place, entry="ppo")
+    verl = given.verl | dict(word.split("=", 1) for word in words)
+    return msgspec.structs.replace(given, verl=verl, **others)
+
+
+NEW, OLD = "reward.custom_reward_function", "custom_reward_function"
+TURNS = "actor_rollout_ref.rollout.multi_turn"
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ([f"{NEW}.path=PLACE/gone.py", f"{NEW}.name=f"], "file that verl reads is not there: verl.reward"),
+        ([f"{NEW}.path=gone/r.py", f"{NEW}.name=f"], "file that verl reads is not there"),
+        ([f"{OLD}.path=PLACE/gone.py", f"{OLD}.name=f"], "file that verl reads is not there: verl.custom"),
+        ([f"{OLD}.path=PLACE/reward.py"], "verl.custom_reward_function.name"),
+        (
+            [f"{NEW}.path=file://PLACE/reward.py", f"{NEW}.name=g"],
+            "nothing named 'g', expected one of f",
+        ),
+        (
+            [f"{NEW}.path=PLACE/reward.py", f"{NEW}.name=f"],
+            "lacks a module: PLACE/reward.py (found no vs_not_there",
+        ),
+        ([f"{NEW}.path=pkg://vs_not_there.x", f"{NEW}.name=f"], "found no vs_not_there"),
+        (["data.custom_cls.path=PLACE/gone.py", "data.custom_cls.name=D"], "verl.data.custom_cls.path"),
+        ([f"{TURNS}.tool_config_path=PLACE/gone.yaml"], "tool_config_path: PLACE/gone.yaml"),
+        (
+            [f"{TURNS}.tool_config_path=PLACE/tools.yaml"],
+            "lacks a module: PLACE/tools.yaml (found no vs_tools",
+        ),
+        ([f"{TURNS}.interaction_config_path=gone.yaml"], "interaction_config_path"),
+        (["actor_rollout_ref.model.external_lib=vs_not_there.x"], "found no vs_not_there"),
+        (
+            ["actor_rollout_ref.rollout.name=sglang"],
+            "verl.actor_rollout_ref.rollout.name=sglang (found no sglang",
+        ),
+    ],
+)
+def test_a_file_a_function_a_module_or_an_engine_that_is_not_there_is_refused(
+    place: Path, words: list[str], found: str
+) -> None:
+    (place / "reward.py").write_text("import vs_not_there\ndef f(): pass\n")
+    (place / "tools.yaml").write_text("tools:\n  - class_name: vs_tools.search.Tool\n    config: {}\n")
+    given = ppo(place, *(word.replace("PLACE", str(place)) for word in words))
+    with pytest.raises(VerlSlurmError) as caught:
+        check(given)
+    assert found.replace("PLACE", str(place)) in caught.value.one_line()
+
+
+def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(place: Path) -> None:
+    words = ["actor_rollout_ref.rollout.name=sglang", f"{TURNS}.tool_config_path=/gone.yaml"]
+    with pytest.raises(VerlSlurmError) as caught:
+        check(ppo(place, *words))
+    assert len(caught.value.lines()) == 2
+    _, notes = check(ppo(place, "actor_rollout_ref.rollout.name=mine"))
+    assert notes[0].startswith(
+        "not looked at: verl.actor_rollout_ref.rollout.name=mine, which is none of verl's"
+    )
+    boxed = ppo(place, *words)
+    inside = msgspec.structs.replace(boxed.slurm, container=ContainerConfig(image="docker://x"))
+    _, notes = check(msgspec.structs.replace(boxed, slurm=inside))
+    assert [note.startswith("not looked at: ") for note in notes] == [True] * 3
+
+
+def test_a_model_that_verl_cannot_train_is_refused(place: Path) -> None:
+    (place / "model/config.json").write_text('{"model_type": "t5", "is_encoder_decoder": true}')
+    with pytest.raises(DataError, match="an encoder with a decoder"):
+        check(config(place))
+    (place / "model/model.safetensors").unlink()
+    with pytest.raises(DataError, match="no weights"):
+        check(config(place))

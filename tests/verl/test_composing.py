@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tests.harness import ROOT
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.load import load, parse_config
-from verl_slurm.verl.composing import checked_settings, words_of
+from verl_slurm.verl.composing import checked_settings, unread_additions, words_of
 from verl_slurm.verl.inputs import inputs_of
-from verl_slurm.verl.overrides import OwnSettings, Setting, user_settings, value_at
+from verl_slurm.verl.overrides import FORMER, OwnSettings, Setting, user_settings, value_at
 from verl_slurm.verl.releases import Entry
 
 pytestmark = pytest.mark.verl
@@ -101,9 +101,55 @@ def test_the_words_of_a_start_end_with_our_trainers_name() -> None:
     assert not any("checkpoint_callback_class" in word for word in words)
 
 
-def test_a_key_that_verl_does_not_have_is_refused_with_hydras_words() -> None:
-    with pytest.raises(ConfigError, match=r"does not take these settings.*no_such_key.*\+KEY adds"):
-        composed({"trainer.no_such_key": 1})
+def test_all_words_that_verl_does_not_take_are_refused_at_once_each_with_its_remedy() -> None:
+    section = {
+        "trainer.nnodes": 2,
+        "trainer.no_such_key": 1,
+        "actor_rollout_ref.rollout.multi_turn.max_turns": 3,
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": 4,
+        "mine.x": 1,
+        "actor_rollout_ref.model.override_config.x": 1,
+        "trainer.save_freq": 5,
+    }
+    with pytest.raises(ConfigError) as caught:
+        composed(section)
+    lines = {line.partition(": ")[2].split(" ")[0].rstrip(";"): line for line in caught.value.lines()}
+    remedies = {
+        "trainer.nnodes": "distributed.nodes",
+        "verl.trainer.no_such_key": "another release or trainer",
+        "verl.actor_rollout_ref.rollout.multi_turn.max_turns": "multi_turn.max_assistant_turns",
+        "verl.actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "add model_engine=megatron",
+        "verl.mine.x": "+KEY",
+        "verl.actor_rollout_ref.model.override_config.x": "+KEY",
+    }
+    assert lines.keys() == remedies.keys()
+    for key, remedy in remedies.items():
+        assert remedy in lines[key]
+        assert ("+KEY" in lines[key]) is (remedy == "+KEY"), "verl would take it, and nothing would read it"
+
+
+def test_an_added_key_beside_verls_own_is_refused_by_its_former_name_or_said() -> None:
+    said = user_settings(
+        {"+model.partial_pretrain": "/m", "+model.mine": 1, "+model.override_config.x": 1, "+a.b": 1}
+    )
+    refused, notes = unread_additions("sft", said.values())
+    assert [(error.where, error.expected) for error in refused] == [
+        ("verl.model.partial_pretrain", "model.path")
+    ]
+    (note,) = notes
+    assert note.startswith("not looked at: whether anything reads verl.+model.mine")
+
+
+@pytest.mark.parametrize("entry", ["sft", "ppo"])
+def test_what_takes_the_place_of_a_former_name_is_a_key_of_this_verl(entry: Entry) -> None:
+    settings = composed({} if entry == "sft" else {"actor_rollout_ref.rollout.name": "vllm"}, entry)
+    for former, now in FORMER[entry].items():
+        key = now.partition(":")[0]
+        above, _, last = key.rpartition(".")
+        if not now.endswith("of the run's"):
+            assert last in value_at(settings, above), former
+        place = value_at(settings, former.rpartition(".")[0]) if "." in former else settings
+        assert former.rpartition(".")[2] not in (place or {}), f"{former} is a key today"
 
 
 def test_a_group_is_chosen_and_what_it_brings_is_seen() -> None:
@@ -170,7 +216,7 @@ def test_words_behind_the_dashes_are_hydras() -> None:
     }
     for bad in ("a=1,2", "a=range(3)", "a=[", "a='", "~a=1"):
         with pytest.raises(ConfigError, match="not a word for verl"):
-            parse_config(b"trainer: {backend: verl}", "x.yaml", [], [bad])
+            user_settings(parse_config(b"trainer: {backend: verl}", "x.yaml", [], [bad]).verl)
 
 
 def test_neither_verl_nor_torch_nor_ray_is_imported() -> None:

@@ -6,6 +6,8 @@ an error.
 """
 
 import errno
+from collections.abc import Sequence
+from typing import TypeVar
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import printable
@@ -32,6 +34,7 @@ __all__ = [
     "WireError",
     "is_transient_storage_error",
     "restart_may_help",
+    "together",
     "underlying",
 ]
 
@@ -64,6 +67,8 @@ class VerlSlurmError(Exception):
     """
 
     exit_code = ExitCode.INTERNAL
+    others: tuple["VerlSlurmError", ...] = ()
+    """Further errors that were found at the same time (`together`)."""
 
     def __init__(
         self,
@@ -79,7 +84,16 @@ class VerlSlurmError(Exception):
         super().__init__(self.one_line())
 
     def one_line(self) -> str:
-        """Returns the error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`."""
+        """Returns the error as one line, e.g. `no such key: train.stepz (expected train.steps); fix it`, and further
+        ones behind ` | `.
+        """
+        return " | ".join(self.lines())
+
+    def lines(self) -> list[str]:
+        """Returns one line for each error."""
+        return [error._line() for error in (self, *self.others)]
+
+    def _line(self) -> str:
         # Each part is escaped by itself: text from outside cannot end its part and begin another.
         line = _shown(self.what)
         if self.where is not None:
@@ -94,6 +108,20 @@ class VerlSlurmError(Exception):
         if self.remedy is not None:
             line += f"; {_shown(self.remedy)}"
         return line
+
+
+E = TypeVar("E", bound=VerlSlurmError)
+
+
+def together(errors: Sequence[E]) -> E:
+    """Returns the first error with all others in its message, so that the user learns of all of them at once."""
+    first = errors[0]
+    others = list(first.others)
+    for error in errors[1:]:
+        others += [error, *error.others]
+    first.others = tuple(others)
+    first.args = (first.one_line(),)
+    return first
 
 
 class ConfigError(VerlSlurmError):

@@ -128,6 +128,9 @@ def family_complaints(config: RunConfig, said: Mapping[str, Any]) -> Iterator[Co
     # A family that is not listed is taken if it predicts the next token; `family_notes` says that it is untried.
     elif kind not in FAMILIES and (what := _not_causal(said)):
         yield Complaint("model.path", f"model_type {kind}, {what}", _EXPECTED, _OTHER)
+    # A shared head is there under the name of the embedding, whatever class was saved.
+    elif kind in FAMILIES and said.get("tie_word_embeddings") is False and (what := _not_causal(said)):
+        yield Complaint("model.path", f"{what}, saved without the head for tokens", _EXPECTED, _OTHER)
     if said.get("quantization_config"):
         yield Complaint(
             "model.path",
@@ -161,6 +164,9 @@ def max_positions(said: Mapping[str, Any]) -> int | None:
 def _not_causal(said: Mapping[str, Any]) -> str:
     if said.get("is_encoder_decoder"):
         return "an encoder with a decoder"
+    for key, what in (("vision_config", "images"), ("audio_config", "sound")):
+        if said.get(key):
+            return f"a model that also takes {what} ({key} in config.json), which the trainer does not load"
     # By the names of classes: a login node has no transformers to ask.
     names = said.get("architectures")
     classes = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []

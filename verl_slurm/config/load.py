@@ -9,6 +9,7 @@ import os
 import re
 import typing
 from collections.abc import Mapping
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -16,13 +17,13 @@ from types import MappingProxyType
 import msgspec
 
 from verl_slurm.base.bounded import CONFIG, TooMuch, read_fd, read_regular
-from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused
+from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused, together
 from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks.shared import check
-from verl_slurm.config.hints import nearest_keys
+from verl_slurm.config.hints import VERLS_SECTIONS, nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 
@@ -88,14 +89,21 @@ def parse_config(
         if data[section] is None:
             data[section] = {}  # a heading whose lines are all commented out
     places = {dotted: f"{source}:{line}" for dotted, line in lines.items()}
+    # Collected: a file in the words of another program has many, and each look costs its user a minute.
+    refused: list[ConfigError] = []
     for word in overrides:
-        _override(data, places, word)
-    ours = data.get("verl") or {}
+        with _collected(refused):
+            _override(data, places, word)
+    ours, words = data.get("verl") or {}, dict[str, Value]()
+    for word in _with_values(verl):
+        words |= [_verl_word(word)]
     if isinstance(ours, dict):
         # One spelling for each key: a nested map in the file and a dotted word must meet, to replace each other.
-        data["verl"] = flattened(ours | dict(_verl_word(word) for word in verl))
+        data["verl"] = flattened(ours | words)
     # Before the conversion: msgspec would name an unknown key without its line and without a near one.
-    _refuse_unknown(data, places, source)
+    refused += _unknown(data, places, source)
+    if refused:
+        raise together(refused)
     config = _convert(data, places, source)
     # A loop that is not ours names model, data and reward itself.
     if complete and not config.trainer.is_guest:
@@ -264,14 +272,10 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
 
 def _verl_word(word: str) -> tuple[str, Value]:
     """Parses with Hydra's own parser; without Hydra, as outside a container, with ours."""
-    refused = ConfigError(
-        "not a word for verl",
-        where=word,
-        expected="KEY=VALUE or +KEY=VALUE, e.g. trainer.save_freq=5",
-        remedy="fix this word",
-    )
+    # Refused with all others that verl does not take (`verl/overrides.py`): no key has a blank.
+    no_word = f"{word} ", None
     if (match := _VERL_WORD.fullmatch(word)) is None:
-        raise refused
+        return no_word
     try:
         # Hydra's own reading where it is there: it decides in the job what the word means.
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -280,11 +284,26 @@ def _verl_word(word: str) -> tuple[str, Value]:
         return match[1], strict_yaml.parse_value(match[2], word)
     try:
         parsed = OverridesParser.create().parse_override(word)
-    except HydraException as error:
-        raise refused from error
+    except HydraException:
+        return no_word
     if parsed.is_sweep_override():
-        raise refused  # a sweep: one run per setting
+        return no_word  # a sweep: one run per setting
     return match[1], typing.cast("Value", parsed.value())
+
+
+def _with_values(words: typing.Sequence[str]) -> typing.Iterator[str]:
+    """Yields words; an option of Hydra's and its value are one."""
+    former = ""
+    for word in words:
+        if former:
+            yield f"{former}={word}"
+            former = ""
+        elif word in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd"):
+            former = word
+        else:
+            yield word
+    if former:
+        yield former
 
 
 def _private(dotted: str) -> bool:
@@ -330,22 +349,47 @@ def _is_section(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
-def _refuse_unknown(data: dict[str, Value], places: dict[str, str], source: str) -> None:
-    for key, value in data.items():
-        # In a section that does not exist, the first key shows best what was meant: `optimizer: {lr: 1e-4}`.
-        inside = isinstance(value, dict) and value and (key in _sections() or key not in known_keys())
-        for dotted in [f"{key}.{name}" for name in value] if isinstance(value, dict) and inside else [key]:
-            _require_known(dotted, places.get(dotted, source))
+@contextmanager
+def _collected(errors: list[ConfigError]) -> typing.Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        errors.append(error)
+
+
+def _unknown(
+    data: typing.Mapping[str, Value], places: dict[str, str], source: str, above: str = ""
+) -> typing.Iterator[ConfigError]:
+    """Yields an error for each unknown key. Of an unknown section each key: it shows best what was meant."""
+    keys = known_keys()
+    for name, value in data.items():
+        dotted = f"{above}{name}"
+        inside = isinstance(value, dict) and value and dotted not in VERLS_SECTIONS
+        if inside and (dotted in _sections() or _takes_no_section(keys.get(dotted))):
+            assert isinstance(value, dict)
+            yield from _unknown(value, places, source, f"{dotted}.")
+        elif problem := _unknown_key(dotted, places.get(dotted, source)):
+            yield problem
+
+
+def _takes_no_section(annotation: object) -> bool:
+    """Returns whether a key is unknown, or takes a text or a number: a section there has keys of another program."""
+    return annotation is None or annotation in (str, int, float, bool, str | None)
 
 
 def _require_known(dotted: str, place: str) -> None:
+    if problem := _unknown_key(dotted, place):
+        raise problem
+
+
+def _unknown_key(dotted: str, place: str) -> ConfigError | None:
     keys = known_keys()
     if dotted in keys or dotted in _sections():
-        return
+        return None
     # Below a map any name may stand: its keys belong to sbatch or to verl.
     if any(dotted.startswith(f"{key}.") and "dict[" in str(kind) for key, kind in keys.items()):
-        return
-    raise ConfigError(
+        return None
+    return ConfigError(
         "no such key",
         where=place if place.endswith(dotted) else f"{place}: {dotted}",
         expected=" or ".join(nearest_keys(dotted, keys, _sections())) or None,

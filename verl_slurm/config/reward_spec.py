@@ -23,7 +23,7 @@ from verl_slurm.base.bounded import SOURCE, read_regular
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.one_line import counted
 
-__all__ = ["FORMS", "RewardSpec", "check_function", "parse_reward", "source_file"]
+__all__ = ["FORMS", "RewardSpec", "bindings", "check_function", "names_of", "parse_reward", "source_file"]
 
 FORMS = "rule:NAME, classifier:DIR, python:MODULE:FUNCTION or python:FILE.py:FUNCTION"
 
@@ -114,7 +114,7 @@ def check_function(spec: RewardSpec, file: Path) -> bool:
         raise DataError(
             "the reward's source cannot be read", where=file, found=error, remedy=remedy
         ) from None
-    found = [node for node in _bindings(tree.body) if spec.function in _names(node)]
+    found = [node for node in bindings(tree.body) if spec.function in names_of(node)]
     if not found:
         raise _refusal(
             spec, f"nothing named {spec.function!r} in {file}", "a function at the module's top level"
@@ -133,20 +133,21 @@ def check_function(spec: RewardSpec, file: Path) -> bool:
     return any(isinstance(node.ctx, ast.Load) for node in names)
 
 
-def _bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+def bindings(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yields the statements at the top level, including those inside `if`, `try` and `with`."""
     for node in body:
         yield node
         for inner in ("body", "orelse", "finalbody"):
             if isinstance(node, ast.If | ast.Try | ast.With):
-                yield from _bindings(getattr(node, inner, []))
+                yield from bindings(getattr(node, inner, []))
         if isinstance(node, ast.Try):
             # `try: import x` with a fallback in the handler is common.
             for handler in node.handlers:
-                yield from _bindings(handler.body)
+                yield from bindings(handler.body)
 
 
-def _names(node: ast.stmt) -> set[str]:
+def names_of(node: ast.stmt) -> set[str]:
+    """Returns the names that a statement binds."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {node.name}

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -14,7 +14,7 @@ _TIMEOUT_S = 60.0
 # By the names of the directories that installers make (PEP 376, PEP 427): to parse the metadata of 200 packages takes
 # half a second. `__editable__` modules are those by which setuptools finds packages of an editable install.
 _LOOK = """
-import json, os, platform, sys
+import importlib.util, json, os, platform, sys
 found, roots = {}, [place for place in sys.path if os.path.isdir(place)]
 for place in reversed(roots):
     for entry in os.listdir(place):
@@ -25,7 +25,11 @@ for place in reversed(roots):
 for name, module in list(sys.modules.items()):
     if name.startswith("__editable__"):
         roots += [os.path.dirname(place) for place in getattr(module, "MAPPING", {}).values()]
-print(json.dumps([platform.python_version(), found, list(dict.fromkeys(roots))]))
+def lacks(name):
+    try: return importlib.util.find_spec(name) is None
+    except (ImportError, ValueError): return False
+lacking = [name for name in sys.argv[1:] if lacks(name)]
+print(json.dumps([platform.python_version(), found, list(dict.fromkeys(roots)), lacking]))
 """
 
 
@@ -37,18 +41,21 @@ class Installed(msgspec.Struct, frozen=True, array_like=True):
     packages: dict[str, str] = {}
     search: tuple[str, ...] = ()
     """The directories in which it looks for modules."""
+    lacking: tuple[str, ...] = ()
+    """The modules that were asked for and that it does not find."""
 
 
-def look(python: str, environ: Mapping[str, str] | None = None) -> Installed:
+def look(python: str, environ: Mapping[str, str] | None = None, modules: Sequence[str] = ()) -> Installed:
     """Asks the interpreter `python`. Takes a tenth of a second; a Python that does not answer gives an empty answer.
 
     Args:
         environ: of the ranks; None: this process's.
+        modules: top-level modules to find. None of them is imported.
     """
     try:
         done = subprocess.run(
             # -P: the working directory is not searched for modules.
-            [python, "-P", "-c", _LOOK],
+            [python, "-P", "-c", _LOOK, *modules],
             env=clean_environment(dict(os.environ if environ is None else environ)),
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -56,6 +56,8 @@ from verl_slurm.submit.checks.preflight import (
     check_written,
     choose_cluster,
     gpu_note,
+    place_notes,
+    shell_notes,
     source_note,
 )
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
@@ -156,7 +158,8 @@ def plan_submission(
     runs = Moves.of(paths).config(config) if code == "run" else config
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
     if config.trainer.is_guest:
-        checked += check_guest(runs)
+        good, notes = check_guest(runs)
+        checked += good
     else:
         inputs, notes = check_inputs(runs, written.model.path)
         notes += check_family(config)
@@ -179,6 +182,8 @@ def plan_submission(
         unreachable,
     )
     notes = [*places.notes, *(text for text in (doubt, *unseen, note, *asked, *notes) if text)]
+    if slurm is not None:
+        notes += [*shell_notes(config, slurm.conf, os.environ), *place_notes(config, slurm.conf)]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     # An existing run: what it has trained with decides what may change, and no job of it may live.

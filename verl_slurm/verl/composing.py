@@ -7,7 +7,9 @@ References between settings (`${data.train_files}`) are resolved. References to 
 as written: the job's environment is another one, and its values do not belong into messages.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,24 +17,26 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, together
 from verl_slurm.base.packages import require_packages
 from verl_slurm.verl.overrides import (
     OwnSettings,
     Setting,
+    former_name,
+    judged,
     own_settings,
     require_possible,
     trainer_mode,
-    user_settings,
 )
 from verl_slurm.verl.releases import Entry
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["Composed", "checked_settings", "compose", "words_of"]
+__all__ = ["Composed", "checked_settings", "compose", "unread_additions", "words_of"]
 
 _CONFIG = {"ppo": "ppo_trainer", "sft": "sft_trainer_engine"}
+_DOTTED = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")
 _MOST_VALUES = 100_000
 """verl's own configuration has some 700."""
 
@@ -44,11 +48,13 @@ class Composed(msgspec.Struct, frozen=True):
         words: overrides for Hydra, including those of the start.
         config: verl's whole configuration, an omegaconf.DictConfig.
         settings: the same as plain values; one that needs the environment is as it is written.
+        unset: keys that verl leaves to the user (`???`) and that have no value.
     """
 
     words: list[str]
     config: Any
     settings: dict[str, Any]
+    unset: tuple[str, ...] = ()
 
 
 def checked_settings(
@@ -64,11 +70,16 @@ def checked_settings(
     Raises:
         ConfigError: verl does not take a setting, or a run cannot.
     """
-    said = user_settings(section)
-    # The start's own settings come last: of two words for one key Hydra takes the later one.
-    answer = composed(entry, [*said.values(), *own_settings(entry, own, said)])
-    # On what comes out, not on the words: a reference or a group may set a key without naming it.
-    require_possible(answer.settings, said)
+    said, refused = judged(section)
+    try:
+        # The start's own settings come last: of two words for one key Hydra takes the later one.
+        answer = composed(entry, [*said.values(), *own_settings(entry, own, said)])
+        # On what comes out, not on the words: a reference or a group may set a key without naming it.
+        require_possible(answer.settings, said)
+    except ConfigError as error:
+        raise together([*refused, error]) from error
+    if refused:
+        raise together(refused)
     if entry == "ppo" and not recipe:  # our trainers are registered under names like verl's
         answer.words.append(f"trainer.v1.trainer_mode=verl_slurm_{trainer_mode(answer.settings)}")
     return answer
@@ -82,7 +93,9 @@ def composed(entry: Entry, settings: Iterable[Setting]) -> Composed:
     """
     words = words_of(settings)
     config = compose(entry, words)
-    return Composed(words, config, _plain(config))
+    # Not OmegaConf's own list, which follows references, also in a circle.
+    unset = tuple(sorted(key for key, node in _leaves(config, "") if node is not None and node._is_missing()))
+    return Composed(words, config, _plain(config), unset)
 
 
 def words_of(settings: Iterable[Setting]) -> list[str]:
@@ -109,7 +122,7 @@ def words_of(settings: Iterable[Setting]) -> list[str]:
             # Read back, because what is written must not mean another key or value to verl.
             read = parser.parse_override(word)
         except HydraException as error:
-            raise _refused(error, f"verl.{setting.key}") from None
+            raise _refused(str(error), f"verl.{setting.key}") from None
         key = read.key_or_group + (f"@{read.package}" if read.package else "")
         if key != setting.key or (setting.prefix != "~" and read.value() != setting.value):
             raise ConfigError(
@@ -128,20 +141,150 @@ def compose(entry: Entry, words: Iterable[str]) -> "DictConfig":
     Raises:
         ConfigError: Hydra does not take a word, or verl has no such key.
     """
+    # Hydra's own settings are for `hydra.main`, not for the configuration.
+    chosen = [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
+    problem, config = _by_hydra(entry, chosen)
+    if config is None:
+        raise together(_refusals(entry, chosen, problem))
+    return config
+
+
+def _by_hydra(entry: Entry, words: Sequence[str]) -> tuple[str, "DictConfig | None"]:
+    """Returns what Hydra says against words, or what it makes of them."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    spec = find_spec("verl")
-    (place, *_) = (spec.submodule_search_locations if spec else None) or [""]
-    # Hydra's own settings are for `hydra.main`, not for the configuration.
-    chosen = [word for word in words if not word.lstrip("+~").startswith(("hydra.", "hydra/"))]
     try:
         # verl's files as they are installed, so that that release's own defaults count.
-        with hydra.initialize_config_dir(str(Path(place) / "trainer" / "config"), version_base=None):
-            return hydra.compose(_CONFIG[entry], overrides=chosen)
+        with hydra.initialize_config_dir(str(_files()), version_base=None):
+            return "", hydra.compose(_CONFIG[entry], overrides=list(words))
     except (HydraException, OmegaConfBaseException) as error:
-        raise _refused(error, "verl") from error
+        # Hydra's first line names what is wrong. The next one proposes `+KEY`, which nothing of verl's may read.
+        return str(error).partition("\n")[0], None
+
+
+def _files() -> Path:
+    spec = find_spec("verl")
+    (place, *_) = (spec.submodule_search_locations if spec else None) or [""]
+    return Path(place) / "trainer" / "config"
+
+
+def _refusals(entry: Entry, words: Sequence[str], problem: str) -> list[ConfigError]:
+    """Returns an error for each word that Hydra does not take: it names the first of them alone."""
+    plain, groups = dict[str, str](), list[str]()
+    for word in words:
+        key = word.partition("=")[0]
+        if _DOTTED.fullmatch(key) and not (_files() / key).is_dir():
+            plain[word] = key
+        elif not key.startswith(("+", "~")):
+            groups.append(word)
+    _, config = _by_hydra(entry, groups)
+    if config is None:
+        return [_refused(problem)]
+    added = tuple(word.lstrip("+").partition("=")[0] for word in words if word.startswith("+"))
+    unknown = {
+        word: key
+        for word, key in plain.items()
+        if not _has(config, key) and not f"{key}.".startswith(tuple(f"{one}." for one in added))
+    }
+    found = [_unknown(entry, config, key) for key in dict.fromkeys(unknown.values())]
+    rest, _ = _by_hydra(entry, [word for word in words if word not in unknown])
+    return [*found, *([_refused(rest)] if rest else [])] or [_refused(problem)]
+
+
+def unread_additions(entry: Entry, said: Iterable[Setting]) -> tuple[list[ConfigError], list[str]]:
+    """Judges `+KEY` words that lie beside verl's own keys: a former name would be taken and ignored.
+
+    Returns:
+        Refusals of former names, and notes about the others.
+    """
+    added = [one.key for one in said if one.prefix in ("+", "++") and _DOTTED.fullmatch(one.key)]
+    if not added:
+        return [], []
+    _, config = _by_hydra(entry, [])
+    if config is None:
+        return [], []
+    beside = [key for key in added if not _has(config, key) and not _is_open(config, key)]
+    refused = [_unknown(entry, config, key) for key in beside if former_name(entry, key)]
+    notes = [
+        f"not looked at: whether anything reads verl.+{key}, which lies beside keys of verl's and is none of them"
+        for key in beside
+        if not former_name(entry, key)
+    ]
+    return refused, notes
+
+
+def _has(config: Any, key: str) -> bool:
+    from omegaconf import DictConfig
+
+    place = config
+    for part in key.split("."):
+        # A reference to another section: Hydra itself knows what it holds.
+        if isinstance(place, DictConfig) and place._is_interpolation():
+            return True
+        if not isinstance(place, DictConfig) or place._is_none() or part not in place.keys():  # noqa: SIM118
+            return False
+        place = place._get_node(part)
+    return True
+
+
+def _is_open(config: Any, key: str) -> bool:
+    """Returns whether a key that verl's files do not have may be added: below no section of theirs, or an empty one."""
+    from omegaconf import DictConfig
+
+    place = config
+    for part in key.split(".")[:-1]:
+        if not isinstance(place, DictConfig) or place._is_none() or part not in place.keys():  # noqa: SIM118
+            return place is config
+        place = place._get_node(part)
+        if isinstance(place, DictConfig) and not place._is_none() and len(place) == 0:
+            return True
+    return False
+
+
+def _unknown(entry: Entry, config: Any, key: str) -> ConfigError:
+    where = f"verl.{key}"
+    what = "verl has no such setting"
+    if former := former_name(entry, key):
+        return ConfigError(what, where=where, found="a name of another release or trainer", expected=former)
+    for engine in (_files() / "model_engine").glob("*.yaml"):
+        if entry == "ppo" and engine.stem in key.split("."):
+            _, other = _by_hydra(entry, [f"model_engine={engine.stem}"])
+            if other is not None and _has(other, key):
+                remedy = f"add model_engine={engine.stem}"
+                return ConfigError(what, where=where, found="a key of another engine", remedy=remedy)
+    if _is_open(config, key):
+        remedy = "+KEY adds a key that verl's own files do not have"
+        return ConfigError(what, where=where, remedy=remedy)
+    section, _, last = key.rpartition(".")
+    known = [leaf for leaf, _ in _leaves(config, "")]
+    near = [one for one in known if one.rpartition(".")[2] == last] if "." in key else []
+    if not near:
+        beside = [one for one in known if one.rpartition(".")[0] == section]
+        near = difflib.get_close_matches(key, beside, n=2, cutoff=0.9)
+    return ConfigError(
+        what,
+        where=where,
+        expected=" or ".join(near) if len(near) < 3 else None,
+        remedy="it is of another release or trainer of verl's; leave it out, or name the key that this one has",
+    )
+
+
+def _leaves(config: Any, above: str) -> Iterator[tuple[str, Any]]:
+    from omegaconf import DictConfig
+
+    for name in config.keys():  # noqa: SIM118
+        node, dotted = config._get_node(name), f"{above}{name}"
+        if (
+            isinstance(node, DictConfig)
+            and not node._is_none()
+            and not node._is_interpolation()
+            and len(node)
+        ):
+            yield from _leaves(node, f"{dotted}.")
+        else:
+            yield dotted, node
 
 
 def _plain(config: "DictConfig") -> dict[str, Any]:
@@ -208,10 +351,7 @@ def _quoted(value: Any) -> Any:
     return value
 
 
-def _refused(error: Exception, where: str) -> ConfigError:
+def _refused(problem: str, where: str = "verl") -> ConfigError:
     return ConfigError(
-        "verl does not take these settings",
-        where=where,
-        found=error,
-        remedy="+KEY adds a key that verl's own files do not have",
+        "verl does not take these settings", where=where, found=problem, remedy="correct that setting"
     )

@@ -13,11 +13,15 @@ from verl_slurm.verl.overrides import Setting, value_at
 from verl_slurm.verl.releases import Entry
 
 __all__ = [
+    "ENGINES",
     "Input",
     "bytes_per_parameter",
+    "engines_of",
+    "files_of",
     "input_keys",
     "inputs_of",
     "is_remote",
+    "modules_of",
     "said_settings",
     "with_critic",
 ]
@@ -88,6 +92,115 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
         # The environment of the job decides, and that is not the one of submit.
         if "${" not in place
     ]
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+ENGINES = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}
+"""Values of `rollout.name` and the package that each needs. Others come from packages of the user's."""
+_REWARD_MODELS = ("reward.reward_model", "reward_model")
+# Keys that may name a file, and the key beside it that names what is taken from it. Former names, too.
+_CODE: dict[str, str] = {
+    "custom_reward_function.path": "name",
+    "reward.custom_reward_function.path": "name",
+    "reward.reward_manager.module.path": "../name",
+    "reward_model.reward_loop_module_path": "reward_loop_class_name",
+    "data.custom_cls.path": "name",
+    "data.sampler.class_path": "class_name",
+    "data.datagen.path": "name",
+    "trainer.v1.sampler.custom_sampler.path": "name",
+    f"{_ROLLOUT}.agent.custom_async_server.path": "name",
+    f"{_ROLLOUT}.multi_turn.function_tool_path": "",
+}
+_READ = (
+    f"{_ROLLOUT}.agent.agent_loop_config_path",
+    f"{_ROLLOUT}.multi_turn.tool_config_path",
+    f"{_ROLLOUT}.multi_turn.interaction_config_path",
+    f"{_ROLLOUT}.router_config_path",
+    f"{_ROLLOUT}.quantization_config_file",
+    "data.tool_config_path",
+    "data.function_tool_path",
+    "reward.reward_model.model_path",
+    "reward_model.model.path",
+    "distillation.teacher_models.teacher_model.model_path",
+)
+_CLASSES = (
+    f"{_ROLLOUT}.agent.agent_loop_manager_class",
+    f"{_ROLLOUT}.checkpoint_engine.custom_backend_module",
+)
+_TAILS = (
+    "hf_config_path",
+    "tokenizer_path",
+    "lora_adapter_path",
+    "lora.adapter_path",
+    "dist_checkpointing_path",
+    "quantization_config_path",
+    "replay_file",
+)
+
+
+@dataclass(frozen=True)
+class CodeFile:
+    """A file that verl will read, with code or settings.
+
+    Attributes:
+        key: verl's.
+        place: as written: a path, `file://` and a path, `pkg://` and a module.
+        takes: the key that names what is taken from it; empty: nothing, or the file is no Python.
+        name: that name; None: it has none.
+    """
+
+    key: str
+    place: str
+    takes: str
+    name: str | None
+
+
+def files_of(settings: Mapping[str, Any]) -> Iterator[CodeFile]:
+    """Yields the files of code and settings, but for those that depend on the environment, and URLs."""
+    seen = set[str]()  # data.tool_config_path refers to the rollout's, and names the same file
+    for key, place in _texts(settings, ""):
+        # verl reads these only if it is told to import the manager.
+        source = {"reward.reward_manager.module.path": "reward.reward_manager.source"}.get(key)
+        if source and value_at(settings, source) != "importlib":
+            continue
+        if key not in _CODE and key not in _READ and not key.endswith(_TAILS):
+            continue
+        if not place or "${" in place or (is_remote(place) and not place.startswith(("file://", "pkg://"))):
+            continue
+        if place in seen:
+            continue
+        seen.add(place)
+        above, beside = key.rpartition(".")[0], _CODE.get(key, "")
+        while beside.startswith("../"):
+            above, beside = above.rpartition(".")[0], beside.removeprefix("../")
+        takes = f"{above}.{beside}" if beside else ""
+        name = value_at(settings, takes) if takes else None
+        yield CodeFile(key, place, takes, name if isinstance(name, str) else None)
+
+
+def modules_of(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields keys that name modules or what is in them, each with the top-level module."""
+    for key in (*(f"{policy}.external_lib" for policy in (*_POLICY.values(), "critic.model")), *_CLASSES):
+        value = value_at(settings, key)
+        for text in value if isinstance(value, list) else [value]:
+            for name in text.split(",") if isinstance(text, str) and "${" not in text else []:
+                yield key, name.strip().partition(".")[0]
+
+
+def _texts(settings: Mapping[str, Any], above: str) -> Iterator[tuple[str, str]]:
+    for name, value in settings.items():
+        dotted = f"{above}.{name}" if above else str(name)
+        if isinstance(value, Mapping):
+            yield from _texts(value, dotted)
+        elif isinstance(value, str):
+            yield dotted, value
+
+
+def engines_of(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Maps each key that names an engine which will run to its value."""
+    keys = [f"{_ROLLOUT}.name"]
+    keys += [f"{role}.rollout.name" for role in _REWARD_MODELS if value_at(settings, f"{role}.enable")]
+    return {key: value for key in keys if isinstance(value := value_at(settings, key), str)}
 
 
 def with_critic(entry: Entry, settings: Mapping[str, Any]) -> bool:

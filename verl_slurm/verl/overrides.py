@@ -17,15 +17,18 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, together
 from verl_slurm.verl.releases import Entry
 
 __all__ = [
+    "FORMER",
     "OwnSettings",
     "Setting",
+    "former_name",
+    "judged",
     "own_settings",
-    "refuse_switches_as_text",
     "require_possible",
+    "switches_as_text",
     "trainer_mode",
     "user_settings",
     "value_at",
@@ -106,21 +109,63 @@ def user_settings(section: Mapping[str, Any]) -> dict[str, Setting]:
     Raises:
         ConfigError: no key of Hydra's, a value that Hydra cannot be told, or a key that users may not set.
     """
+    found, refused = judged(section)
+    if refused:
+        raise together(refused)
+    return found
+
+
+def judged(section: Mapping[str, Any]) -> tuple[dict[str, Setting], list[ConfigError]]:
+    """Returns the settings that a user may set, as `user_settings`, and why the others are refused."""
     found: dict[str, Setting] = {}
+    refused: list[ConfigError] = []
     for name, value in section.items():
         key = name.lstrip("+~")
         prefix = name[: len(name) - len(key)]
-        if prefix not in ("", "+", "++", "~") or not _KEY.fullmatch(key):
-            raise _wrong(name, name, "a key of verl's, e.g. trainer.total_epochs or +new.key")
-        _require_plain(key, value)
+        if name.endswith(" "):  # a word of the command line that is no setting (`config/load.py`)
+            refused.append(
+                ConfigError(
+                    "not a word for verl",
+                    where=name.strip(),
+                    expected="KEY=VALUE or +KEY=VALUE, e.g. trainer.save_freq=5",
+                    remedy=_of_config_name(name) if name.startswith(("--config", "-c")) else "fix this word",
+                )
+            )
+            continue
+        try:
+            if prefix not in ("", "+", "++", "~") or not _KEY.fullmatch(key):
+                raise _wrong(name, name, "a key of verl's, e.g. trainer.total_epochs or +new.key")
+            _require_plain(key, value)
+        except ConfigError as error:
+            refused.append(error)
+            continue
         # Taken out before it is put in, so that a key that is said twice has the position of the last.
         found.pop(key, None)
         found[key] = Setting(prefix, key, value)
     # After all are read: a key that a later word replaces is not judged.
-    for setting in found.values():
-        _refuse_whole(setting)
-        _refuse_ours(setting)
-    return found
+    for key, setting in list(found.items()):
+        try:
+            _refuse_whole(setting)
+            _refuse_ours(setting)
+        except ConfigError as error:
+            refused.append(error)
+            del found[key]
+    return found, refused
+
+
+def _of_config_name(word: str) -> str:
+    """Returns what takes the place of Hydra's option for the file that a program reads."""
+    name = word.partition("=")[2].strip("'\" ").removesuffix(".yaml")
+    if engine := re.fullmatch(r"(?:_generated_)?ppo_(\w+)_trainer", name):
+        return f"write model_engine={engine[1]} in its place"
+    if name.startswith("sft"):
+        return "set trainer.entry=sft, and leave this word out"
+    if name in ("ppo_trainer", "_generated_ppo_trainer"):
+        return "leave it out: it is what verl reads anyway"
+    return (
+        "for another engine write model_engine=megatron; the file of a recipe belongs to its program: "
+        "trainer.command: [-m, MODULE, --config-name, NAME]"
+    )
 
 
 def own_settings(entry: Entry, own: OwnSettings, said: Mapping[str, Setting]) -> list[Setting]:
@@ -185,9 +230,14 @@ def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -
     Raises:
         ConfigError: the key, and why.
     """
+    if impossible := list(_impossible(settings, said)):
+        raise together(impossible)
+
+
+def _impossible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -> Iterator[ConfigError]:
     # separate_async runs rollouts ahead of the weights, and those that have begun are in no checkpoint.
     if (mode := trainer_mode(settings)) not in _MODES:
-        raise _cannot(
+        yield _cannot(
             "trainer.v1.trainer_mode",
             mode,
             f"one of {', '.join(_MODES)}",
@@ -208,17 +258,17 @@ def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -
         value = value_at(settings, key)
         # By truth, as verl asks it: any text is true there.
         if value is not None and bool(value) is not wanted:
-            raise _cannot(key, value, str(wanted).lower(), why)
+            yield _cannot(key, value, str(wanted).lower(), why)
     save_freq = value_at(settings, "trainer.save_freq")
     # verl's default is replaced by the run's own number, so what the user says is judged alone.
     if "trainer.save_freq" in said and not (type(save_freq) is int and save_freq > 0):
-        raise _cannot(
+        yield _cannot(
             "trainer.save_freq", save_freq, "at least 1", "verl saves its last step only when it saves at all"
         )
     # Wherever in the tree they lie: actor, critic and SFT have such a section each, and a group may bring more.
     for path, checkpoint in _checkpoints(settings, ""):
         if checkpoint.get("async_save"):
-            raise _cannot(
+            yield _cannot(
                 f"{path}.async_save",
                 checkpoint["async_save"],
                 "false",
@@ -227,7 +277,7 @@ def require_possible(settings: Mapping[str, Any], said: Mapping[str, Setting]) -
         for name in ("save_contents", "load_contents"):
             parts = checkpoint.get(name)
             if parts is not None and not _WHOLE.issubset(parts if isinstance(parts, list) else [parts]):
-                raise _cannot(f"{path}.{name}", parts, "[model,optimizer,extra]", "a resume needs all three")
+                yield _cannot(f"{path}.{name}", parts, "[model,optimizer,extra]", "a resume needs all three")
 
 
 def _checkpoints(settings: Mapping[str, Any], path: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -260,19 +310,56 @@ def _require_plain(key: str, value: Any) -> None:
             raise _wrong(key, type(value).__name__, "text, a number, a list or a mapping")
 
 
-def refuse_switches_as_text(said: Mapping[str, Setting]) -> None:
-    """Refuses `False` as verl's own examples write it: in YAML 1.2 it is text, and to verl any text is true.
+def switches_as_text(said: Mapping[str, Setting]) -> list[ConfigError]:
+    """Refuses `False` as verl's own examples write it: in YAML 1.2 it is text, and to verl any text is true."""
+    expected = "true, false or null, in small letters and without quotes"
+    return [
+        _wrong(key, f"{item!r}, text", expected)
+        for key, setting in said.items()
+        for item in (setting.value if isinstance(setting.value, list | tuple) else [setting.value])
+        # Whole texts alone: `none` within a longer one is a word.
+        if isinstance(item, str) and _SWITCH.fullmatch(item)
+    ]
 
-    Raises:
-        ConfigError: a value that is such text.
-    """
-    for key, setting in said.items():
-        value = setting.value
-        for item in value if isinstance(value, list | tuple) else [value]:
-            # Whole texts alone: `none` within a longer one is a word.
-            if isinstance(item, str) and _SWITCH.fullmatch(item):
-                expected = "true, false or null, in small letters and without quotes"
-                raise _wrong(key, f"{item!r}, text", expected)
+
+FORMER: dict[Entry, dict[str, str]] = {
+    "sft": {
+        "data.micro_batch_size": "data.micro_batch_size_per_gpu",
+        "data.multiturn.enable_thinking_key": "data.enable_thinking_key",
+        "data.multiturn.messages_key": "data.messages_key",
+        "data.multiturn.tools_key": "data.tools_key",
+        "data.prompt_dict_keys": "data.messages_key: rows hold conversations",
+        "data.prompt_key": "data.messages_key: rows hold conversations, a list of {role, content}",
+        "data.response_dict_keys": "data.messages_key: rows hold conversations",
+        "data.response_key": "data.messages_key: rows hold conversations, a list of {role, content}",
+        "model.fsdp_config.cpu_offload": "engine.offload_policy",
+        "model.fsdp_config.model_dtype": "engine.model_dtype",
+        "model.fsdp_config.offload_params": "engine.param_offload",
+        "model.fsdp_config.wrap_policy.min_num_params": "engine.wrap_policy.min_num_params",
+        "model.partial_pretrain": "model.path",
+        "model.strategy": "engine.strategy",
+        "optim.lr_scheduler": "optim.lr_scheduler_type",
+        "optim.warmup_steps_ratio": "optim.lr_warmup_steps_ratio",
+        "ulysses_sequence_parallel_size": "engine.ulysses_sequence_parallel_size",
+        "use_remove_padding": "model.use_remove_padding",
+    },
+    "ppo": {
+        "actor_rollout_ref.rollout.multi_turn.max_turns": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+        "critic.model.fsdp_config.optimizer_offload": "critic.fsdp.optimizer_offload",
+        "critic.model.fsdp_config.param_offload": "critic.fsdp.param_offload",
+        "critic.model.fsdp_config.fsdp_size": "critic.fsdp.fsdp_size",
+        "critic.model.fsdp_config.wrap_policy.min_num_params": "critic.fsdp.wrap_policy.min_num_params",
+        "data.dataloader_workers": "data.dataloader_num_workers",
+        "ray_init.num_cpus": "ray_kwargs.ray_init",
+        "trainer.remove_previous_ckpt_in_save": "checkpoint.keep_last, a key of the run's",
+    },
+}
+"""Names of settings in other releases or trainers of verl, and what takes their place in those that are served."""
+
+
+def former_name(entry: Entry, key: str) -> str:
+    """Returns what takes the place of a setting's former name; empty: nothing is known."""
+    return FORMER[entry].get(key, "")
 
 
 def _places(setting: Setting) -> Iterator[str]:

@@ -13,7 +13,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
 from verl_slurm.journal.files import append_event
 from verl_slurm.runs.requests import ask_for_save
-from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, no_answers, refuse_guests
+from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 __all__ = ["update_reward"]
@@ -78,8 +78,8 @@ def update_reward(
         new = f"classifier:{new}"
     # The job runs elsewhere: a relative path would mean another file there.
     reward = absolute_reward(new, here)
-    if check_reward(reward) and load_resolved(run.run_yaml).data.answer_key is None:
-        render.warning(no_answers(reward))
+    for note in check_reward(reward, load_resolved(run.run_yaml)):
+        render.warning(note)
     # Written down before the job is told: a signal that gets lost then costs time and not the wish.
     request = ask_for_reward(run, reward, warm_start_steps)
     append_event(run, RewardAsked(reward, request.number, warm_start_steps))

@@ -105,7 +105,8 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
     # Both: a script reads standard output, and people find the line where they look for errors.
     if as_json:
         json_value({"error": with_places(problem.one_line()), "exit_code": int(problem.exit_code)})
-    print(f"verl-slurm: {with_places(problem.one_line())}", file=sys.stderr, flush=True)
+    for line in problem.lines():
+        print(f"verl-slurm: {with_places(line)}", file=sys.stderr, flush=True)
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:

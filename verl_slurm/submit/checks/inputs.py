@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 import verl_slurm
-from verl_slurm.base.errors import ConfigError, DataError, NotFound
+from verl_slurm.base.bounded import read_model_config
+from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.config.hooks import HOOKS, HooksConfig
@@ -23,6 +24,7 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.programs import file_of_verl
 from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.programs import Found, check_program, check_source, ranks_search, why_unseen
 from verl_slurm.submit.checks.rank_environment import find_python
 from verl_slurm.submit.checks.services import absolute_service
 from verl_slurm.submit.relative_paths import Places
@@ -41,7 +43,6 @@ __all__ = [
     "check_names",
     "check_reward",
     "needs_building",
-    "no_answers",
     "refuse_guests",
 ]
 
@@ -302,14 +303,12 @@ def absolute_reward(text: str, base: Path) -> str:
     return str(spec._replace(name=os.path.abspath(base / Path(spec.name).expanduser())))
 
 
-def check_reward(text: str) -> bool:
-    """Refuses a reward that does not exist, as far as can be seen without running it.
+def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
+    """Refuses a reward that does not exist, as far as can be seen without running it; returns notes.
 
     Args:
         text: paths absolute.
-
-    Returns:
-        Whether it reads the answers of the data, as far as can be seen.
+        config: of the run, in whose ranks' Python imports are looked for; None: they are not.
 
     Raises:
         ConfigError: none of the forms, no such rule, module or function.
@@ -330,49 +329,81 @@ def check_reward(text: str) -> bool:
         )
     if spec.kind == "classifier":
         check_model("model.reward", Path(spec.name))
+        _check_classifier(Path(spec.name))
+    if spec.kind != "python":
+        unanswered = spec.kind == "rule" and config is not None and config.data.answer_key is None
+        return [_no_answers(text)] if unanswered else []
     # By its syntax tree: the user's module is not run here.
-    if spec.kind == "python":
-        return check_function(spec, source_file(spec))
-    return spec.kind == "rule"
+    if config is None or spec.is_file:
+        file = source_file(spec)
+    else:
+        unseen = why_unseen(config)
+        try:
+            file = source_file(spec, ranks_search(config))
+        except ConfigError:
+            if not unseen:
+                raise
+            return [f"not looked at: model.reward {spec}: {unseen}"]
+    reads_answers = check_function(spec, file)
+    if config is None:
+        return []
+    # A note, not a refusal: the function may read them and do without them.
+    notes = [_no_answers(text)] if reads_answers and config.data.answer_key is None else []
+    return notes + check_source(config, "model.reward", file, spec.function).notes
 
 
-def no_answers(reward: str) -> str:
-    """Returns the note about a reward that reads answers where the data has none."""
+def _no_answers(reward: str) -> str:
     return (
         f"data.answer_key is null, so each answer that {reward} reads is empty text: set data.answer_key, "
         "unless the reward does without"
     )
 
 
-def check_guest(config: RunConfig) -> list[str]:
-    """Checks that the program and its data exist; returns the items found good.
+def _check_classifier(directory: Path) -> None:
+    """Refuses a classifier that the ranks would refuse: another head, or several labels.
+
+    Raises:
+        DataError: the reason.
+    """
+    said = read_model_config(directory)
+    names = [name for name in said.get("architectures") or () if isinstance(name, str)]
+    # transformers writes `id2label` unless there are two labels.
+    labels = said.get("id2label")
+    found = len(labels) if isinstance(labels, dict) else said.get("num_labels", 2)
+    wrong = ""
+    if names and not any(name.endswith("ForSequenceClassification") for name in names):
+        wrong = f"a {names[0]}, which has no head for one score"
+    elif found != 1:
+        wrong = f"{found} labels"
+    if wrong:
+        raise DataError(
+            "the reward model does not give one score",
+            where=directory,
+            found=wrong,
+            expected="a sequence classifier with one label",
+            remedy="train it with AutoModelForSequenceClassification and num_labels=1, or set model.reward",
+        )
+
+
+def check_guest(config: RunConfig) -> Found:
+    """Checks the program and its data.
 
     Args:
         config: paths absolute.
 
     Raises:
-        NotFound: the program is not there.
-        DataError: `data.root` is not.
+        NotFound, ConfigError: `check_program`.
+        DataError: `data.root` is not there, or the program cannot be parsed.
     """
-    checked = []
-    program = config.trainer.command[:1]
-    if program and program[0].endswith(".py"):
-        if not Path(program[0]).is_file():
-            raise NotFound(
-                "no such program",
-                where=program[0],
-                expected="a Python file that the nodes see, too",
-                remedy="set trainer.command, submit from where its path begins, or with --code run take the run's copy",
-            )
-        checked.append("program")
+    checked, notes = check_program(config)
     # A guest may have its data elsewhere, or none; what it names is fingerprinted, and so has to exist.
     root = data_root(config)
     if root is not None:
         if not root.is_dir():
             found = "a file" if root.exists() else "nothing"
             raise DataError("no such data directory", where=root, found=found, remedy="set data.root")
-        checked.append("data")
-    return checked
+        checked = [*checked, "data"]
+    return Found(checked, notes)
 
 
 def refuse_guests(run: RunPaths) -> None:

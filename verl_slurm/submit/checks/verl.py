@@ -6,16 +6,20 @@ On each of these, verl itself would crash on every node and at every start, or, 
 import importlib.util
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_slurm.base.bounded import CONFIG, read_model_config, read_regular
 from verl_slurm.base.errors import (
+    UNREADABLE,
     CheckpointCorrupt,
     ConfigError,
     DataError,
     SchemaMismatch,
     VerlSlurmError,
+    together,
 )
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -26,13 +30,27 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.verl_settings import start_settings
 from verl_slurm.submit.checks.model_files import refuse_adapter, weights_problem
-from verl_slurm.verl.inputs import Input, input_keys, inputs_of, is_remote, said_settings, with_critic
+from verl_slurm.submit.checks.programs import check_modules, check_source
+from verl_slurm.verl.composing import unread_additions
+from verl_slurm.verl.inputs import (
+    ENGINES,
+    CodeFile,
+    Input,
+    engines_of,
+    files_of,
+    input_keys,
+    inputs_of,
+    is_remote,
+    modules_of,
+    said_settings,
+    with_critic,
+)
 from verl_slurm.verl.layout import is_distributed, step_of, way_out
 from verl_slurm.verl.overrides import (
     Setting,
-    refuse_switches_as_text,
+    judged,
     require_possible,
-    user_settings,
+    switches_as_text,
     value_at,
 )
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
@@ -68,12 +86,12 @@ def check_verl(
         ConfigError: another number of ranks than the checkpoint's, no verl, or settings that verl cannot read.
         DataError: data files or a model are not there.
     """
-    entry, said = config.trainer.entry, user_settings(config.verl)
+    entry, (said, refused) = config.trainer.entry, judged(config.verl)
     if not paths.run_yaml.exists():  # a run that has begun with one continues with it
-        refuse_switches_as_text(said)
+        refused += switches_as_text(said)
     # Before anything is composed: no other setting helps a run whose shards these ranks cannot read.
     divided = check_ranks(config, paths, committed)
-    checked, notes = ["verl's own settings"], [divided] if divided else []
+    checked, notes = list[str](), [divided] if divided else []
     if committed and not divided:
         checked.append(f"{counted(config.distributed.world_size, 'rank')}, as saved")
     if config.slurm.container is None:
@@ -83,20 +101,178 @@ def check_verl(
         else:
             _require_beside(entry)
         checked.append(f"verl {version} is installed")
-        # verl's own defaults count as well, so an input that the user leaves to them is looked at, too. Any attempt's
-        # number: composing needs one.
-        settings = start_settings(config, paths, 1, None).settings
+        settings, doubtful = _composed(config, paths, said, refused)
+        notes += doubtful
         _require_fewer(config, settings)
     else:
-        notes.append("verl is looked for in the container when the job starts, not before")
+        if refused:
+            raise together(refused)
+        notes.append("not looked at: verl, its engine and its defaults, which are the container's")
         settings = said_settings(said)
         require_possible(settings, said)
         _require_named(entry, said)
-    for one in inputs_of(entry, settings, said):
-        note = check_input(one)
-        notes += [note] if note else []
+    checked.append("verl's own settings")
+    # All that is wrong is said at once: each look of the user's is a minute.
+    wrong: list[VerlSlurmError] = []
+    for look in _looks(config, settings, said):
+        try:
+            notes += look()
+        except VerlSlurmError as error:
+            wrong.append(error)
+    if wrong:
+        raise together(wrong)
     checked.append("verl's data files and models")
     return checked, notes
+
+
+def _looks(
+    config: RunConfig, settings: Mapping[str, Any], said: Mapping[str, Setting]
+) -> Iterator[Callable[[], list[str]]]:
+    """Yields a check for each thing that verl will read or import. Each returns notes, or raises."""
+    entry = config.trainer.entry
+    if entry == "ppo":
+        yield partial(_check_engines, config, settings)
+    for one in inputs_of(entry, settings, said):
+        yield partial(_check_one, one)
+    for code in files_of(settings):
+        yield partial(_check_file, config, code)
+    for key, name in modules_of(settings):
+        yield partial(_check_module, config, key, name)
+
+
+def _check_one(one: Input) -> list[str]:
+    return [note] if (note := check_input(one)) else []
+
+
+def _check_module(config: RunConfig, key: str, name: str) -> list[str]:
+    return check_modules(config, [name], f"verl.{key}").notes
+
+
+def _composed(
+    config: RunConfig, paths: RunPaths, said: Mapping[str, Setting], refused: list[ConfigError]
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Composes verl's settings, its own defaults included; returns them, and notes.
+
+    Args:
+        refused: what is known to be wrong already; all of it is said at once.
+
+    Raises:
+        ConfigError: verl does not take a setting, a run cannot, or one has no value.
+    """
+    entry, notes = config.trainer.entry, list[str]()
+    if not config.trainer.command:  # a recipe has files of its own, and may read more keys
+        former, notes = unread_additions(entry, said.values())
+        refused = [*refused, *former]
+    try:
+        # Any attempt's number: composing needs one.
+        composed = start_settings(config, paths, 1, None)
+    except ConfigError as error:
+        known = {one.one_line() for one in refused}
+        raise together([*refused, *(one for one in _each(error) if one.one_line() not in known)]) from error
+    settings = composed.settings
+    refused += [
+        ConfigError(
+            "a setting that verl leaves to its user has no value",
+            where=f"verl.{key}",
+            found="???",
+            expected=f"one of {', '.join(ENGINES)}" if key.endswith("rollout.name") else None,
+            remedy=f"set verl.{key}, or write {key}=VALUE after `--`",
+        )
+        for key in composed.unset
+        if _counts(entry, settings, key)
+    ]
+    if refused:
+        raise together(refused)
+    return settings, notes
+
+
+def _each(error: ConfigError) -> list[ConfigError]:
+    first = ConfigError(
+        error.what, where=error.where, found=error.found, expected=error.expected, remedy=error.remedy
+    )
+    return [first, *(one for one in error.others if isinstance(one, ConfigError))]
+
+
+def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
+    """Returns whether verl will read a key: not in a section that is off, nor of a critic that is not there."""
+    if key.startswith("critic.") and not with_critic(entry, settings):
+        return False
+    # verl moves a former name to its new place before it reads that.
+    if key == "reward.reward_model.rollout.name" and value_at(settings, "reward_model.rollout.name"):
+        return False
+    parts = key.split(".")
+    above = [".".join(parts[:number]) for number in range(1, len(parts))]
+    if any(value_at(settings, f"{section}.enable") is False for section in above):
+        return bool(value_at(settings, "reward_model.enable")) and key.startswith("reward.reward_model.")
+    return True
+
+
+def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
+    """Refuses an engine whose package the ranks' Python does not have; returns notes."""
+    notes = []
+    for key, name in engines_of(settings).items():
+        if package := ENGINES.get(name):
+            notes += check_modules(config, [package], f"verl.{key}={name}").notes
+        else:
+            notes.append(
+                f"not looked at: verl.{key}={name}, which is none of verl's engines ({', '.join(ENGINES)})"
+            )
+    return notes
+
+
+def _check_file(config: RunConfig, file: CodeFile) -> list[str]:
+    """Checks a file of code or settings that verl reads; returns notes.
+
+    Raises:
+        ConfigError, DataError: it is not there, cannot be parsed, lacks what is taken from it, or a module.
+    """
+    where = f"verl.{file.key}"
+    # verl gives its default to the new key alone: with the former one the name is empty, and each start fails.
+    inside = config.slurm.container is not None
+    if file.takes and file.name is None and not inside:
+        raise ConfigError(
+            "verl is not told what to take from a file",
+            where=f"verl.{file.takes}",
+            found=f"nothing, and {file.key}={file.place}",
+            remedy=f"set verl.{file.takes} to the name of the function or class",
+        )
+    if file.place.startswith("pkg://"):
+        module = file.place.removeprefix("pkg://").replace("/", ".").partition(".")[0]
+        return check_modules(config, [module], f"{where}={file.place}").notes
+    place = Path(file.place.removeprefix("file://")).expanduser()
+    takes_hub_names = file.key.endswith(
+        ("model_path", "model.path", "tokenizer_path", "config_path", "adapter_path")
+    )
+    if takes_hub_names and not place.is_absolute() and _HUB_NAME.fullmatch(file.place) and not place.suffix:
+        return [f"not looked at: {where}, taken for a name of the Hugging Face hub: {file.place}"]
+    if not place.exists() and inside:
+        return [
+            f"not looked at: {where}={file.place}, which this machine does not have: it may be the container's"
+        ]
+    if not place.exists():
+        raise DataError(
+            "a file that verl reads is not there",
+            where=f"{where}: {file.place}",
+            expected="a path that exists on this machine and on the nodes; a relative one from where submit is run",
+            remedy=f"set {where}",
+        )
+    if place.suffix == ".py":
+        return check_source(config, where, place, file.name or "").notes
+    if place.suffix in (".yaml", ".yml") and file.key.endswith("tool_config_path"):
+        return _check_tools(config, where, place)
+    return []
+
+
+def _check_tools(config: RunConfig, where: str, place: Path) -> list[str]:
+    """Looks for the modules of the classes that a file of tools names; returns notes."""
+    try:
+        text = read_regular(place, CONFIG, follow=True).decode()
+    except (OSError, ValueError) as error:
+        raise DataError(
+            "a file that verl reads cannot be read", where=f"{where}: {place}", found=error
+        ) from None
+    names = re.findall(r"^[\s-]*class_name:\s*[\"']?([A-Za-z_]\w*)\.[\w.]+", text, re.MULTILINE)
+    return check_modules(config, names, str(place)).notes if names else []
 
 
 def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> str:
@@ -292,6 +468,19 @@ def _check_model(one: Input, place: Path) -> None:
     refuse_adapter(f"verl.{one.key}", place)
     if not (place / "config.json").is_file():
         raise DataError("not a model directory", where=place, expected="config.json in it", remedy=remedy)
+    # What from_pretrained finds: safetensors, or pickles, which verl itself reads.
+    if not any(place.glob("*.safetensors")) and not any(place.glob("*.bin")):
+        raise DataError("the model directory has no weights", where=place, remedy=remedy)
+    try:
+        said = read_model_config(place)
+    except UNREADABLE as error:
+        raise DataError("the model's config.json is not JSON", where=place, found=error) from None
+    if said.get("is_encoder_decoder"):
+        found = f"model_type {said.get('model_type')}, an encoder with a decoder"
+        expected = "a decoder that predicts the next token"
+        raise DataError(
+            "verl cannot train this model", where=place, found=found, expected=expected, remedy=remedy
+        )
     # Headers and lengths alone; a file that was cut off ends each start of verl.
     for path in sorted(place.glob("*.safetensors")):
         if complaint := weights_problem(path):

@@ -1,0 +1,139 @@
+"""What a run would start or load is looked at before it is queued, without running it; what cannot be seen is said."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.builders import run_config
+from verl_slurm.base.errors import ConfigError, DataError, NotFound, VerlSlurmError
+from verl_slurm.config.container import ContainerConfig
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.submit.checks.inputs import check_guest, check_reward
+
+
+def started_by(*command: str, backend: str = "command", **keys: object) -> RunConfig:
+    config = run_config(**keys)
+    return msgspec.structs.replace(
+        config, trainer=msgspec.structs.replace(config.trainer, backend=backend, command=command)
+    )
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text("python train.py\n")
+    (tmp_path / "job").write_text("#!/bin/bash\nexec python train.py\n")
+    (tmp_path / "tool").write_bytes(b"\x7fELF\0\0")
+    (tmp_path / "train.py").write_text("import json\nimport helper\n")
+    (tmp_path / "helper.py").write_text("")
+    (tmp_path / "train").write_text("import json\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "why", "remedy"),
+    [
+        ("accelerate launch --config_file a.yaml train.py --lr 3", "a launcher", '[train.py, --lr, "3"]'),
+        ("/opt/bin/torchrun --nproc_per_node 8 -m my.mod x", "a launcher", "[-m, my.mod, x]"),
+        ("deepspeed --hostfile h train.py", "a launcher", "[train.py]"),
+        ("python train.py", "a launcher", "[train.py]"),
+        ("python3.11 -u -m my.mod", "a launcher", "[-m, my.mod]"),
+        ("python -m torch.distributed.run --nnodes 2 train.py", "a launcher", "[train.py]"),
+        ("-m accelerate.commands.launch --num_processes 2 train.py", "a launcher", "[train.py]"),
+        ("uv run --with trl torchrun train.py", "a launcher", "[train.py]"),
+        ("srun -m cyclic python train.py", "a launcher", "[train.py]"),
+        ("env X=1 python -m mod", "a launcher", "[-m, mod]"),
+        ("bash -c 'x'", "a launcher", "the Python program that the script starts"),
+        ("bash run.sh", "a launcher", "the Python program that the script starts"),
+        ("run.sh", "a shell script", "slurm.setup"),
+        ("gone.sh", "a shell script", "slurm.setup"),
+        ("job", "a script for /bin/bash", "your own program"),
+        ("tool --x", "a file that is no Python source", "your own program"),
+        ("trl sft --config x.yaml", "a launcher", "your own program"),
+        ("my-train --lr 3", "no Python file my-train", "your own program"),
+        ("-u train.py", "an option of Python's", "[train.py]"),
+        (". x", "a directory", "your own program"),
+        ("-m", "-m without a module", "your own program"),
+    ],
+)
+def test_a_launcher_a_script_or_a_binary_is_refused_with_what_to_write(
+    here: Path, command: str, why: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_guest(started_by(*command.split(" ")))
+    line = caught.value.one_line()
+    assert f": {why}, expected a Python file, or -m and a module" in line
+    assert remedy in line.partition("); ")[2]
+
+
+@pytest.mark.parametrize("command", ["train.py", "train", "-m json.tool"])
+def test_a_python_program_is_good(here: Path, command: str) -> None:
+    assert check_guest(started_by(*command.split())) == (["program"], [])
+
+
+def test_a_program_that_is_not_there_cannot_be_parsed_or_lacks_a_module_is_refused(here: Path) -> None:
+    with pytest.raises(NotFound, match="no such program"):
+        check_guest(started_by("gone.py"))
+    (here / "cut.py").write_text("def f(:\n")
+    with pytest.raises(DataError, match=r"cut\.py"):
+        check_guest(started_by("cut.py"))
+    (here / "needs.py").write_text(
+        "import vs_not_there.x\ntry:\n    import vs_perhaps\nexcept ImportError: pass\n"
+    )
+    with pytest.raises(ConfigError, match=r"lacks a module: \S*needs\.py \(found no vs_not_there,"):
+        check_guest(started_by("needs.py"))
+    with pytest.raises(ConfigError, match="found no vs_not_there,"):
+        check_guest(started_by("-m", "vs_not_there.main"))
+    with pytest.raises(ConfigError, match="entry: sft"):
+        check_guest(started_by("-m", "verl.trainer.sft_trainer"))
+
+
+def test_what_cannot_be_seen_from_here_is_said_and_not_called_good(here: Path) -> None:
+    (here / "needs.py").write_text("import vs_not_there\n")
+    (here / "moves.py").write_text("import sys\nsys.path.append('lib')\nimport vs_not_there\n")
+    in_image = {"container": ContainerConfig(image="docker://x")}
+    cases: list[tuple[list[str], dict[str, object], str]] = [
+        (["needs.py"], {"setup": ("module load x",)}, "slurm.setup may bring them"),
+        (["needs.py"], {"modules": ("x",)}, "slurm.modules may bring them"),
+        (["needs.py"], {"env": {"PYTHONPATH": "/vs/gone"}}, "/vs/gone, which is not on this machine"),
+        (["moves.py"], {}, "it changes sys.path"),
+        (["-m", "vs_not_there"], in_image, "the container's"),
+        (["-u", "needs.py"], {"backend": "ray"}, "which begins with -u"),
+    ]
+    for words, keys, said in cases:
+        backend = str(keys.pop("backend", "command"))
+        (note,) = check_guest(started_by(*words, backend=backend, **keys)).notes
+        assert note.startswith("not looked at: "), note
+        assert said in note
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["at the top", "in the function"])
+def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: bool) -> None:
+    line, blank = "import vs_not_there, json", "    " if inside else ""
+    body = f"{'' if inside else line}\ndef score(prompts, responses, answers):\n    {line if inside else 'pass'}\n"
+    (here / "reward.py").write_text(body + blank + "pass\n")
+    reward = f"python:{here}/reward.py:score"
+    with pytest.raises(ConfigError, match=r"reward\.py \(found no vs_not_there,"):
+        check_reward(reward, run_config())
+    assert "slurm.setup" in check_reward(reward, run_config(setup=("x",)))[0]
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "a Qwen2ForCausalLM"),
+        ({"architectures": ["Qwen2ForSequenceClassification"]}, "2 labels"),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, "3 labels"),
+    ],
+)
+def test_a_classifier_without_one_score_is_refused(tmp_path: Path, said: dict[str, object], why: str) -> None:
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    one = {"model_type": "qwen2", "architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "x"}}
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(one))
+    assert check_reward(f"classifier:{tmp_path}") == []
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode({"model_type": "qwen2"} | said))
+    with pytest.raises(VerlSlurmError, match=why):
+        check_reward(f"classifier:{tmp_path}")

@@ -1,0 +1,338 @@
+"""Looks at the user's programs without running them: a file's form, the names that it binds, what it imports.
+
+Each check returns what it found good and notes. A note "not looked at: ..." names what cannot be seen from here.
+"""
+
+import ast
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import NamedTuple
+
+from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
+from verl_slurm.base.errors import ConfigError, DataError, NotFound
+from verl_slurm.config.reward_spec import bindings, names_of
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.program.installed import look
+from verl_slurm.slurm.rank_setup import python_of
+
+__all__ = [
+    "Found",
+    "check_imports",
+    "check_modules",
+    "check_program",
+    "check_source",
+    "program_behind",
+    "ranks_search",
+    "why_unseen",
+]
+
+_PYTHON = r"python[\d.]*|pypy[\d.]*"
+_SHELLS = r"(?:ba|da|z|k|c|tc|fi)?sh"
+# Programs that start other programs. Ranks are started by the run itself.
+_LAUNCHER = re.compile(
+    rf"{_PYTHON}|{_SHELLS}|accelerate|torchrun|torchx|deepspeed|horovodrun|ft_launcher|composer|colossalai|msrun"
+    r"|mpirun|mpiexec(?:\.\w+)?|srun|sbatch|salloc|ray|trl|llamafactory-cli|axolotl|swift|tune|lightning|fabric|uvx?"
+    r"|poetry|pixi|pipenv|pdm|hatch|rye|conda|mamba|micromamba|apptainer|singularity|docker|podman|enroot|env|nohup"
+    r"|nice|numactl|taskset|time|timeout|stdbuf|sudo|exec|source|jupyter|ipython|nsys|ncu|py-spy|gdb|xvfb-run"
+)
+_LAUNCHER_MODULES = re.compile(
+    r"(?:torch\.distributed\.(?:run|launch|elastic\.\w+)|accelerate(?:\.\w+)*|deepspeed(?:\.\w+)*|torch\.multiprocessing"
+    r"|horovod(?:\.\w+)*|colossalai(?:\.\w+)*|composer(?:\.\w+)*|ray(?:\.scripts\.\w+)?|trl(?:\.\w+)*|axolotl(?:\.\w+)*"
+    r"|pdb|cProfile|trace|runpy|debugpy|viztracer|torch\.utils\.bottleneck)"
+)
+_SHELL_FILE = re.compile(r".+\.(?:sh|bash|zsh|ksh|csh|slurm|sbatch|job|sub)")
+_TAKES_MODULES = re.compile(rf"{_PYTHON}|accelerate|torchrun|deepspeed|uvx?|composer|ft_launcher")
+_MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
+_PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
+_UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
+"""Errors of reading and parsing a source; `TooMuch` is a ValueError."""
+
+
+class Found(NamedTuple):
+    """What one check found."""
+
+    good: list[str]
+    notes: list[str]
+
+
+def check_program(config: RunConfig) -> Found:
+    """Checks `trainer.command`: that it is a Python program, that it is there, and that its imports are installed.
+
+    Args:
+        config: paths absolute.
+
+    Raises:
+        ConfigError: another program, a launcher or a shell, an option of Python's, a module that is not there.
+        DataError: a file that cannot be parsed.
+        NotFound: no such file.
+    """
+    words = config.trainer.command
+    if not words:
+        return Found([], [])
+    program = words[0]
+    if program == "-m":
+        return _module(config, words)
+    path, starts_ranks = Path(program), config.trainer.backend == "command"
+    if program.endswith(".py") and not path.is_file():
+        raise NotFound(
+            "no such program",
+            where=program,
+            expected="a Python file that the nodes see, too",
+            remedy="set trainer.command, submit from where its path begins, or with --code run take the run's copy",
+        )
+    # Python itself also takes these; ranks are started through a program of ours, which does not.
+    other = "an option of Python's" if program.startswith("-") else "a directory" if path.is_dir() else ""
+    if other and not starts_ranks:
+        return Found([], [f"not looked at: trainer.command, which begins with {program}, {other}"])
+    if why := other or _why_not_python(path):
+        raise _no_program(words, why)
+    tree, problem = _parsed(config, path, "trainer.command")
+    found = Found(["program"], [problem] if problem else [])
+    return _joined(found, check_imports(config, path, tree, beside=[str(path.parent)])) if tree else found
+
+
+def _why_not_python(path: Path) -> str:
+    """Returns why a word is no Python source; empty: it is one."""
+    name = path.name
+    if name.endswith(".py"):
+        return ""
+    if _SHELL_FILE.fullmatch(name):
+        return "a shell script"
+    if not path.is_file():
+        return "a launcher" if _LAUNCHER.fullmatch(name) else f"no Python file {path}"
+    try:
+        head = read_regular(path, SOURCE, follow=True)
+        first = head.partition(b"\n")[0]
+        if first.startswith(b"#!") and not re.search(rb"python|pypy", first):
+            return f"a script for {os.fsdecode(first[2:]).strip()}"
+        ast.parse(head)
+    except _UNPARSED:
+        return "a launcher" if _LAUNCHER.fullmatch(name) else "a file that is no Python source"
+    return ""
+
+
+def _no_program(words: Sequence[str], why: str) -> ConfigError:
+    script = _SHELL_FILE.fullmatch(words[0]) or re.fullmatch(_SHELLS, Path(words[0]).name)
+    if behind := program_behind(words):
+        shown = ", ".join(word if _PLAIN.fullmatch(word) else f'"{word}"' for word in behind[:6])
+        more = ", ..." if len(behind) > 6 else ""
+        remedy = f"trainer.command: [{shown}{more}]; distributed.dp_size is the number of ranks"
+    elif script:
+        remedy = (
+            "set trainer.command to the Python program that the script starts; what it exports goes to env, "
+            "what it loads to slurm.modules, what else it runs first to slurm.setup"
+        )
+    else:
+        remedy = 'set trainer.command to your own program and its arguments, e.g. [train.py, --lr, "1e-4"]'
+    return ConfigError(
+        "no program that ranks can be started with",
+        where="trainer.command",
+        found=f"{' '.join(words[:4])}{' ...' if len(words) > 4 else ''}: {why}",
+        expected="a Python file, or -m and a module: verl-slurm starts the ranks itself",
+        remedy=remedy,
+    )
+
+
+def program_behind(words: Sequence[str]) -> list[str]:
+    """Returns the Python program and its arguments in the command of a launcher; empty: none is recognised. Pure."""
+    starter = ""
+    for number, word in enumerate(words):
+        name = Path(word).name
+        if _LAUNCHER.fullmatch(name):
+            starter = name
+        # To others, such as srun, -m means something else.
+        elif word in ("-m", "--module") and _TAKES_MODULES.fullmatch(starter) and words[number + 1 :]:
+            if not _LAUNCHER_MODULES.fullmatch(words[number + 1]):
+                return ["-m", *words[number + 1 :]] if _MODULE.fullmatch(words[number + 1]) else []
+        elif _PLAIN.fullmatch(word) and word.endswith(".py") and not word.startswith("-"):
+            return list(words[number:])
+    return []
+
+
+def _module(config: RunConfig, words: Sequence[str]) -> Found:
+    name = words[1] if len(words) > 1 else ""
+    if not _MODULE.fullmatch(name):
+        raise _no_program(words, "-m without a module")
+    if _LAUNCHER_MODULES.fullmatch(name):
+        raise _no_program(words, "a launcher")
+    if config.trainer.backend == "command" and name.startswith("verl.trainer."):
+        raise ConfigError(
+            "verl's own trainers are not programs of yours",
+            where="trainer.command",
+            found=f"-m {name}",
+            remedy=f"trainer: {{backend: verl, entry: {'sft' if 'sft' in name else 'ppo'}}}, with its settings below "
+            "`verl:` or after `--`",
+        )
+    found = check_modules(config, [name.partition(".")[0]], f"trainer.command: -m {name}")
+    if found.notes:
+        return found
+    entries: Sequence[str] | None = ranks_search(config)
+    for part in name.split("."):
+        spec = PathFinder.find_spec(part, entries) if entries else None
+        if spec is None:
+            # The first part is there: an importer of a package's own may find what is not in a directory.
+            return Found(["program"], [f"not looked at: whether the module {name} is there"])
+        origin, entries = spec.origin, spec.submodule_search_locations
+        if entries is not None and not list(entries):
+            entries = None
+    if origin is not None and origin.endswith(".py") and entries is None:
+        source, problem = _parsed(config, Path(origin), "trainer.command")
+        if source is None:
+            return Found(["program"], [problem])
+        return _joined(Found(["program"], []), check_imports(config, Path(origin), source))
+    return Found(["program"], [])
+
+
+def ranks_search(config: RunConfig) -> list[str]:
+    """Returns the directories in which the ranks' Python looks for modules, as far as this machine can tell."""
+    return list(look(python_of(config.slurm) or sys.executable, _environ(config)).search)
+
+
+def _environ(config: RunConfig) -> dict[str, str]:
+    # `env` wins over what the job inherits.
+    return os.environ | {name: str(value) for name, value in config.env.items() if name == "PYTHONPATH"}
+
+
+def why_unseen(config: RunConfig) -> str:
+    """Returns why modules that are not found here may be there in the job; empty: nothing is known."""
+    slurm = config.slurm
+    if slurm.container is not None:
+        return "they are the container's"
+    if slurm.modules or slurm.setup:
+        return f"{'slurm.modules' if slurm.modules else 'slurm.setup'} may bring them on the nodes"
+    places = _environ(config).get("PYTHONPATH", "").split(os.pathsep)
+    gone = [place for place in places if place.startswith("/") and not os.path.exists(place)]
+    return f"PYTHONPATH has {gone[0]}, which is not on this machine" if gone else ""
+
+
+def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Sequence[str] = ()) -> Found:
+    """Refuses modules that the ranks' Python does not find. Imports none of them.
+
+    Args:
+        names: top-level modules.
+        what: imports them, for messages.
+        beside: further directories that are searched.
+
+    Raises:
+        ConfigError: one is missing.
+    """
+    unseen = why_unseen(config)
+    if config.slurm.container is not None:
+        return Found(
+            [], [f"not looked at: the modules of {what} ({', '.join(names)}): {unseen}"] if names else []
+        )
+    wanted = [
+        name
+        for name in dict.fromkeys(names)
+        if not beside or PathFinder.find_spec(name, list(beside)) is None
+    ]
+    if not wanted:
+        return Found([], [])
+    python = python_of(config.slurm) or sys.executable
+    answer = look(python, _environ(config), wanted)
+    if not answer.python:
+        return Found(
+            [], [f"not looked at: the modules of {what} ({', '.join(wanted)}): {python} does not answer"]
+        )
+    if not answer.lacking:
+        return Found([], [])
+    if unseen:
+        return Found([], [f"not looked at: whether {what} finds {', '.join(answer.lacking)}: {unseen}"])
+    raise ConfigError(
+        "the ranks' Python lacks a module",
+        where=what,
+        found=f"no {', no '.join(answer.lacking)}",
+        expected=f"modules that {python} finds",
+        remedy=f"install what provides {'it' if len(answer.lacking) == 1 else 'them'} ({python} -m pip install ...), "
+        "or name its directory in PYTHONPATH",
+    )
+
+
+def check_imports(
+    config: RunConfig, file: Path, tree: ast.Module, *, function: str = "", beside: Sequence[str] = ()
+) -> Found:
+    """Refuses a source whose imports the ranks' Python does not have.
+
+    Args:
+        function: whose own imports count, too.
+        beside: directories in which its neighbours are found.
+
+    Raises:
+        ConfigError: a module is missing.
+    """
+    if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in ast.walk(tree)):
+        return Found([], [f"not looked at: what {file} imports, since it changes sys.path"])
+    names = list(dict.fromkeys(_imports(tree.body, function)))
+    return check_modules(config, names, str(file), beside) if names else Found([], [])
+
+
+def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[str]:
+    """Yields the top-level modules of imports that run in any case: those in `if` and `try` may have a way out."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+            yield from _imports(node.body, "")
+
+
+def check_source(config: RunConfig, key: str, file: Path, name: str = "") -> Found:
+    """Checks a Python file that a program loads: it parses, binds `name`, and finds its imports.
+
+    Args:
+        key: that names it, for messages.
+        name: of a function or class; empty: any.
+
+    Raises:
+        ConfigError: it binds no such name, or lacks a module.
+        DataError: it cannot be read or parsed.
+    """
+    tree, problem = _parsed(config, file, key)
+    if tree is None:
+        return Found([], [problem])
+    names, offered, notes = set[str](), list[str](), list[str]()
+    for node in bindings(tree.body):
+        names |= names_of(node)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            offered.append(node.name)
+    if name and name not in names:
+        if "*" not in names:
+            raise ConfigError(
+                "a file lacks what is to be taken from it",
+                where=f"{key}: {file}",
+                found=f"nothing named {name!r}",
+                expected=f"one of {', '.join(offered[:8])}" if offered else "a function at its top level",
+                remedy=f"name one of them, or write {name} into it",
+            )
+        notes.append(f"not looked at: whether {file} has {name}, since it imports *")
+    return _joined(Found([], notes), check_imports(config, file, tree, function=name))
+
+
+def _parsed(config: RunConfig, file: Path, key: str) -> tuple[ast.Module | None, str]:
+    """Returns the syntax tree, or a note that this Python cannot tell.
+
+    Raises:
+        DataError: it cannot be read or parsed.
+    """
+    try:
+        return ast.parse(read_regular(file, SOURCE, follow=True), str(file)), ""
+    except _UNPARSED as error:
+        # Another Python may know newer syntax than this one.
+        other = config.slurm.python is not None or config.slurm.container is not None
+        if isinstance(error, TooMuch) or (other and isinstance(error, SyntaxError)):
+            return None, f"not looked at: {file} ({error})"
+        raise DataError(
+            "a program's source cannot be read",
+            where=f"{key}: {file}",
+            found=error,
+            remedy="correct the file",
+        ) from None
+
+
+def _joined(first: Found, second: Found) -> Found:
+    return Found([*first.good, *second.good], [*first.notes, *second.notes])
