@@ -56,21 +56,21 @@ def require_never_saved(paths: RunPaths, config: RunConfig, epoch: int) -> None:
         raise lost_error(paths, trace)
 
 
-def lost_error(paths: RunPaths, trace: str) -> CheckpointsLost:
+def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:
     """Returns the refusal, with the ways on.
 
     Args:
         trace: from `former_checkpoint`.
     """
     absent = not names_in(paths.run, paths.checkpoints)
+    again = f"`verl-slurm submit {paths.root} --force-resume`, or submit under a new name"
     return (CheckpointsAbsent if absent else CheckpointsLost)(
         "no checkpoint can be used, in a run that has had one: it does not begin again by itself",
         where=paths.checkpoints,
         found=trace,
         expected="a checkpoint that verifies",
         remedy=f"{'mount its file system, or ' * absent}bring one back (a backup, a tier, "
-        "checkpoints/quarantine); to begin again from step 0: "
-        f"`verl-slurm submit {paths.root} --force-resume`, or submit under a new name",
+        f"checkpoints/quarantine); to begin again from step 0: {'another run_dir' if by_hand else again}",
     )
 
 
