@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from tests.program.repos import git, new_repo
 from verl_slurm.base.errors import ConfigError, SlurmRefused
 from verl_slurm.base.paths import RunPaths
@@ -51,6 +52,7 @@ class Place:
         """Gives the run a rollout: it has something to lose."""
         self.paths.ledger.mkdir(mode=0o700)
         self.paths.ledger_segment(1, 0).write_bytes(bytes(100))
+        append_event(self.paths, "started", attempt=1)
 
     def record(self) -> CodeRecord:
         record = read_record(self.paths)
