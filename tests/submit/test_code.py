@@ -104,7 +104,7 @@ def test_a_run_that_has_begun_asks_which_code_it_goes_on_with(place: Place) -> N
     assert [note.partition(":")[0] for note in notes] == ["takes the code as it is now"]
     assert place.ranks().read_text() == "edited\n"
     assert (first / "train.py").read_text() == "import parts\n"  # checkpoints were trained with it
-    assert len(read_events(place.paths)) == 2
+    assert len(read_events(place.paths)) == 3, "the start, and each copy"
 
 
 def test_a_new_run_has_no_code_of_its_own_to_go_on_with(place: Place) -> None:
