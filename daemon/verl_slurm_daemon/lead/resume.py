@@ -126,8 +126,6 @@ def find_resume_point(
     # Sizes are enough: the ledger grows with each rollout, and two starts with equal sizes brought nothing new.
     segments = paths.ledger.glob("*.ledger") if paths.ledger.is_dir() else ()
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
-    if not name and journaled:
-        reasons.append("from step 0 again, with the rollouts that the ledger holds")
     progress = f"{name or 'start'}+{journaled}"
     return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0)
 
@@ -154,7 +152,8 @@ async def wait_for_checkpoints(
             return point
         try:
             await asyncio.to_thread(require_never_saved, journal.paths, config, journal.epoch)
-            return point
+            again = ("from step 0 again, with the rollouts that the ledger holds",) * point.rollouts
+            return msgspec.structs.replace(point, reasons=(*point.reasons, *again))
         except CheckpointsLost as error:
             if pause is None or not isinstance(error, CheckpointsAbsent):
                 for line in dict.fromkeys(point.reasons):
