@@ -6,6 +6,7 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -15,7 +16,7 @@ from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import Event, kind_of
+from verl_slurm.journal.events import Event, Fenced, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
 
@@ -47,12 +48,14 @@ class Journal:
         written, the lead prints the error on standard output and goes on.
         """
         event = msgspec.structs.replace(event, time=now(), attempt=self.epoch, job_id=self._job_id)
-        try:
-            append_event(self.paths, event)
-        except OSError as error:
-            self._say("no_journal", {"where": str(self.paths.events), "error": str(error)}, loud=True)
-        if self._heard is not None:
-            self._heard(event)
+        # The journal is the newer attempt's. What its former owner still has to say is in its own log.
+        if isinstance(event, Fenced) or not self.epoch or not self._is_closed():
+            try:
+                append_event(self.paths, event)
+            except OSError as error:
+                self._say("no_journal", {"where": str(self.paths.events), "error": str(error)}, loud=True)
+            if self._heard is not None:
+                self._heard(event)
         fields = {key: value for key, value in to_json(event).items() if key not in _NOT_SAID}
         self._say(kind_of(event), fields, loud=event.loud)
 
@@ -66,14 +69,19 @@ class Journal:
     def status(self, status: Status) -> None:
         """Replaces the snapshot, unless a newer attempt already writes it. Best effort: nothing depends on it."""
         status.updated = now()
-        try:
-            # A lead that has lost the run may not know it yet; a newer one's snapshot must stay.
-            owner = read_epoch(self.paths)
-            if owner is None or owner.epoch <= self.epoch:
-                # Not forced to disk: that would cost the training more than everything else a lead does.
+        # A lead that has lost the run may not know it yet; a newer one's snapshot must stay.
+        if not self._is_closed(if_unknown=True):
+            # Not forced to disk: that would cost the training more than everything else a lead does.
+            with suppress(OSError):
                 write_file(self.paths.status, json_line(status), durable=False)
+
+    def _is_closed(self, *, if_unknown: bool = False) -> bool:
+        """Returns whether a newer attempt owns the run."""
+        try:
+            owner = read_epoch(self.paths)
         except (OSError, VerlSlurmError):
-            return
+            return if_unknown
+        return owner is not None and owner.epoch > self.epoch
 
 
 _MAX_VALUE = 300

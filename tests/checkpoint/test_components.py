@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.builders import make_manifest, run_config
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.components import partial_domains
+from verl_slurm.checkpoint.format.components import partial_domains, require_same_models
+from verl_slurm.checkpoint.format.specification import FORMAT_VERSION
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.recover import choose_resume
@@ -98,3 +100,17 @@ def test_among_partial_ones_a_full_one_is_foreign(paths: RunPaths, save: Callabl
     shutil.copytree(save(20), paths.partial.checkpoint(20))
     kinds = {info.name: info.kind for info in list_checkpoints(paths.partial, partial=True)}
     assert kinds == {"step_000010": "committed", "step_000020": "foreign"}
+
+
+def test_an_algorithm_that_trains_the_same_models_is_another_one_all_the_same() -> None:
+    config = run_config(algorithm="grpo")
+    require_same_models(make_manifest(trained=("actor",), algorithm="grpo"), config, "")
+    with pytest.raises(ConfigError, match="of another algorithm.*expected train.algorithm=ppo"):
+        require_same_models(make_manifest(trained=("actor",), algorithm="ppo"), config, "")
+
+
+def test_models_tell_the_algorithm_of_a_checkpoint_of_the_former_version() -> None:
+    former = make_manifest(trained=("actor",), format_version=FORMAT_VERSION - 1)
+    require_same_models(former, run_config(algorithm="grpo"), "")
+    with pytest.raises(ConfigError, match="of another algorithm.*expected train.algorithm=grpo"):
+        require_same_models(former, run_config(algorithm="ppo"), "")

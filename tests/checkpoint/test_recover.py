@@ -160,3 +160,19 @@ def test_setting_aside_by_name_moves_it_and_a_second_time_is_nothing(save: Save,
     assert set_aside(paths, "step_000001", "did not read back") is None
     with pytest.raises(ValueError, match="no checkpoint's name"):
         set_aside(paths, "../step_000001", "x")
+
+
+def test_a_thousand_directories_without_a_manifest_hold_up_no_start(
+    save: Save, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recover, "_MOST_MOVED", 2)
+    good = save(1)
+    for step in range(11, 18):
+        (paths.checkpoints / f"step_{step:06d}").mkdir(mode=0o700)
+    choice = choose_resume(paths, "auto")
+    assert choice.name == good.name
+    assert [path.name[:11] for path in choice.set_aside] == ["step_000017", "step_000016"]
+    assert (
+        choice.reasons[-2] == "5 more, step_000011 to step_000015, have no manifest that verifies: left there"
+    )
+    assert len(choice.reasons) == 5

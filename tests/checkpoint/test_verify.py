@@ -213,7 +213,7 @@ def test_a_checkpoint_under_another_name_is_refused(save: Save, tmp_path: Path) 
 
 def test_another_format_version_is_told_apart_from_damage(save: Save) -> None:
     final = save(1)
-    rewrite(final, lambda raw: raw.update(format_version=3, unheard_of=True))
+    rewrite(final, lambda raw: raw.update(format_version=9, unheard_of=True))
     verdict = verify(final)
     assert [p.kind for p in verdict.problems] == ["version"]
     assert not verdict.damaged

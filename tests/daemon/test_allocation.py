@@ -298,6 +298,22 @@ def test_a_start_that_slurm_overruled_makes_later_requeues_wait_longer(
     assert allocation._delay_from_now(left=True) == 60
 
 
+def test_signals_without_end_ask_slurmctld_once_in_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_allocation, "ASK_EVERY_S", 3600.0)
+    slurm = _Slurm("RUNNING", "RUNNING")
+    mine = in_job_37(slurm, tmp_path, monkeypatch)
+
+    async def story() -> None:
+        await mine.cause("SIGUSR1 to lead")
+        await asyncio.wait_for(mine.cause("SIGUSR1 to lead"), 0.2)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(story())
+    assert slurm.asked == 1
+
+
 def test_what_slurm_takes_to_answer_is_no_time_left_of_killwait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,3 +116,17 @@ def test_attempts_that_met_bad_nodes_are_counted_until_one_trains() -> None:
     assert stuck_restarts(make_events(started * 3)) == 0
     assert unfit_starts(make_events([*started, {"event": "training"}, *started])) == 1
     assert unfit_starts(make_events([*started, {"event": "submitted"}])) == 0
+
+
+def test_an_attempt_that_lost_the_run_says_so_and_nothing_else_in_the_journal(tmp_path: Path) -> None:
+    paths, heard = RunPaths(tmp_path), list[object]()
+    journal = Journal(
+        paths, epoch=take_epoch(paths, job_id="1", restart=0).epoch, job_id="1", heard=heard.append
+    )
+    journal.write(make_event("cause", cause="preemption"))
+    take_epoch(paths, job_id="2", restart=0)
+    for event in ({"event": "pruned", "name": "step_000001"}, {"event": "stranger", "reason": "no token"}):
+        journal.write(make_events([event])[0])
+    journal.write(make_event("fenced", exit_code=20))
+    assert [event["event"] for event in read_events(paths)] == ["cause", "fenced"]
+    assert len(heard) == 2

@@ -1,5 +1,6 @@
 """Where a generation starts from: what was named, once; then the newest that verifies."""
 
+import asyncio
 import errno
 import os
 import shutil
@@ -8,12 +9,15 @@ from typing import Any
 
 import msgspec
 import pytest
-from verl_slurm_daemon.lead.resume import find_resume_point, read_back
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead import resume
+from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back, wait_for_checkpoints
 
-from tests.builders import cold_tier, write_config
+from tests.builders import cold_tier, run_config, write_config
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.checkpoint.sealed import KEY, KEYS, OTHER, save_sealed
-from verl_slurm.base.errors import Fenced, KeyRefused, TierError
+from tests.journals import append_event, read_events
+from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, Fenced, KeyRefused, TierError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.keys import Keyring, new_key_file
@@ -246,3 +250,51 @@ def test_a_tier_gives_back_what_is_signed_and_nothing_else(run: RunPaths, tmp_pa
         shutil.rmtree(path)
     with pytest.raises(TierError, match="nothing could be brought back"):
         find_resume_point(run, "auto", 1, Keyring(key), has_tiers=True)
+
+
+def _waits(run: RunPaths, *, leaves: bool = False, mounts: bool = False) -> ResumePoint:
+    """A start of a run whose directory of checkpoints is empty."""
+    append_event(run, "verified", name="step_000004")
+    looked: list[ResumePoint] = []
+
+    def find() -> ResumePoint:
+        if looked and mounts:
+            save(run, 4)
+        looked.append(find_resume_point(run, "auto", 1))
+        return looked[-1]
+
+    async def story() -> ResumePoint:
+        leaving = asyncio.Event()
+        if leaves:
+            leaving.set()
+        return await wait_for_checkpoints(find, run_config(), Journal(run, epoch=1, job_id="1"), leaving)
+
+    return asyncio.run(story())
+
+
+def test_a_directory_of_checkpoints_that_is_not_mounted_is_waited_for(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "PAUSES_S", (0.0, 0.0))
+    assert _waits(run, mounts=True).name == "step_000004"
+
+
+def test_a_run_whose_checkpoints_stay_away_is_refused_with_what_was_judged(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume, "PAUSES_S", (0.0, 0.0))
+    with pytest.raises(CheckpointsAbsent, match="verified step_000004"):
+        _waits(run)
+    assert read_events(run)[-1]["reason"] == "there is no checkpoint yet"
+
+
+def test_an_end_of_the_job_cuts_the_wait_for_checkpoints_short(run: RunPaths) -> None:
+    with pytest.raises(InterruptedError):
+        _waits(run, leaves=True)
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_at_once(run: RunPaths) -> None:
+    (save(run, 4) / "actor/__0_0.distcp").write_bytes(b"torn")
+    with pytest.raises(CheckpointsLost):
+        _waits(run)
+    assert any("actor/__0_0.distcp" in event.get("reason", "") for event in read_events(run))

@@ -1,15 +1,19 @@
 """What is known of a run's jobs, from its journal."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import NotFound
+from verl_slurm.base.fence import take_epoch
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import files
 from verl_slurm.journal.folds.jobs import has_ended
+from verl_slurm.runs.glance import glance
 from verl_slurm.runs.record import last_job
 
 
@@ -49,3 +53,19 @@ def test_a_requeue_is_no_end(tmp_path: Path) -> None:
     assert has_ended(files.read_events(paths), last_job(paths).job_id)
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 0}, started)
     assert not has_ended(files.read_events(paths), last_job(paths).job_id)
+
+
+def test_a_job_that_an_emptied_journal_does_not_name_is_found(tmp_path: Path) -> None:
+    """Otherwise `submit` would queue a second one beside it."""
+    paths = RunPaths(tmp_path)
+    private_dir(paths.logs)
+    paths.events.touch()
+    script = paths.logs / "7_submission.sh"
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=x\n")
+    (paths.logs / "99_submission.sh").write_text("")  # submitit's for a local job
+    assert (last_job(paths).job_id, last_job(paths).cluster) == ("7", "slurm")
+    take_epoch(paths, job_id="8", restart=0, cluster="slurm")
+    os.utime(script, (1, 1))
+    job = glance(tmp_path).job
+    assert job is not None
+    assert (job.job_id, last_job(paths).job_id) == ("8", "8")

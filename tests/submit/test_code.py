@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from tests.program.repos import git, new_repo
 from verl_slurm.base.errors import ConfigError, SlurmRefused
 from verl_slurm.base.paths import RunPaths
@@ -51,6 +52,7 @@ class Place:
         """Gives the run a rollout: it has something to lose."""
         self.paths.ledger.mkdir(mode=0o700)
         self.paths.ledger_segment(1, 0).write_bytes(bytes(100))
+        append_event(self.paths, "started", attempt=1)
 
     def record(self) -> CodeRecord:
         record = read_record(self.paths)
@@ -102,7 +104,7 @@ def test_a_run_that_has_begun_asks_which_code_it_goes_on_with(place: Place) -> N
     assert [note.partition(":")[0] for note in notes] == ["takes the code as it is now"]
     assert place.ranks().read_text() == "edited\n"
     assert (first / "train.py").read_text() == "import parts\n"  # checkpoints were trained with it
-    assert len(read_events(place.paths)) == 2
+    assert len(read_events(place.paths)) == 3, "the start, and each copy"
 
 
 def test_what_a_run_wrote_beside_its_program_is_no_change_of_its_code(place: Place) -> None:

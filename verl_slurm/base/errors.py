@@ -15,6 +15,8 @@ from verl_slurm.base.one_line import printable
 __all__ = [
     "UNREADABLE",
     "CheckpointCorrupt",
+    "CheckpointsAbsent",
+    "CheckpointsLost",
     "ConfigError",
     "DataError",
     "DatasetDrift",
@@ -170,6 +172,15 @@ class CheckpointCorrupt(VerlSlurmError):
     """A checkpoint, ledger segment or manifest does not verify."""
 
     exit_code = ExitCode.CORRUPT
+
+
+class CheckpointsLost(CheckpointCorrupt):
+    """A run that has had a checkpoint has none that can be used."""
+
+
+class CheckpointsAbsent(CheckpointsLost):
+    """The same, where RUN's own files answer and the directory of checkpoints is absent or empty: it may be a file
+    system that is not mounted, and come back."""
 
 
 class NoRoom(VerlSlurmError):

@@ -33,7 +33,7 @@ class ExitCode(IntEnum):
     SLURM_REFUSED = 14, "Slurm refused the job or the request (partition, account, limits)"
     SCHEMA = 15, "the checkpoint was written by a version with another state layout"
     DATASET_DRIFT = 16, "the data set is not the one the run started with"
-    CORRUPT = 17, "a checkpoint did not verify"
+    CORRUPT = 17, "a checkpoint did not verify, or a run has lost all of its checkpoints"
     NOT_FOUND = 18, "no such run, checkpoint or job"
     DIFFERENT = 19, "the two things compared are not the same"
     FENCED = 20, "another attempt of this run owns it"

@@ -296,11 +296,14 @@ class RewardAsked(Event):
 
 
 class ForceResume(Event):
-    """The data set has changed, and the user goes on with it (`--force-resume`). Paths below the data set."""
+    """The data set has changed, or the run has lost its checkpoints, and the user goes on (`--force-resume`). Paths
+    below the data set."""
 
     added: list[str] = []
     removed: list[str] = []
     changed: list[str] = []
+    lost: str = ""
+    """The run begins again from step 0; what told that it had a checkpoint."""
 
 
 class Adopted(Event):

@@ -27,6 +27,7 @@ from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import job_number, job_state
+from verl_slurm.runs.record import job_by_files
 from verl_slurm.slurm.client import SlurmClient
 
 __all__ = [
@@ -67,6 +68,8 @@ class Glance(msgspec.Struct, kw_only=True):
     cause: Cause | None = None
     """The newest cause, unless it is longer ago than what was read back."""
     checkpoint: Newest | None = None
+    lost: str = ""
+    """The checkpoint that the run had, where it has none."""
     interruptions: int = 0
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
@@ -152,16 +155,19 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
     Args:
         events: the whole journal, where it has been read already; then an error is raised.
     """
-    paths, checkpoint = RunPaths(root), None
+    paths, checkpoint, lost = RunPaths(root), None, ""
     try:
         status = read_status(paths)
         if events is None:
             events, job, whole = _last_events(paths, status)
         else:
             job, whole = newest_job(events), True
+        if job is None and whole:
+            job = job_by_files(paths)
         # A colleague (`group`) sees none of them.
         with suppress(PermissionError):
             checkpoint = newest_checkpoint(paths)
+            lost = "" if checkpoint else status.get("last_checkpoint", "")
     except OSError as error:
         if events is not None:
             raise
@@ -176,6 +182,7 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
         last=events[-1] if events else None,
         cause=next((event for event in reversed(events) if isinstance(event, Cause)), None),
         checkpoint=checkpoint,
+        lost=lost,
     )
     # The lead's sums in the snapshot; a journal that was read whole is newer than they are.
     if "interruptions" in status and not whole:

@@ -1,9 +1,16 @@
 """Reads the facts about a run's jobs from its journal and its status file."""
 
-from verl_slurm.base.errors import NotFound
+import re
+from contextlib import suppress
+from pathlib import Path
+
+from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
+from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.fence import read_copy
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
+from verl_slurm.journal.events import Cluster
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.status import read_status
@@ -12,6 +19,7 @@ from verl_slurm.runtime_state.segment import HEAD_BYTES
 __all__ = [
     "has_begun",
     "has_ledger",
+    "job_by_files",
     "last_job",
     "require_run",
     "steps_done",
@@ -55,13 +63,45 @@ def steps_done(paths: RunPaths) -> int:
     return done
 
 
+_SCRIPT = re.compile(r"(\d{1,10})_submission\.sh", re.ASCII)
+"""The batch script of a job, as submitit names it in RUN/logs."""
+
+
+def job_by_files(paths: RunPaths) -> Submission | None:
+    """Returns the newest job that RUN/epoch or RUN/logs names, for a run whose journal names none: it was emptied.
+
+    None: they name none either.
+    """
+    found: list[tuple[float, Submission]] = []
+    with suppress(OSError, VerlSlurmError):
+        if (owner := read_copy(paths)) is not None and owner.cluster in ("slurm", "local"):
+            cluster: Cluster = "slurm" if owner.cluster == "slurm" else "local"
+            job = Submission(job_id=owner.job_id, cluster=cluster, host=owner.host)
+            found.append((paths.epoch.stat().st_mtime, job))
+    with suppress(OSError):
+        # A local job has a script without lines for sbatch. It is found by its attempt.
+        found += [
+            (script.lstat().st_mtime, Submission(job_id=match[1], cluster="slurm"))
+            for script in paths.logs.iterdir()
+            if (match := _SCRIPT.fullmatch(script.name)) and _is_slurms(script)
+        ]
+    return max(found, key=lambda one: one[0])[1] if found else None
+
+
+def _is_slurms(script: Path) -> bool:
+    try:
+        return b"#SBATCH" in read_regular(script, SMALL)
+    except (OSError, TooMuch):
+        return False
+
+
 def last_job(paths: RunPaths) -> Submission:
     """Returns the newest job of the run, whoever submitted it.
 
     Raises:
         NotFound: the run was never submitted.
     """
-    found = newest_job(read_events(paths))
+    found = newest_job(read_events(paths)) or job_by_files(paths)
     if found is None:
         raise NotFound(
             "the run has no job yet",

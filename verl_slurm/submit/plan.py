@@ -44,7 +44,11 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
     begun: bool = False
     """The run has a checkpoint or rollouts; until then any of its keys may change."""
     resumes_from: str | None = None
-    """Its newest committed checkpoint."""
+    """The checkpoint that it goes on from: its newest that verifies, or the newest, too large to be read here."""
+    resume_read: bool = False
+    """Every byte of it was read and is as it was written."""
+    begins_again: str = ""
+    """What tells that the run had a checkpoint, where it has none and begins again because the user said so."""
     inputs: tuple[tuple[str, str], ...] = ()
     """Model, data and reward that the run takes; empty for a guest."""
     code: CodePlan = CodePlan()

@@ -6,7 +6,6 @@
   is undone.
 """
 
-import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +17,13 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.files import open_to_group, private_dir, write_file
+from verl_slurm.base.files import open_to_group, private_dir
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.lost import former_checkpoint
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
@@ -61,6 +61,7 @@ from verl_slurm.submit.checks.preflight import (
     source_note,
 )
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
+from verl_slurm.submit.checks.resume_point import ResumeFound, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -68,7 +69,15 @@ from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script, submit_job
 from verl_slurm.submit.plan import SubmissionPlan, trains_line
 from verl_slurm.submit.relative_paths import Places, given_keys
-from verl_slurm.submit.undoing import keep_content, make_root, names_in, remove_new, replace_content
+from verl_slurm.submit.undoing import (
+    keep_content,
+    make_mark,
+    make_root,
+    names_in,
+    only_submitter,
+    remove_new,
+    replace_content,
+)
 
 __all__ = [
     "Submitted",
@@ -110,6 +119,7 @@ def plan_submission(
     code: CodeChoice | None = None,
     trees: TreesRead | None = None,
     dry_run: bool = False,
+    begin_again: Callable[[str], bool] | None = None,
 ) -> SubmissionPlan:
     """Checks everything that can be checked without making anything.
 
@@ -123,8 +133,10 @@ def plan_submission(
         code: for a run that has begun, and whose code has changed since: go on with the run's copy, or take the new.
         trees: of the user's code, as they were read for other runs of a sweep.
         dry_run: nothing that the configuration names is run (`rank_environment.why_not_run`).
+        begin_again: called if the run has lost all of its checkpoints, with what tells it; None: refuse.
 
     Raises:
+        CheckpointsLost: the run has had a checkpoint and has none that can be used.
         ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: what is wrong.
         Fenced: a job of this run is queued or running.
         NotFound: `source` is a directory, but not a run; or what to resume from is not there.
@@ -189,8 +201,10 @@ def plan_submission(
     # An existing run: what it has trained with decides what may change, and no job of it may live.
     new_run, begun, done = not paths.run_yaml.exists(), False, ""
     committed: list[CheckpointInfo] = []
+    found = ResumeFound()
     if not new_run:
-        begun = has_begun(paths)
+        committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+        begun = has_begun(paths) or bool(former_checkpoint(paths, config))
         former = _former(paths, config, begun=begun)
         # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
         config = built_before(config, former)
@@ -205,13 +219,15 @@ def plan_submission(
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
         _refuse_living(paths)
-        committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         done = _done(paths, config, committed)
         if config.trainer.is_guest and _ended_well(paths):
             notes.append(
                 "the run has ended as done: it ends again at once, unless its program has more to do"
             )
         checked.append("the run's former configuration and job")
+        found = find_resume(config, paths, committed, begin_again)
+        checked += [f"checkpoint {found.name}: every byte"] if found.read else []
+        notes += [found.note] if found.note else []
     caller = base or Path.cwd()
     taken = plan_code(config, caller, paths, begun=begun, choice=code, known=trees, ask_python=not not_run)
     notes += taken.notes
@@ -236,7 +252,9 @@ def plan_submission(
         cluster=chosen,
         new_run=new_run,
         begun=begun,
-        resumes_from=committed[0].name if committed else None,
+        resumes_from=found.name,
+        resume_read=found.read,
+        begins_again=found.lost,
         inputs=tuple(inputs),
         code=taken,
         checked=tuple(checked),
@@ -311,7 +329,7 @@ def carry_out(
         # Callbacks run in reverse order: directories are removed last, when what was made in them is gone.
         with ExitStack() as undo:
             make_root(undo, paths.root)
-            held.enter_context(_only_submitter(paths))
+            held.enter_context(only_submitter(paths))
             # The plan was made without the lock. Another submit may have made the run since, or taken it back.
             if paths.run_yaml.exists() is plan.new_run:
                 raise Fenced(
@@ -328,9 +346,9 @@ def carry_out(
             replace_content(undo, paths.run_yaml, dump(config))
             # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
             if config.checkpoint.resume_from != "auto":
-                if not paths.resume_once.exists():  # that of an earlier submission stays
-                    undo.callback(paths.resume_once.unlink, missing_ok=True)
-                write_file(paths.resume_once, b"")
+                make_mark(undo, paths.resume_once)
+            if plan.begins_again:
+                make_mark(undo, paths.from_nothing)
             # A run that has not begun may change any key. What was saved since the plan was made would not fit the new
             # ones.
             if not plan.begun and has_begun(paths):
@@ -355,6 +373,8 @@ def carry_out(
         if drift is not None:
             # After the job: a confirmed change whose submission failed has changed nothing.
             _record_drift(paths, drift)
+        if plan.begins_again:
+            append_event(paths, ev.ForceResume(lost=plan.begins_again))
         for told in copied:
             append_event(paths, told)
         if job_id is not None:
@@ -468,25 +488,6 @@ def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
     append_event(paths, ev.ForceResume(list(drift.added), list(drift.removed), list(drift.changed)))
 
 
-@contextmanager
-def _only_submitter(paths: RunPaths) -> Iterator[None]:
-    """Holds a lock: two `submit`s of one run at once would queue two jobs."""
-    # The directory itself is locked: no lock file remains, and the kernel lets go when the process dies.
-    fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise Fenced(
-                "another submit is at work on this run", where=paths.root, remedy="wait until it has ended"
-            ) from None
-        except OSError:
-            pass  # a file system without locks: the lead's fencing still lets one of them work
-        yield
-    finally:
-        os.close(fd)
-
-
 def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> SubmissionPlan:
     """Plans the run of verl that `target` is or describes, to take over checkpoints; makes nothing.
 
@@ -500,7 +501,15 @@ def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool 
         NotFound, DataError, PermissionRefused, NoRoom, Fenced: `plan_submission`.
     """
     # As for a run that is only prepared: Slurm's verdict is asked for at submission.
-    plan = plan_submission(target, list(overrides), cluster="slurm", ask_slurm=False, dry_run=dry_run)
+    # A run that has lost its checkpoints may take over others.
+    plan = plan_submission(
+        target,
+        list(overrides),
+        cluster="slurm",
+        ask_slurm=False,
+        dry_run=dry_run,
+        begin_again=lambda _: True,
+    )
     if plan.config.trainer.backend != "verl":
         raise ConfigError(
             "only a run of verl can take over checkpoints of verl",
@@ -527,7 +536,7 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
         # Outside the lock below, which it takes for itself: by another descriptor flock refuses its own process, too.
         carry_out(plan, prepare_only=True)
     require_run(paths)
-    with _only_submitter(paths):
+    with only_submitter(paths):
         # Asked under the lock, so that no submit queues a job between the answer and the work.
         _refuse_living(paths)
         yield paths, load_resolved(paths.run_yaml)

@@ -1,13 +1,28 @@
-"""What a submission makes on the disk, each with its way back: callbacks of an `ExitStack`, run if it fails."""
+"""What a submission makes on the disk, each with its way back: callbacks of an `ExitStack`, run if it fails. And the
+lock under which it does.
+"""
 
+import fcntl
+import os
 import shutil
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from verl_slurm.base.bounded import FINGERPRINT, read_regular
+from verl_slurm.base.errors import Fenced
 from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.paths import RunPaths
 
-__all__ = ["keep_content", "make_root", "names_in", "remove_new", "replace_content"]
+__all__ = [
+    "keep_content",
+    "make_mark",
+    "make_root",
+    "names_in",
+    "only_submitter",
+    "remove_new",
+    "replace_content",
+]
 
 
 def make_root(undo: ExitStack, root: Path) -> None:
@@ -45,6 +60,32 @@ def keep_content(undo: ExitStack, path: Path) -> None:
         undo.callback(write_file, path, read_regular(path, FINGERPRINT))  # the largest of the kept files
 
 
+def make_mark(undo: ExitStack, path: Path) -> None:
+    """Makes an empty file. On failure, one of an earlier submission stays."""
+    if not path.exists():
+        undo.callback(path.unlink, missing_ok=True)
+    write_file(path, b"")
+
+
 def replace_content(undo: ExitStack, path: Path, data: bytes) -> None:
     keep_content(undo, path)
     write_file(path, data)
+
+
+@contextmanager
+def only_submitter(paths: RunPaths) -> Iterator[None]:
+    """Holds a lock: two `submit`s of one run at once would queue two jobs."""
+    # The directory itself is locked: no lock file remains, and the kernel lets go when the process dies.
+    fd = os.open(paths.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Fenced(
+                "another submit is at work on this run", where=paths.root, remedy="wait until it has ended"
+            ) from None
+        except OSError:
+            pass  # a file system without locks: the lead's fencing still lets one of them work
+        yield
+    finally:
+        os.close(fd)

@@ -4,6 +4,7 @@ Every orderly end of a run is decided at one point, between two positions. All r
 """
 
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -41,6 +42,10 @@ class Ending(StrEnum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
+
+
+LAST_TRIES_S = (1.0, 5.0, 15.0)
+"""Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""
 
 
 class FinalSaveFailed(VerlSlurmError):
@@ -88,6 +93,7 @@ class Loop:
             self._saved = (state.position, SavedCheckpoint(name=saved_as, seconds=0.0, num_bytes=0))
         self._saving: _Saving | None = None
         self._save_problem: str | None = None
+        self._last_tries: Sequence[float] = LAST_TRIES_S
         self._clock = _PhaseClock()
 
     def run(self) -> Ending:
@@ -122,6 +128,8 @@ class Loop:
             # Waits for storage here: `Finished` ends the run for good, so its last checkpoint must be there first.
             if finished:
                 self._settle()
+                if self._tries_again():
+                    continue
                 self._require_saved()
                 self._checkpointer.close()
                 self._session.finished(total)
@@ -192,6 +200,19 @@ class Loop:
 
     def _is_saved(self) -> bool:
         return self._saved is not None and self._saved[0] == self._state.position
+
+    def _tries_again(self) -> bool:
+        """Begins the last save again if it failed: without it all steps since the one before would be done again."""
+        if not self._last_tries or (
+            self._saved is not None and self._is_saved() and self._saved[1].on_shared
+        ):
+            return False
+        pause, *self._last_tries = self._last_tries
+        # Alike on all ranks: a failed save fails on all of them.
+        time.sleep(pause)
+        self._saved = None
+        self._save(None, "the last save is tried again")
+        return True
 
     def _require_saved(self) -> None:
         # A copy on the nodes' disks alone is no end: the nodes may never come back.

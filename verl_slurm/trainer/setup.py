@@ -185,6 +185,7 @@ def _build_loop(
             frozen=digests.frozen,
             topology=grid.shape,
             trained=roles,
+            algorithm=config.train.algorithm,
         )
         local = _local_place(config, paths, local_rank)
         saver = CheckpointSaver(

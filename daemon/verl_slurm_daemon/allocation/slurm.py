@@ -101,6 +101,8 @@ _MOST_LEAST_DELAY_S = 60.0
 """The same where it was longer before: 2, 8, 32, 60 s."""
 _OVERRULED_S = 60.0
 """A start so much later than asked for is Slurm's own delay, which is 120 s and more."""
+ASK_EVERY_S = 1.0
+"""Between two questions for the cause of a signal, at least."""
 _EPILOG_S = 15.0
 """As `_LEAST_DELAY_S`, on a cluster with an epilog. Slurm does not say how long an epilog takes."""
 # A job that is COMPLETING is gone shortly after KillWait (30 s by default).
@@ -136,6 +138,7 @@ class SlurmAllocation:
         self._epilog_s = 0.0
         self._heard, self._leaves_at_once = False, leaves_at_once
         self._ends_at, self._last_try = math.inf, math.inf
+        self._asked = -math.inf
         self._delay_s = config.daemon.requeue_delay_s
         self._start: datetime | None = None
         self._overruled = 0
@@ -161,6 +164,10 @@ class SlurmAllocation:
     async def cause(self, trigger: str) -> CauseKnown:
         # KillWait began before slurmctld answered, so it is counted from the question.
         asked = time.monotonic()
+        # Somebody may send signals without end, and slurmctld serves the whole cluster.
+        if (wait := self._asked + ASK_EVERY_S - asked) > 0:
+            await asyncio.sleep(wait)
+        self._asked = time.monotonic()
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:

@@ -63,7 +63,7 @@ from verl_slurm_daemon.lead.growing import watch_growth
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 from verl_slurm_daemon.lead.requeueing import requeue
 from verl_slurm_daemon.lead.resharding import fit_ranks
-from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back
+from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back, wait_for_checkpoints
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.second_copy import bring_home, left_behind, parts_since
 from verl_slurm_daemon.lead.services import Services
@@ -297,8 +297,8 @@ class Effects:
             point = await asyncio.to_thread(find)
             told += point.reasons
             await self._bring_home(point.name)
-        has_tiers = bool(self._config.tiers)
-        point = await asyncio.to_thread(find, has_tiers)
+        last = partial(find, bool(self._config.tiers))
+        point = await wait_for_checkpoints(last, self._config, self._journal, self._step.leaving)
         if checkpoint.local_dir:
             present = os.listdir(self._paths.checkpoints)
             alone = on_nodes_alone(read_events(self._paths), present, parts_since(self._paths))

@@ -232,6 +232,10 @@ class Lead:
             status.last_checkpoint = event.resume or ""
             status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
             status.phase = ""
+        if isinstance(event, ev.Verified) or (isinstance(event, ev.Saved) and not event.on_shared):
+            # The run begins anew no longer: if this is lost, it must not begin again in silence.
+            with suppress(OSError):
+                self._paths.from_nothing.unlink(missing_ok=True)
         if isinstance(event, ev.NodesChosen):
             status.spare_nodes = event.spare
         self._service_seen(event)

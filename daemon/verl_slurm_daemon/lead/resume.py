@@ -1,8 +1,10 @@
 """Picks a restart's checkpoint, and decides whether a fresh one can be trusted. Reads files; no torch."""
 
+import asyncio
 import os
 import secrets
 import shutil
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base import bounded
+from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.keys import Keyring
@@ -21,13 +24,18 @@ from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import sweep_work
+from verl_slurm.checkpoint.store.lost import require_never_saved
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Resume
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm_daemon.journal import Journal
+from verl_slurm_daemon.lead.start import PAUSES_S, say_again
 from verl_slurm_daemon.lead.tier_child import restore_newest
 from verl_slurm_daemon.lead.verdicts import Verifier, read_all
 
-__all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back"]
+__all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back", "wait_for_checkpoints"]
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
@@ -120,6 +128,43 @@ def find_resume_point(
     journaled = sum(max(0, segment.stat().st_size - HEAD_BYTES) for segment in segments)
     progress = f"{name or 'start'}+{journaled}"
     return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0)
+
+
+async def wait_for_checkpoints(
+    find: Callable[[], ResumePoint], config: RunConfig, journal: Journal, leaving: asyncio.Event
+) -> ResumePoint:
+    """Returns the resume point, but never the beginning of a run that has had a checkpoint.
+
+    Where the directory of checkpoints is absent or empty, as one that is not mounted, it is looked at again for half a
+    minute.
+
+    Args:
+        find: `find_resume_point`.
+        leaving: the restart is being ended.
+
+    Raises:
+        CheckpointsLost: the run has had a checkpoint and has none that can be used.
+        InterruptedError: the restart was ended meanwhile.
+    """
+    for pause in (*PAUSES_S, None):
+        point = await asyncio.to_thread(find)
+        if point.name:
+            return point
+        try:
+            await asyncio.to_thread(require_never_saved, journal.paths, config, journal.epoch)
+            again = ("from step 0 again, with the rollouts that the ledger holds",) * point.rollouts
+            return msgspec.structs.replace(point, reasons=(*point.reasons, *again))
+        except CheckpointsLost as error:
+            if pause is None or not isinstance(error, CheckpointsAbsent):
+                for line in dict.fromkeys(point.reasons):
+                    journal.write(Resume(line))
+                raise
+            say_again(error, pause)
+        # Slurm's grace time, or a cancel, is not slept through.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(leaving.wait(), pause)
+            raise InterruptedError("it is being ended while its checkpoints are waited for")
+    raise AssertionError("the last look returns or raises")
 
 
 def _manifest_of(checkpoint: Path) -> bytes | None:

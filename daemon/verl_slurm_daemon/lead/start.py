@@ -129,7 +129,7 @@ def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
             ) from None
 
 
-def say_again(error: OSError, pause_s: float) -> None:
+def say_again(error: Exception, pause_s: float) -> None:
     """Writes to the lead's log: the journal may be on the storage that fails."""
     with suppress(OSError, ValueError):
         sys.stdout.write(f"verl-slurmd: {error}: tries again in {pause_s:.0f} s\n")

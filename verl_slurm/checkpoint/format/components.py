@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.checkpoint.format.specification import Guest, Manifest, guest_directory
+from verl_slurm.checkpoint.format.specification import Algorithm, Guest, Manifest, guest_directory
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import CheckpointConfig, RunConfig, TrainConfig
 
@@ -34,10 +34,10 @@ def partial_domains(config: CheckpointConfig) -> Components:
 
 
 def require_same_models(manifest: Manifest, config: RunConfig, where: object) -> None:
-    """Refuses to resume with another set of models: PPO's critic cannot be created from nothing, nor simply be dropped.
+    """Refuses to resume with another algorithm: PPO's critic cannot be created from nothing, nor simply be dropped.
 
     Raises:
-        ConfigError: the checkpoint's run trained other models than `config` does, or its loop was another one.
+        ConfigError: the checkpoint's run trained by another algorithm than `config` does, or its loop was another one.
     """
     saved = None if isinstance(manifest.guest, msgspec.UnsetType) else manifest.guest
     # First: models are compared where the loop is ours, and a guest's manifest names none.
@@ -53,10 +53,14 @@ def require_same_models(manifest: Manifest, config: RunConfig, where: object) ->
     if saved is not None:
         return
     trained = trained_roles(config.train)
-    if manifest.roles != trained:
-        former = next(
-            (a for a in ("ppo", "grpo") if trained_roles(TrainConfig(algorithm=a)) == manifest.roles), "?"
-        )
+    former: str = "?"
+    if not isinstance(manifest.algorithm, msgspec.UnsetType):
+        former = manifest.algorithm
+    else:
+        # Of version 2, when there were two: their models tell them apart.
+        both: tuple[Algorithm, ...] = ("ppo", "grpo")
+        former = next((a for a in both if trained_roles(TrainConfig(algorithm=a)) == manifest.roles), "?")
+    if (former, manifest.roles) != (config.train.algorithm, trained):
         raise ConfigError(
             "the checkpoint is of another algorithm",
             where=where,

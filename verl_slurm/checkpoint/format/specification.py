@@ -52,6 +52,12 @@ ASCII with \\u escapes, numbers as Python's `json` writes them. Layout and key o
 `metrics` are the numbers of the step that the checkpoint ends, finite ones only; not there in one from the middle of
 a step. They are never encrypted: a list of checkpoints shows which is the best, without a key.
 
+`algorithm` is of every checkpoint of our own loop; absent in version 2, where `trained` tells PPO from GRPO.
+
+A field is added as one that may be absent, and absent it means what manifests meant before. A field, or a value of a
+closed one, also raises FORMAT_VERSION and stays readable from READ_VERSIONS: older code refuses what it does not know,
+and without another version it would take the checkpoint for a damaged one and set it aside.
+
 Where a key is set, `encryption` says how the files are sealed (`encryption.py`), and `hmac` signs what
 `digest` is of (`signature.py`); elsewhere neither is there.
 
@@ -96,12 +102,14 @@ __all__ = [
     "MAX_FILES",
     "MAX_MANIFEST_BYTES",
     "PLAIN_FILES",
+    "READ_VERSIONS",
     "REQUIRED_DIRECTORIES",
     "REQUIRED_FILES",
     "SCHEMA_VERSION",
     "SEALED_CHUNK_BYTES",
     "STAGING_NAME",
     "TAG_BYTES",
+    "Algorithm",
     "Encryption",
     "FileEntry",
     "Guest",
@@ -114,7 +122,8 @@ __all__ = [
     "sealed_size",
 ]
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+READ_VERSIONS = (2, FORMAT_VERSION)
 CHUNK_BYTES = 4 << 20
 MANIFEST = "manifest.json"
 SCHEMA_VERSION = "schema_version.json"
@@ -128,6 +137,9 @@ GUEST_FILES = ("config.yaml", "metadata.json", SCHEMA_VERSION)
 
 Guest = Literal["verl", "loop"]
 """The loop that saved it: one of verl's trainers, or one that called `verl_slurm.run`."""
+
+Algorithm = Literal["ppo", "grpo"]
+"""`train.algorithm` of the run that saved it."""
 
 # A staging directory, as RunPaths.staging names it.
 # The leading dot: no reader takes a half-written directory for a checkpoint, whose name begins with `step_`.
@@ -215,6 +227,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Tensor domains of a partial checkpoint: nothing is resumed from it. Empty: all of them."""
     trained: _Roles | msgspec.UnsetType = msgspec.UNSET
     """The models that its run trains. Absent: actor and critic."""
+    algorithm: Algorithm | msgspec.UnsetType = msgspec.UNSET
+    """The algorithm that its run trains with. Absent: a guest's; or, in version 2, the one that trains these models."""
     frozen: Annotated[dict[_Text, _Text], msgspec.Meta(max_length=64)] = {}
     """Digest of each model that does not train (reference, reward), by role."""
     created_utc: _Text

@@ -23,6 +23,9 @@ from verl_slurm.checkpoint.store.verify import verify
 
 __all__ = ["ResumeChoice", "choose_resume", "set_aside"]
 
+_MOST_MOVED = 20
+"""Directories without a manifest that one start sets aside, the newest first."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeChoice:
@@ -97,18 +100,28 @@ def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdic
     while decision.action == "verify" and decision.name is not None:
         verdicts[decision.name] = verifier(by_name[decision.name])
         decision = decide_resume(infos, verdicts)
+    # Without a manifest that can be read nothing counts them: each move costs several syncs, and a start must not wait
+    # for thousands. What a manifest names would be kept as a good one, and goes at once.
+    kinds = {info.name: info.kind for info in infos}
+    stay = [name for name in decision.set_aside if kinds[name] == "torn"][_MOST_MOVED:]
     moved = [
         move_to_quarantine(by_name[name], [str(p) for p in verdicts[name].problems])
         # After the decision, not during it: a `refuse` must know every verdict first.
         for name in decision.set_aside
-        if move_damaged
+        if move_damaged and name not in set(stay)
     ]
+    told = {verdicts[name].one_line() for name in stay}
+    reasons = [line for line in decision.reasons if line not in told]
+    if stay:
+        reasons.insert(
+            -1, f"{len(stay)} more, {stay[-1]} to {stay[0]}, have no manifest that verifies: left there"
+        )
     fresh = ResumeChoice(
         name=None,
         path=None,
         verdicts=tuple(verdicts.values()),
         set_aside=tuple(path for path in moved if path is not None),
-        reasons=decision.reasons,
+        reasons=tuple(reasons),
     )
     if decision.action == "fresh" or decision.name is None:
         return fresh

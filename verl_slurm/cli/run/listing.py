@@ -94,11 +94,17 @@ def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, lis
         "step": [str(run.step) for run, _ in told],
         "of": [str(run.status.get("steps") or "-") for run, _ in told],
         "reward": ["-" if run.reward is None else f"{run.reward:.3f}" for run, _ in told],
-        "checkpoint": ["-" if run.checkpoint is None else run.checkpoint.name for run, _ in told],
+        "checkpoint": [_checkpoint(run) for run, _ in told],
         "interrupted": [_interrupted(run) for run, _ in told],
         "cost": [_cost(run) for run, _ in told],
         "updated": [ago(run.status.get("updated")) for run, _ in told],
     }
+
+
+def _checkpoint(run: Glance) -> str:
+    if run.checkpoint is not None:
+        return run.checkpoint.name
+    return f"LOST {run.lost}" if run.lost else "-"
 
 
 def _interrupted(run: Glance) -> str:
@@ -125,6 +131,7 @@ def told_facts(run: Glance) -> dict[str, Any]:
         "step": run.step,
         "status": run.status,
         "checkpoint": msgspec.to_builtins(run.checkpoint),
+        "lost_checkpoint": run.lost or None,
         "last_cause": story.tell(run.cause) if run.cause else None,
         # Of the newest job alone: an end is none any more once the run was submitted or started again.
         "outcome": ended.outcome if ended is not None and ended.is_final else None,

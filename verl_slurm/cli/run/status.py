@@ -1,6 +1,7 @@
 """`verl-slurm status`: the present state of one run and its history."""
 
 import os
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -10,6 +11,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.lost import former_checkpoint
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.cli.run.listing import STATE_COLOURS, told_facts
 from verl_slurm.cli.show import render, story
@@ -122,7 +124,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     lines.append(
         (
             "checkpoint",
-            str(verified) if hidden and verified else _checkpoint_words(facts["checkpoint"], verified),
+            str(verified) if hidden and verified else _checkpoint_words(run, facts["checkpoint"], verified),
         )
     )
     if events:
@@ -277,8 +279,13 @@ def _reward_words(facts: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _checkpoint_words(checkpoint: dict[str, Any] | None, verified: object) -> str:
+def _checkpoint_words(run: RunPaths, checkpoint: dict[str, Any] | None, verified: object) -> str:
     if checkpoint is None:
+        # A loop that was started by hand has no logs and keeps no journal.
+        with suppress(OSError, VerlSlurmError):
+            config = load_resolved(run.run_yaml)
+            if trace := former_checkpoint(run, config, by_hand=not run.logs.exists()):
+                return f"LOST ({trace}); verl-slurm submit {run.root} names the ways on"
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
     # The newest checkpoint need not be the last one that was read back: a save may have come since.

@@ -48,7 +48,9 @@ class _WithVerlWords(click.Command):
         ExitCode.PERMISSION,
         ExitCode.NO_SLURM,
         ExitCode.SLURM_REFUSED,
+        ExitCode.SCHEMA,
         ExitCode.DATASET_DRIFT,
+        ExitCode.CORRUPT,
         ExitCode.NOT_FOUND,
         ExitCode.FENCED,
         ExitCode.NO_ROOM,
@@ -91,7 +93,11 @@ class _WithVerlWords(click.Command):
     type=click.Choice(["run", "new"]),
     help="If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
 )
-@click.option("--force-resume", is_flag=True, help="Go on although the data has changed; asks first.")
+@click.option(
+    "--force-resume",
+    is_flag=True,
+    help="Go on although the data has changed, or begin again although the run had a checkpoint; asks first.",
+)
 @click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
 @json_option
 @click.pass_context
@@ -161,6 +167,7 @@ def submit(
         ask_slurm=not prepare_only,
         code=code,
         dry_run=dry_run,
+        begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
     )
     plan.require_steps_to_do()
     # In a dry run nothing is recorded, so no question is asked: the changes are shown.
@@ -267,14 +274,18 @@ def _beginning(plan: SubmissionPlan) -> str:
         return "a new run"
     if not plan.begun:
         return "the run exists and has not begun: it would start from the beginning with this configuration"
+    if plan.begins_again:
+        return f"the run begins again from step 0, as --force-resume says; it had a checkpoint: {plan.begins_again}"
     wanted = plan.config.checkpoint.resume_from
     if wanted is None:
         return "the run goes on from the beginning, as checkpoint.resume_from=null says"
     if wanted != "auto":
         return f"the run goes on from {wanted}, as checkpoint.resume_from says"
     if plan.resumes_from is None:
-        return "the run goes on; it has no checkpoint yet, its rollouts are used again"
-    return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies"
+        return "the run goes on from step 0; it has no checkpoint yet, its rollouts are used again"
+    if plan.resume_read:
+        return f"the run goes on from {plan.resumes_from}, its newest checkpoint that verifies"
+    return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies (not read: too large)"
 
 
 def _sbatch_words(plan: SubmissionPlan, paths: RunPaths) -> list[str]:
@@ -295,10 +306,18 @@ def _confirm(drift: Drift, *, yes: bool) -> bool:
     for kind, names in asdict(drift).items():
         for name in names:
             render.warning(f"data {kind}: {name}")
-    if yes:
-        return True
+    return yes or _ask("Go on with this data? Results will differ from the first start's")
+
+
+def _confirm_beginning(trace: str, *, yes: bool) -> bool:
+    """Says what is lost, and asks whether the run is to begin again."""
+    render.warning(f"the run had a checkpoint and has none that can be used: {trace}")
+    return yes or _ask("Begin again from step 0? All steps are done again")
+
+
+def _ask(question: str) -> bool:
     # A script would wait for an answer without end.
     if not os.isatty(0):
-        render.warning("no terminal to ask on: repeat with --yes to accept these changes")
+        render.warning("no terminal to ask on: repeat with --yes to accept this")
         return False
-    return click.confirm("Go on with this data? Results will differ from the first start's", err=True)
+    return click.confirm(question, err=True)

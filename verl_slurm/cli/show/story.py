@@ -214,6 +214,8 @@ def _words(event: ev.Event) -> str:
         case ev.Cause(cause=cause, seconds_left=left, evidence=evidence):
             deadline = f", {left} s left" if left is not None else ""
             return f"{cause.upper()}{deadline}: {evidence}"
+        case ev.ForceResume(lost=lost) if lost:
+            return f"begins again from step 0, as asked; it had a checkpoint: {lost}"
         case ev.ForceResume():
             counts = [f"{len(getattr(event, kind))} {kind}" for kind in ("added", "removed", "changed")]
             return f"goes on with changed data, as asked: {', '.join(counts)}"

@@ -44,6 +44,7 @@ from verl_slurm.submit.checks.inputs import check_names, check_reward
 from verl_slurm.submit.checks.model_families import check_model_shape, said_of
 from verl_slurm.submit.checks.model_files import check_model, refuse_adapter
 from verl_slurm.submit.plan import Cluster
+from verl_slurm.submit.undoing import only_submitter
 from verl_slurm.wire.http import read_token
 
 __all__ = [
@@ -293,14 +294,23 @@ def check_run_dir(run_dir: Path) -> None:
             expected=f"uid {os.geteuid()}",
             remedy=remedy,
         )
-    if place == run_dir and not (run_dir / "run.yaml").exists() and any(run_dir.iterdir()):
-        raise PermissionRefused(
-            "the run directory holds something that is not a run",
-            where=run_dir,
-            found=f"{next(run_dir.iterdir()).name} and no run.yaml",
-            expected="an empty or a new directory",
-            remedy=remedy,
-        )
+    if place == run_dir and (stray := _stray(run_dir)):
+        # Another submit may be making the run at this moment: it holds the lock until its run.yaml is there.
+        with only_submitter(RunPaths(run_dir)):
+            stray = _stray(run_dir)
+        if stray:
+            raise PermissionRefused(
+                "the run directory holds something that is not a run",
+                where=run_dir,
+                found=f"{stray} and no run.yaml",
+                expected="an empty or a new directory",
+                remedy=remedy,
+            )
+
+
+def _stray(run_dir: Path) -> str:
+    """Returns a name in a directory that is no run; empty: there is none, or it is a run."""
+    return "" if (run_dir / "run.yaml").exists() else next((entry.name for entry in run_dir.iterdir()), "")
 
 
 def check_surroundings(config: RunConfig) -> str | None:

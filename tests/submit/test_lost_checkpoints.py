@@ -1,0 +1,101 @@
+"""A run that has lost its checkpoints, submitted again."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.builders import cold_tier, run_config
+from tests.checkpoint.conftest import manifest_of, owns_it, stage
+from tests.harness import ROOT
+from tests.journals import append_event, read_events
+from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, ConfigError, Fenced, PermissionRefused
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.submit.checks import resume_point
+from verl_slurm.submit.checks.preflight import check_run_dir
+from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.undoing import only_submitter
+
+
+def plan(paths: RunPaths, *words: str, **options: Any) -> SubmissionPlan:
+    given = [f"run_dir={paths.root}", *words]
+    return plan_submission(ROOT / "configs/pytorch_loop.yaml", given, cluster="local", **options)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """Two checkpoints."""
+    paths = RunPaths(tmp_path / "run")
+    carry_out(plan(paths), prepare_only=True)
+    append_event(paths, "started", attempt=1)
+    for step in (1, 2):
+        staging = stage(paths, step)
+        commit(staging, manifest_of(staging), epoch_check=owns_it)
+        append_event(paths, "verified", attempt=1, name=f"step_{step:06d}")
+    return paths
+
+
+def damage(paths: RunPaths, step: int) -> None:
+    next(paths.checkpoint(step).glob("actor/*")).write_bytes(b"?")
+
+
+def test_a_run_with_damaged_checkpoints_alone_is_refused_and_they_stay(run: RunPaths) -> None:
+    damage(run, 1)
+    damage(run, 2)
+    with pytest.raises(CheckpointsLost, match="step_000002: actor.*--force-resume"):
+        plan(run)
+    assert sorted(path.name for path in run.checkpoints.glob("step_*")) == ["step_000001", "step_000002"]
+
+
+def test_a_damaged_newest_checkpoint_is_said_with_the_one_that_is_taken(run: RunPaths) -> None:
+    damage(run, 2)
+    found = plan(run)
+    assert (found.resumes_from, found.resume_read) == ("step_000001", True)
+    assert any("step_000002" in note and "goes back to step_000001" in note for note in found.notes)
+
+
+def test_a_checkpoint_too_large_to_be_read_here_is_not_called_good(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resume_point, "_MOST_READ", 1)
+    found = plan(run)
+    assert (found.resumes_from, found.resume_read) == ("step_000002", False)
+
+
+def test_a_run_whose_checkpoints_are_gone_is_refused_and_keeps_its_configuration(run: RunPaths) -> None:
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointsAbsent, match="verified step_000002.*mount its file system"):
+        plan(run)
+    with pytest.raises(ConfigError):
+        plan(run, "seed=77", begin_again=lambda _: True)
+
+
+def test_a_run_begins_again_where_the_user_says_so(run: RunPaths) -> None:
+    shutil.rmtree(run.checkpoints)
+    with pytest.raises(CheckpointsLost):
+        plan(run, begin_again=lambda _: False)
+    confirmed = plan(run, begin_again=lambda _: True)
+    assert not run.from_nothing.exists()
+    carry_out(confirmed, prepare_only=True)
+    assert run.from_nothing.exists()
+    assert read_events(run)[-1]["lost"] == "the journal: verified step_000002"
+    assert plan(run).begins_again == "", "said once, and it has saved nothing since"
+
+
+def test_a_run_with_tiers_is_sent_to_look_there(run: RunPaths, tmp_path: Path) -> None:
+    shutil.rmtree(run.checkpoints)
+    config = run_config(tiers=(cold_tier(tmp_path / "cold"),))
+    found = resume_point.find_resume(config, run, [], None)
+    assert "looks for one in the tiers, and ends with 17 without one" in found.note
+
+
+def test_a_directory_that_another_submit_is_making_is_no_stranger(tmp_path: Path) -> None:
+    private_dir(tmp_path / "run/logs")
+    with pytest.raises(PermissionRefused, match="something that is not a run"):
+        check_run_dir(tmp_path / "run")
+    with only_submitter(RunPaths(tmp_path / "run")), pytest.raises(Fenced, match="another submit is at work"):
+        check_run_dir(tmp_path / "run")

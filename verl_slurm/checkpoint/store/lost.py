@@ -1,0 +1,213 @@
+"""Tells whether a run without a checkpoint to resume from once had one: then it must not begin again in silence.
+
+Files are lost one by one: a purge takes checkpoints, a full disk the journal, a user the logs. So each trace that a
+checkpoint leaves is enough. A run that was killed before its first save has none of them, and its journal is whole.
+Where no trace is left and the journal has a gap, nothing can tell, and that counts as lost.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from verl_slurm.base.bounded import RECORD, SMALL, TooMuch, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost
+from verl_slurm.base.fence import read_epoch
+from verl_slurm.base.one_line import counted
+from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.tree import names_in
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.status import read_status
+from verl_slurm.journal.steps import every_row
+from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, open_segment, scan
+from verl_slurm.runtime_state.segment_files import segments
+
+__all__ = ["former_checkpoint", "lost_error", "require_never_saved"]
+
+_RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
+_NAME = re.compile(rb"step_\d{6}")
+_NO_PAYLOAD = 1 << 62
+"""As `check_from_step`: the frames' headers are read, and no rollout."""
+_MOST_NAMED = 5
+
+
+def require_never_saved(paths: RunPaths, config: RunConfig, epoch: int) -> None:
+    """Refuses to begin a run from step 0 that had a checkpoint. A lead asks when it found none that can be used.
+
+    Args:
+        epoch: the lead's own.
+
+    Raises:
+        CheckpointsAbsent: RUN's own files answer, and the directory of checkpoints is absent or empty, as one that is
+            not mounted.
+        CheckpointsLost: it had one, or nothing can tell.
+        OSError: the storage does not answer.
+    """
+    trace = former_checkpoint(paths, config, epoch=epoch)
+    wanted = config.checkpoint.resume_from
+    if not trace and wanted not in (None, "auto") and not paths.from_nothing.exists():
+        trace = f"checkpoint.resume_from names {wanted}, and no attempt has begun from it"
+    if trace:
+        raise lost_error(paths, trace)
+
+
+def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:
+    """Returns the refusal, with the ways on.
+
+    Args:
+        trace: from `former_checkpoint`.
+    """
+    absent = not names_in(paths.run, paths.checkpoints)
+    again = f"`verl-slurm submit {paths.root} --force-resume`, or submit under a new name"
+    return (CheckpointsAbsent if absent else CheckpointsLost)(
+        "no checkpoint can be used, in a run that has had one: it does not begin again by itself",
+        where=paths.checkpoints,
+        found=trace,
+        expected="a checkpoint that verifies",
+        remedy=f"{'mount its file system, or ' * absent}bring one back (a backup, a tier, "
+        f"checkpoints/quarantine); to begin again from step 0: {'another run_dir' if by_hand else again}",
+    )
+
+
+def former_checkpoint(
+    paths: RunPaths, config: RunConfig, *, epoch: int | None = None, by_hand: bool = False
+) -> str:
+    """Returns what tells that the run had a checkpoint, or that nothing can tell; empty: it never had one, or the user
+    had it begin again and it has saved nothing since.
+
+    Args:
+        epoch: of the lead that asks; None: no lead is at work.
+        by_hand: a loop without a daemon, which keeps no journal.
+
+    Raises:
+        OSError: a file that tells it cannot be read.
+    """
+    if paths.from_nothing.exists():
+        return ""
+    damaged: list[bytes] = []
+    events = read_events(paths, damaged)
+    traces = _named_by_events(events), _found_beside(paths, events), _named_by_files(paths, damaged)
+    for trace in (*traces, _by_progress(paths, config, events)):
+        if trace:
+            return trace
+    return "" if by_hand else _gap(paths, events, epoch)
+
+
+def _named_by_events(events: Iterable[ev.Event]) -> str:
+    """A save whose first reading found it damaged was never a checkpoint: the ledger still has all of its rollouts."""
+    last, bad = "", set[str]()
+    names: dict[str, str] = {}
+    for event in events:
+        match event:
+            case ev.Corrupt(name=name):
+                bad.add(name)
+            case ev.Verified(name=name) | ev.TierCopied(name=name) | ev.TierFetched(name=name):
+                names[name] = "verified"
+            case ev.Restart(resume=str(name)):
+                names[name] = "resumed from"
+            case ev.Ended(checkpoint=str(name)):
+                names[name] = "ended with"
+            case ev.Saved(name=name) | ev.Pruned(name=name) | ev.SecondCopy(name=name):
+                names.setdefault(name, "saved")
+            case ev.Adopted(checkpoints=adopted):
+                names |= dict.fromkeys(adopted, "took over")
+    for name, what in names.items():
+        if checkpoint_order(name) is not None and not (what == "saved" and name in bad):
+            last = f"the journal: {what} {name}"
+    return last
+
+
+def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
+    bad = {event.name for event in events if isinstance(event, ev.Corrupt)}
+    for info in list_checkpoints(paths):
+        name = info.name.split(".", 1)[0]
+        if info.kind in {"committed", "torn", "quarantined"} and checkpoint_order(name) is not None:
+            if info.kind != "quarantined":
+                return f"{info.name}, which cannot be used"
+            if name not in bad:
+                return f"{name} is in {paths.quarantine.name}"
+    for name in names_in(paths.run, paths.resharded.checkpoints):
+        if checkpoint_order(name) is not None:
+            return f"a copy of {name} in {paths.resharded.checkpoints}"
+    with suppress(FileNotFoundError, *UNREADABLE):
+        held = decode_json(
+            read_regular(paths.tier_records, RECORD), dict[str, dict[str, dict[str, object]]], RECORD
+        )
+        for tier, copies in held.get("tiers", {}).items():
+            for name in sorted(copies, reverse=True):
+                if checkpoint_order(name) is not None:
+                    return f"{name} was in tier {tier}"
+    return ""
+
+
+def _named_by_files(paths: RunPaths, damaged: Iterable[bytes]) -> str:
+    with suppress(FileNotFoundError, TooMuch, ValueError):
+        name = read_regular(paths.latest, SMALL).decode().strip()
+        if CHECKPOINT_NAME.fullmatch(name):
+            return f"checkpoints/latest names {name}"
+    if verified := read_status(paths).get("last_checkpoint"):
+        return f"{paths.status.name} names {verified}"
+    for line in damaged:
+        # A line of zeros may have been any event; a torn one that names no checkpoint was none of a save.
+        if b"\0" in line or _NAME.search(line):
+            return "a damaged line of the journal, which may have named one"
+    return ""
+
+
+def _by_progress(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event]) -> str:
+    """An attempt that went on from a step after the first; or rollouts that were recorded, and are gone."""
+    first: dict[object, float] = {}
+    for row in every_row(paths):
+        first.setdefault(row.get("attempt"), row["step"])
+    begun = next(iter(first.values()), 0)
+    for attempt, step in first.items():
+        if step > (begun if config.trainer.is_guest else 1):
+            return f"attempt {attempt} went on after step {step - 1:g} ({paths.steps.name})"
+    found = segments(paths)
+    # A guest numbers its records in its own way, and they come in any order.
+    if not config.trainer.is_guest and (step := min(_steps(paths, found), default=0)) > 0:
+        return f"the ledger begins after step {step}"
+    if not any(path.stat().st_size > HEAD_BYTES for _, _, path in found):
+        for event in events:
+            gone = isinstance(event, ev.Restart) and re.fullmatch(r"start\+[1-9]\d*", event.progress)
+            # The loss of a node may cost the first record, and leaves the segment's name.
+            if gone or (isinstance(event, ev.FirstRollout) and not found):
+                return "rollouts were recorded, and the ledger has none"
+    return ""
+
+
+def _steps(paths: RunPaths, found: Iterable[tuple[int, int, Path]]) -> Iterator[int]:
+    if not paths.run_id.exists():  # `run_id` would make one, and no record bears it
+        return
+    for epoch, rank, path in found:
+        fd = open_segment(path)
+        try:
+            for item in scan(fd, epoch, rank, run_id(paths), check_from_step=_NO_PAYLOAD):
+                if isinstance(item, Frame):
+                    yield item.step
+                    if item.step == 0:
+                        return
+        finally:
+            os.close(fd)
+
+
+def _gap(paths: RunPaths, events: Iterable[ev.Event], epoch: int | None) -> str:
+    """The attempts that left something and of which the journal says nothing: it is not whole."""
+    told = {event.attempt for event in events if isinstance(event, ev.Started)}
+    queued = any(isinstance(event, ev.Submitted) for event in events)
+    trained = {row.get("attempt") for row in every_row(paths)} | {number for number, _, _ in segments(paths)}
+    trained |= {int(match[1]) for name in names_in(paths.run, paths.logs) if (match := _RANK_LOG.match(name))}
+    if gap := sorted(number for number in trained - told if isinstance(number, int)):
+        named = ", ".join(map(str, gap[:_MOST_NAMED]))
+        return f"the journal has lost {counted(len(gap), 'attempt')} ({named}), and nothing tells that it had none"
+    owner = read_epoch(paths)
+    before = 0 if owner is None else owner.epoch - (epoch is not None)
+    if before > 0 and not queued and not told - {epoch}:
+        return f"the journal has lost {counted(before, 'attempt')}, and nothing tells that it had none"
+    return ""

@@ -1,0 +1,84 @@
+"""Looks for the checkpoint that a run which is submitted again goes on from."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import load_keys
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error
+from verl_slurm.checkpoint.store.recover import choose_resume
+from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.config.schema import RunConfig
+
+__all__ = ["ResumeFound", "find_resume"]
+
+_MOST_READ = 1 << 30
+"""Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case."""
+
+
+class ResumeFound(msgspec.Struct, frozen=True):
+    """What a run that is submitted again goes on from."""
+
+    name: str | None = None
+    """None: from step 0."""
+    read: bool = False
+    """Every byte of it is as it was written. False: it is too large to be read here."""
+    lost: str = ""
+    """What tells that it had a checkpoint, where it has none that can be used."""
+    note: str = ""
+
+
+class _TooLarge(Exception):
+    pass
+
+
+def find_resume(
+    config: RunConfig,
+    paths: RunPaths,
+    committed: Sequence[CheckpointInfo],
+    begin_again: Callable[[str], bool] | None,
+) -> ResumeFound:
+    """Looks for the checkpoint that the job would go on from, as its lead does. Changes nothing.
+
+    Args:
+        committed: checkpoints of the run, newest first.
+        begin_again: called if the run has lost all of them, with what tells that it had one; None: refuse.
+
+    Raises:
+        CheckpointsLost: it has had one, has none that can be used, and the user did not confirm.
+        CheckpointCorrupt, KeyRefused, SchemaMismatch: one cannot be judged, so that nothing older is taken for it.
+    """
+    if config.checkpoint.resume_from != "auto":
+        return ResumeFound(committed[0].name if committed else None)
+    keys, left = load_keys(config.checkpoint.encryption), _MOST_READ
+    sizes = {info.name: info.num_bytes for info in committed}
+
+    def read(path: Path) -> Verdict:
+        nonlocal left
+        left -= sizes.get(path.name, 0)
+        if left < 0:
+            raise _TooLarge(path.name)
+        return verify(path, keys=keys)
+
+    try:
+        choice = choose_resume(paths, "auto", move_damaged=False, verifier=read)
+    except _TooLarge as error:
+        return ResumeFound(str(error))
+    damaged = "; ".join(verdict.one_line() for verdict in choice.verdicts[:1] if not verdict.ok)
+    if choice.name is not None:
+        back = f"{damaged}: the run goes back to {choice.name}, and does the steps after it again"
+        return ResumeFound(choice.name, read=True, note=back if damaged else "")
+    trace = former_checkpoint(paths, config)
+    if trace and (config.tiers or config.checkpoint.local_dir):
+        where = "the tiers" if config.tiers else "the nodes' disks"
+        note = f"no checkpoint in {paths.checkpoints} can be used ({damaged or trace})"
+        without = f"ends with {int(ExitCode.CORRUPT)} without one"
+        return ResumeFound(note=f"{note}: the job looks for one in {where}, and {without}")
+    lost = trace and (damaged or trace)
+    if lost and (begin_again is None or not begin_again(lost)):
+        raise lost_error(paths, lost)
+    return ResumeFound(lost=lost)
