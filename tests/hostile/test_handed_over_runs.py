@@ -66,7 +66,7 @@ def test_a_hostfile_that_is_none_is_refused_at_once(
 
 
 def sample_line(step: int) -> bytes:
-    return b'{"time":"","epoch":0,"step":%d,"responses":0,"samples":[]}\n' % step
+    return b'{"time":"","run":"0123456789abcdef","epoch":0,"step":%d,"responses":0,"samples":[]}\n' % step
 
 
 def test_samples_of_any_number_of_steps_are_read_in_one_pass(run: RunPaths) -> None:
@@ -89,7 +89,7 @@ def test_samples_that_swell_are_passed_over(run: RunPaths, what: str) -> None:
         run.samples.write_bytes(bomb(16 * MIB, b'{"a":', b"}\n"))
     else:
         text = '{"sample_id":0,"prompt":"%s","response":"","answer":"","reward":0,"response_tokens":0}'
-        line = '{"time":"","epoch":0,"step":%d,"responses":0,"samples":[%s]}\n'
+        line = '{"time":"","run":"0123456789abcdef","epoch":0,"step":%d,"responses":0,"samples":[%s]}\n'
         wide = text % ("a" * 3 * MIB + "\N{PARTY POPPER}")
         run.samples.write_text("".join(line % (number, wide) for number in range(1, 6)))
     done = measured("samples", run.root)
