@@ -198,8 +198,8 @@ def test_what_is_found_and_does_not_fit_becomes_a_line_to_fill_in(
     assert cli("init", "first.yaml", "--for", kind, "--nodes", 2).code == ExitCode.OK
     assert load(workplace / "first.yaml").distributed.nodes == 2
     marked = (workplace / "first.yaml").read_text().count("CHANGE: ")
-    # verl's two data files and a model it takes as it is; our model, data and reward.
-    assert marked == (2 if kind == "verl" else 3)
+    # Two data files of verl's and its model; our model, data and reward.
+    assert marked == 3
 
 
 def test_built_ins_get_as_many_tokens_as_the_model_takes(

@@ -141,7 +141,6 @@ WORDS: dict[str, str] = {
     "ntasks_per_node": "distributed.dp_size, the ranks of all nodes",
     "requeue": "no key: the job is always one that Slurm may requeue",
     "reservation": _EXTRA,
-    "slurm.nodes": "distributed.nodes",
     "slurm.output": "no key: the logs lie in RUN/logs",
     "slurm.signal": "slurm.signal_lead_s",
     "slurm_partition": "slurm.partition",
@@ -152,6 +151,9 @@ WORDS: dict[str, str] = {
     "venv": "slurm.python",
     "walltime": "slurm.time_limit_min",
     # What several call so
+    "checkpoint.keep": "checkpoint.keep_last",
+    "device": "distributed.device",
+    "nodes": "distributed.nodes",
     "batch_size": "train.batch_size_per_device",
     "data.path": "data.root",
     "data_path": "data.root",

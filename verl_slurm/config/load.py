@@ -26,6 +26,7 @@ from verl_slurm.config.checks.shared import check
 from verl_slurm.config.hints import VERLS_SECTIONS, nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
+from verl_slurm.config.verl_words import settings_of
 
 __all__ = [
     "differences",
@@ -41,7 +42,6 @@ __all__ = [
 
 # A hyphen is allowed behind the first dot: options of sbatch in `slurm.extra` have them.
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
-_VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
 # msgspec's errors are text alone, so kind and place of a mistake are read from it.
 _IN_LIST = re.compile(r"Object (contains unknown|missing required) field `([^`]*)`")
 _PATH_IN_MESSAGE = re.compile(r"(.*?) - at `\$\.?([^`]*)`", re.DOTALL)
@@ -92,14 +92,13 @@ def parse_config(
     # Collected: a file in the words of another program has many, and each look costs its user a minute.
     refused: list[ConfigError] = []
     for word in overrides:
+        dotted, text = _parts(word)
         with _collected(refused):
-            _override(data, places, word)
-    ours, words = data.get("verl") or {}, dict[str, Value]()
-    for word in _with_values(verl):
-        words |= [_verl_word(word)]
+            _override(data, places, dotted, text)
+    ours = data.get("verl") or {}
     if isinstance(ours, dict):
         # One spelling for each key: a nested map in the file and a dotted word must meet, to replace each other.
-        data["verl"] = flattened(ours | words)
+        data["verl"] = flattened(ours | settings_of(verl))
     # Before the conversion: msgspec would name an unknown key without its line and without a near one.
     refused += _unknown(data, places, source)
     if refused:
@@ -245,15 +244,18 @@ def _siblings(path: Path) -> list[str]:
         return []
 
 
-def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None:
+def _parts(word: str) -> tuple[str, str]:
     match = _OVERRIDE.fullmatch(word)
     if match is None:
         raise ConfigError(
             "not an override", where=word, expected="KEY=VALUE, e.g. train.steps=50", remedy="mend that word"
         )
-    dotted, text = match.groups()
+    return match[1], match[2]
+
+
+def _override(data: dict[str, Value], places: dict[str, str], dotted: str, text: str) -> None:
     # The place stands in errors, and for a key of `encryption` the value may be the secret itself.
-    shown = f"override {dotted}" if _private(dotted) else f"override {word}"
+    shown = f"override {dotted}" if _private(dotted) else f"override {dotted}={text}"
     _require_known(dotted, shown)
     *sections, last = dotted.split(".")
     place = data
@@ -268,42 +270,6 @@ def _override(data: dict[str, Value], places: dict[str, str], word: str) -> None
         place = inner
     place[last] = _override_value(dotted, text)
     places[dotted] = shown
-
-
-def _verl_word(word: str) -> tuple[str, Value]:
-    """Parses with Hydra's own parser; without Hydra, as outside a container, with ours."""
-    # Refused with all others that verl does not take (`verl/overrides.py`): no key has a blank.
-    no_word = f"{word} ", None
-    if (match := _VERL_WORD.fullmatch(word)) is None:
-        return no_word
-    try:
-        # Hydra's own reading where it is there: it decides in the job what the word means.
-        from hydra.core.override_parser.overrides_parser import OverridesParser
-        from hydra.errors import HydraException
-    except ModuleNotFoundError:
-        return match[1], strict_yaml.parse_value(match[2], word)
-    try:
-        parsed = OverridesParser.create().parse_override(word)
-    except HydraException:
-        return no_word
-    if parsed.is_sweep_override():
-        return no_word  # a sweep: one run per setting
-    return match[1], typing.cast("Value", parsed.value())
-
-
-def _with_values(words: typing.Sequence[str]) -> typing.Iterator[str]:
-    """Yields words; an option of Hydra's and its value are one."""
-    former = ""
-    for word in words:
-        if former:
-            yield f"{former}={word}"
-            former = ""
-        elif word in ("--config-name", "--config-path", "--config-dir", "-cn", "-cp", "-cd"):
-            former = word
-        else:
-            yield word
-    if former:
-        yield former
 
 
 def _private(dotted: str) -> bool:

@@ -56,8 +56,6 @@ from verl_slurm.submit.checks.preflight import (
     check_written,
     choose_cluster,
     gpu_note,
-    place_notes,
-    shell_notes,
     source_note,
 )
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
@@ -65,6 +63,7 @@ from verl_slurm.submit.checks.resume_point import ResumeFound, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
+from verl_slurm.submit.checks.submitting_machine import machine_notes
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script, submit_job
 from verl_slurm.submit.plan import SubmissionPlan, trains_line
@@ -195,7 +194,7 @@ def plan_submission(
     )
     notes = [*places.notes, *(text for text in (doubt, *unseen, note, *asked, *notes) if text)]
     if slurm is not None:
-        notes += [*shell_notes(config, slurm.conf, os.environ), *place_notes(config, slurm.conf)]
+        notes += machine_notes(config, slurm.conf)
     if config.checkpoint.encryption is not None:
         checked.append("key")
     # An existing run: what it has trained with decides what may change, and no job of it may live.

@@ -4,12 +4,10 @@ A check here costs a second; the same mistake found by the job costs a wait in t
 """
 
 import asyncio
-import math
 import os
-import resource
 import shutil
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
@@ -36,7 +34,6 @@ from verl_slurm.config.checks.rollout import check_engine, require_engine
 from verl_slurm.config.hooks import HOOKS
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.config.services import nodes_of_components
-from verl_slurm.slurm.batch import unwanted_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
@@ -61,8 +58,6 @@ __all__ = [
     "choose_cluster",
     "gpu_note",
     "partition_complaint",
-    "place_notes",
-    "shell_notes",
     "source_note",
 ]
 
@@ -337,94 +332,6 @@ def check_surroundings(config: RunConfig) -> str | None:
         f"run_dir: others can rename the run, or put another one in its place ({folder}: {what}); "
         "the sticky bit prevents it (chmod +t)"
     )
-
-
-# File systems of one machine. Some are exported to others, which a look at this machine cannot tell.
-_OF_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
-_OF_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"}
-# Slurm's name, the resource, the option of `ulimit`, and what a run needs at least.
-_LIMITS = (
-    ("CPU", resource.RLIMIT_CPU, "-t", math.inf),
-    ("FSIZE", resource.RLIMIT_FSIZE, "-f", math.inf),
-    ("AS", resource.RLIMIT_AS, "-v", math.inf),
-    ("DATA", resource.RLIMIT_DATA, "-d", math.inf),
-    ("NOFILE", resource.RLIMIT_NOFILE, "-n", 1024),
-    ("NPROC", resource.RLIMIT_NPROC, "-u", 1024),
-)
-
-
-def shell_notes(config: RunConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
-    """Returns notes about what comes, or does not come, with the shell that submits to Slurm.
-
-    Args:
-        conf: `scontrol show config`.
-    """
-    notes = []
-    if found := [
-        name for name in unwanted_environment(sorted(environ), config) if name.startswith("SBATCH_")
-    ]:
-        notes.append(f"{', '.join(found)}: not handed on to sbatch; the configuration decides (slurm.extra)")
-    # Slurm gives a job the soft limits of the shell, unless the site or the option says otherwise.
-    said = str(config.slurm.extra.get("propagate", conf.get("PropagateResourceLimits", "ALL"))).upper()
-    kept = conf.get("PropagateResourceLimitsExcept", "").upper().split(",") if said == "ALL" else []
-    low = [
-        f"{name} {soft} (ulimit {option})"
-        for name, kind, option, least in _LIMITS
-        if (said == "ALL" or name in said.split(",")) and name not in kept and "ALL" not in kept
-        if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY and soft < least
-    ]
-    if low:
-        notes.append(
-            f"limits of this shell come with the job: {', '.join(low)}; "
-            "raise them before you submit, or set slurm.extra={propagate: NONE}"
-        )
-    return notes
-
-
-def place_notes(
-    config: RunConfig, conf: Mapping[str, str], mounts: Path = Path("/proc/self/mounts")
-) -> list[str]:
-    """Returns notes about paths that the job's nodes may not see as this machine does.
-
-    Args:
-        conf: `scontrol show config`.
-        mounts: what is mounted here.
-    """
-    places = {"run_dir": config.run_dir}
-    if not config.trainer.is_guest:
-        places |= {"model.path": config.model.path, "data.root": config.data.root}
-    table = [line.split(" ")[1:3] for line in mounts.read_text(errors="surrogateescape").splitlines()]
-    # A controller at a loopback address serves this machine alone, and so do its nodes.
-    alone = any(
-        "127.0.0." in value or "localhost" in value
-        for key, value in conf.items()
-        if key.startswith("SlurmctldHost")
-    )
-    notes = []
-    for key, text in places.items():
-        if text.startswith(BUILTIN):
-            continue
-        path = Path(os.path.realpath(text))
-        if "tmpfs" in conf.get("JobContainerType", "") and path.is_relative_to("/tmp"):  # noqa: S108
-            notes.append(
-                f"{key}: each job has a /tmp of its own here (JobContainerType): it may not see {text}"
-            )
-            continue
-        inside = [
-            (len(point), number, kind)
-            for number, (point, kind) in enumerate(table)
-            if path.is_relative_to(point.replace("\\040", " "))
-        ]
-        kind = max(inside)[2] if inside else ""  # the innermost, and of several there the last
-        if kind in _OF_MEMORY and not alone:
-            notes.append(
-                f"{key}: {text} lies in the memory of this machine ({kind}): the job's nodes do not see it"
-            )
-        elif kind in _OF_DISKS and not alone:
-            notes.append(
-                f"not looked at: whether the job's nodes see {key} {text}, which is on a disk of this machine ({kind})"
-            )
-    return notes
 
 
 def _is_read_only(place: Path) -> bool:
