@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from tests.builders import begun_run
 from tests.verl.fake_shards import fsdp2_step, gathered
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, Fenced, NoRoom
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
@@ -454,5 +454,5 @@ def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(
     with zipfile.ZipFile(shard, "w", zipfile.ZIP_STORED) as new:
         for name, text in members.items():
             new.writestr(name, data if name.endswith("data.pkl") else text)
-    with pytest.raises(DataError, match="more memory than their own size and 512 MiB"):
+    with pytest.raises(ConfigError, match="more memory than their own size and 512 MiB"):
         plan_source(Source(directory=step, step=step, manifest=None), 3)

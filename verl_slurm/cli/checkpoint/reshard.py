@@ -36,7 +36,6 @@ _MOST = 65_536
 @click.command(
     epilog=exits(
         ExitCode.CONFIG,
-        ExitCode.DATA,
         ExitCode.CORRUPT,
         ExitCode.NOT_FOUND,
         ExitCode.PERMISSION,
