@@ -6,17 +6,19 @@ from pathlib import Path
 
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Cluster
+from verl_slurm.journal.events import Cluster, Ended, Started, Submitted
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.status import read_status
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
 __all__ = [
+    "ended_well",
     "has_begun",
     "has_ledger",
     "job_by_files",
@@ -46,6 +48,12 @@ def has_begun(paths: RunPaths) -> bool:
     return bool(kinds & {"committed", "torn", "quarantined"}) or any(
         segment.stat().st_size > HEAD_BYTES for segment in paths.ledger.glob("*.ledger")
     )
+
+
+def ended_well(paths: RunPaths) -> bool:
+    """Returns whether the newest word of the run's life is an end with exit code 0."""
+    words = [event for event in read_events(paths) if isinstance(event, Ended | Started | Submitted)]
+    return bool(words) and isinstance(words[-1], Ended) and words[-1].exit_code == ExitCode.OK
 
 
 def has_ledger(paths: RunPaths) -> bool:

@@ -1,6 +1,6 @@
-"""The decisions about a submission before anything is made. Pure."""
+"""The decisions about a submission before anything is made, and words for them. Pure."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -8,10 +8,11 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
+from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.record import CodeFile, CodeRecord
 
-__all__ = ["Cluster", "CodePlan", "SubmissionPlan", "trains_line"]
+__all__ = ["Cluster", "CodePlan", "SubmissionPlan", "reshaped", "trains_line", "why_done"]
 
 Cluster = Literal["slurm", "local"]
 
@@ -107,3 +108,28 @@ def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster) -> 
     if cluster == "slurm":
         parts.append(part(f"{config.slurm.time_limit_min} min", "slurm.time_limit_min"))
     return ", ".join(parts)
+
+
+def why_done(config: RunConfig, committed: Sequence[CheckpointInfo]) -> str:
+    """Returns why another job of a run that has ended well would end at once; empty if it would not.
+
+    Args:
+        committed: its checkpoints, newest first.
+    """
+    steps = config.train.steps
+    # Loops that are not ours know their end themselves. Without the last checkpoint its steps are to be done again.
+    if config.trainer.is_guest or config.checkpoint.resume_from != "auto" or not committed:
+        return ""
+    newest = committed[0]
+    if newest.safe_point or newest.step < steps:
+        return ""
+    return f"all {counted(steps, 'step')} are done, and {newest.name} is their checkpoint"
+
+
+def reshaped(before: RunConfig, now: RunConfig) -> str:
+    """Returns the words for a run that goes on with another shape of its ranks."""
+    old, new = before.distributed, now.distributed
+    text = f"goes on with {counted(new.world_size, 'rank')} instead of {old.world_size};"
+    if (old.tp_size, old.pp_size, new.tp_size, new.pp_size) != (1, 1, 1, 1):
+        text = f"goes on with (dp, tp, pp) = {new.axes} instead of {old.axes};"
+    return f"{text} {now.train.batch_size_per_device} responses a step on each"

@@ -6,7 +6,6 @@
   is undone.
 """
 
-import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -16,9 +15,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import open_to_group, private_dir
-from verl_slurm.base.one_line import counted
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -36,7 +33,7 @@ from verl_slurm.journal.files import append_event, read_events
 from verl_slurm.journal.folds.jobs import has_ended
 from verl_slurm.program.programs import Moves
 from verl_slurm.runs.liveness import job_state, settle
-from verl_slurm.runs.record import has_begun, last_job, require_run, steps_done
+from verl_slurm.runs.record import ended_well, has_begun, last_job, require_run, steps_done
 from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
 from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
 from verl_slurm.submit.checks.containers import check_container
@@ -66,7 +63,7 @@ from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.submitting_machine import machine_notes
 from verl_slurm.submit.checks.verl import check_verl
 from verl_slurm.submit.executor import render_script, submit_job
-from verl_slurm.submit.plan import SubmissionPlan, trains_line
+from verl_slurm.submit.plan import SubmissionPlan, reshaped, trains_line, why_done
 from verl_slurm.submit.relative_paths import Places, given_keys
 from verl_slurm.submit.undoing import (
     keep_content,
@@ -211,15 +208,16 @@ def plan_submission(
         # A step has the same number of responses on any number of ranks, so sizes per device follow the devices.
         if begun and resharded and not config.trainer.is_guest:
             config = keep_step(former, config)
-            notes.append(_reshaped(former, config))
+            notes.append(reshaped(former, config))
         changed = _changes(paths, config, begun=begun)
         # Allowed, and said: in a longer run the rate of each step to come is another one.
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
         _refuse_living(paths)
-        done = _done(paths, config, committed)
-        if config.trainer.is_guest and _ended_well(paths):
+        well = ended_well(paths)
+        done = why_done(config, committed) if well else ""
+        if config.trainer.is_guest and well:
             notes.append(
                 "the run has ended as done: it ends again at once, unless its program has more to do"
             )
@@ -267,33 +265,6 @@ def plan_submission(
     # The last question, since sbatch judges the very script that would be queued.
     said = judge_script(config, render_script(plan))
     return msgspec.structs.replace(plan, checked=(*plan.checked, f"sbatch --test-only: {said}"))
-
-
-def _done(paths: RunPaths, config: RunConfig, committed: Sequence[CheckpointInfo]) -> str:
-    """Returns why a job would end at once; empty if it would not. Of our own loop: others know their end themselves."""
-    steps = config.train.steps
-    # By both: an end that the journal has forgotten, or whose checkpoint is gone, is none.
-    if (
-        config.trainer.is_guest
-        or config.checkpoint.resume_from != "auto"
-        or not (committed and not committed[0].safe_point and committed[0].step >= steps)
-        or not _ended_well(paths)
-    ):
-        return ""
-    return f"all {counted(steps, 'step')} are done, and {committed[0].name} is their checkpoint"
-
-
-def _ended_well(paths: RunPaths) -> bool:
-    words = [event for event in read_events(paths) if isinstance(event, ev.Ended | ev.Started | ev.Submitted)]
-    return bool(words) and isinstance(words[-1], ev.Ended) and words[-1].exit_code == ExitCode.OK
-
-
-def _reshaped(former: RunConfig, config: RunConfig) -> str:
-    before, now = former.distributed, config.distributed
-    text = f"goes on with {counted(now.world_size, 'rank')} instead of {before.world_size};"
-    if (before.tp_size, before.pp_size, now.tp_size, now.pp_size) != (1, 1, 1, 1):
-        text = f"goes on with (dp, tp, pp) = {now.axes} instead of {before.axes};"
-    return f"{text} {config.train.batch_size_per_device} responses a step on each"
 
 
 def carry_out(
