@@ -196,17 +196,24 @@ class SlurmClient:
         text = await self._ask(commands.list_nodes(partition), "Slurm has no such partition", partition)
         return parse_usable_nodes(text), list(parse_usable_nodes(text, IDLE))
 
-    async def own_job_with(self, script: str) -> str:
-        """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
-        text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", script)
-        # The script is the line's rest: its path may contain the separator.
-        jobs = (line.strip().partition("|") for line in text.splitlines())
-        return max(
-            (number for number, _, run in jobs if run == script and number.isdigit()), key=int, default=""
+    async def own_jobs(self) -> list[tuple[str, str]]:
+        """Returns the number and the batch script of each of our unfinished jobs, the newest last. Raises as `job`."""
+        text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", None)
+        # The script is the line's rest: its path may contain the separator. `12+0` is the first component of a
+        # heterogeneous job, whose number is 12.
+        lines = (line.strip().partition("|") for line in text.splitlines())
+        jobs = [(number.removesuffix("+0"), script) for number, _, script in lines]
+        return sorted(
+            ((number, script) for number, script in jobs if commands.JOB.fullmatch(number)),
+            key=lambda job: int(job[0].partition("_")[0]),
         )
 
-    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Maps the number of every unfinished job of these users (uids) to (state, reason), in ONE question.
+    async def own_job_with(self, script: str) -> str:
+        """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
+        return next((number for number, run in reversed(await self.own_jobs()) if run == script), "")
+
+    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str]]:
+        """Maps the number of every unfinished job of these users (uids) to (state, reason, script), in ONE question.
 
         Raises:
             SlurmMissing: no answer.
@@ -223,6 +230,10 @@ class SlurmClient:
     async def partitions(self) -> list[PartitionFacts]:
         """Returns all partitions. Raises SlurmMissing."""
         return parse_partitions(await self._ask(commands.show_partitions(), "Slurm has no partitions", None))
+
+    async def cluster_name(self) -> str:
+        """Returns the name of the cluster that answers; empty: it does not say. Raises SlurmMissing."""
+        return (await self.config()).get("ClusterName", "")
 
     async def config(self) -> dict[str, str]:
         """Returns slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""

@@ -99,10 +99,10 @@ def sbatch_help() -> list[str]:
 
 
 def list_states(users: Iterable[int]) -> list[str]:
-    """Lists one line for each unfinished job of these users (uids): number, state, reason."""
+    """Lists one line for each unfinished job of these users (uids): number, state, reason, batch script."""
     listed = ",".join(str(int(user)) for user in sorted(users))
     # By user: one question for all runs, however many there are.
-    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
+    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r|%o"]
 
 
 def list_past_jobs(partition: str, days: int) -> list[str]:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -32,9 +32,9 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.journal.folds.jobs import has_ended
+from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended
 from verl_slurm.program.programs import Moves
-from verl_slurm.runs.liveness import job_state, settle
+from verl_slurm.runs.liveness import cluster_of_another, job_state, settle, unknown_jobs
 from verl_slurm.runs.record import has_begun, last_job, require_run, steps_done
 from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
 from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
@@ -62,7 +62,7 @@ from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.verl import check_verl
-from verl_slurm.submit.executor import render_script, submit_job
+from verl_slurm.submit.executor import MayBeQueued, render_script, submit_job
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.relative_paths import Places, given_keys
 from verl_slurm.submit.undoing import keep_content, make_root, names_in, remove_new, replace_content
@@ -196,7 +196,7 @@ def plan_submission(
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        _refuse_living(paths)
+        _refuse_living(paths, ask_for_unknown=chosen == "slurm" and ask_slurm)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
     caller = base or Path.cwd()
@@ -227,14 +227,16 @@ def plan_submission(
         inputs=tuple(inputs),
         code=taken,
         checked=tuple(checked),
+        slurm="" if slurm is None else slurm.conf.get("ClusterName", ""),
         avoids=avoids,
         notes=tuple(notes),
     )
     if slurm is None:
         return plan
     # The last question, since sbatch judges the very script that would be queued.
-    said = judge_script(config, render_script(plan))
-    return msgspec.structs.replace(plan, checked=(*plan.checked, f"sbatch --test-only: {said}"))
+    said, words = judge_script(config, render_script(plan))
+    checked.append(f"sbatch --test-only: {said}")
+    return msgspec.structs.replace(plan, checked=tuple(checked), notes=(*plan.notes, *words))
 
 
 def _reshaped(former: RunConfig, config: RunConfig) -> str:
@@ -263,6 +265,7 @@ def carry_out(
     Raises:
         DatasetDrift: the data has changed and the user did not confirm.
         SlurmRefused, SlurmMissing: sbatch. Everything made so far is removed again.
+        MayBeQueued: what sbatch did is not known. What was made stays.
     """
     config = build_builtins(plan.config)
     paths = RunPaths(plan.run_dir)
@@ -281,6 +284,8 @@ def carry_out(
                 raise Fenced(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
                 )
+            # As well: between the plan and the lock it may have queued a job.
+            _refuse_living(paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
             # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
             undo.callback(remove_new, paths.logs, names_in(paths.logs))
             undo.callback(remove_new, paths.root, names_in(paths.root))
@@ -314,7 +319,12 @@ def carry_out(
             copied = keep_code(undo, paths, plan.code)
             # sbatch comes last, since all before it can be undone and a queued job cannot.
             if not prepare_only:
-                job_id = submit_job(msgspec.structs.replace(plan, config=config), after)
+                try:
+                    job_id, words = submit_job(msgspec.structs.replace(plan, config=config), after)
+                except (MayBeQueued, KeyboardInterrupt):
+                    undo.pop_all()  # a job may exist, and needs what was made
+                    raise
+                notices += [note for note in words if note not in plan.notes]
             undo.pop_all()  # a job exists: from here on nothing is undone
         if drift is not None:
             # After the job: a confirmed change whose submission failed has changed nothing.
@@ -323,7 +333,8 @@ def carry_out(
             append_event(paths, told)
         if job_id is not None:
             # Still under the lock: the next submit learns of this job from the journal.
-            append_event(paths, ev.Submitted(plan.cluster, socket.gethostname(), job_id=job_id))
+            host = socket.gethostname()
+            append_event(paths, ev.Submitted(plan.cluster, host, plan.slurm, job_id=job_id))
             if plan.avoids:
                 # Names no node: the user's record says how long. A requeue looks there again, and takes it back.
                 append_event(paths, ev.Avoid([], f"the job avoids {', '.join(plan.avoids)}", job_id=job_id))
@@ -337,13 +348,40 @@ def carry_out(
     )
 
 
-def _refuse_living(paths: RunPaths) -> None:
-    """Raises Fenced if the run has a job."""
-    try:
-        job = last_job(paths)
-    except NotFound:
+def _refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
+    """Raises Fenced if the run has a job.
+
+    Args:
+        ask_for_unknown: also one of Slurm's that its journal does not name: its number was lost, or the journal was.
+    """
+    events = read_events(paths)
+    with suppress(NotFound):
+        _refuse_living_job(paths, events, last_job(paths))
+    if not ask_for_unknown:
         return
-    ended = has_ended(read_events(paths), job.job_id)
+    if unknown := unknown_jobs(paths, events):
+        raise Fenced(
+            "a job of the run is queued of which its journal does not know",
+            where=paths.root,
+            found=f"job {unknown[-1]}",
+            remedy=f"it trains the run when it starts; `verl-slurm cancel {paths.root}` ends it",
+        )
+
+
+def _refuse_living_job(paths: RunPaths, events: Sequence[ev.Event], job: Submission) -> None:
+    ended = has_ended(events, job.job_id)
+    if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
+        # A cancel of a job that waits leaves no other word.
+        if cancel_asked(events):
+            return
+        newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), "PATH")
+        raise Fenced(
+            "the run lives on another Slurm cluster",
+            where=paths.root,
+            found=f"job {job.job_id}, which has not ended; {other}",
+            remedy=f"`verl-slurm cancel {paths.root}` on {job.slurm}, then submit here; if there is no {job.slurm} any "
+            f"more, a new run goes on from this one's checkpoint: name=NEW checkpoint.resume_from={newest}",
+        )
     if ended:
         # submitit's local controller lives a moment longer than the end that its lead has recorded.
         settle(paths, job)

@@ -23,15 +23,17 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import in_image
-from verl_slurm.journal.events import Event, StartOverruled
+from verl_slurm.journal.events import Ended, Event, StartOverruled, Submitted, Successor
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import (
+    cancel_asked,
     cancelled_task,
     ended_cancelled,
     overruled_starts,
     predecessor_of,
     wanted_start,
 )
+from verl_slurm.runs.liveness import may_be_of
 from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
@@ -384,8 +386,17 @@ class SlurmAllocation:
         return facts.is_running
 
     async def still_alive(self, owner: Epoch) -> str:
-        if owner.cluster != self.cluster or owner.job_id == self.job_id:
+        if owner.cluster != self.cluster:
+            return ""
+        here = self._job.cluster or ""
+        if owner.slurm and here and owner.slurm != here:
+            return await self._lives_elsewhere(owner, here)
+        if owner.job_id == self.job_id:
             return ""  # our own former attempt; the epoch fences off what may still run of it
+        by_us = any(
+            isinstance(event, Submitted | Successor) and event.job_id == owner.job_id
+            for event in read_events(self._paths)
+        )
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
             try:
@@ -397,13 +408,29 @@ class SlurmAllocation:
                 if pause is None:
                     return ""  # unknown; the epoch keeps the two apart
             else:
-                if facts.is_over:
+                if facts.is_over or not may_be_of(self._paths.root, facts, queued_by_us=by_us):
                     return ""
                 # The job was cancelled a moment ago, and this one already started on the nodes that it left.
                 pause = next(leaving, None) if facts.state == "COMPLETING" else None
                 if pause is None:
                     return f"job {owner.job_id} is {facts.state}"
             await asyncio.sleep(pause)
+
+    async def _lives_elsewhere(self, owner: Epoch, here: str) -> str:
+        """Returns whether the owner, a job of another Slurm cluster, may still work: only the journal can tell."""
+        for pause in (*_LEAVING_S, 0.0):
+            events = read_events(self._paths)
+            of_owner = [e for e in events if isinstance(e, Ended) and e.attempt == owner.epoch]
+            cancelled = cancel_asked(events, owner.epoch)
+            if any(event.is_final for event in of_owner) or (cancelled and of_owner):
+                return ""
+            # Without a word of its end it works, or waits there. What is being cancelled may still save.
+            if not cancelled:
+                break
+            await asyncio.sleep(pause)
+        else:
+            return ""  # cancelled, and its lead has died without a word
+        return f"job {owner.job_id} of Slurm cluster {owner.slurm} has not ended, and this is {here}"
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
         if not self._config.may_lose_nodes:
