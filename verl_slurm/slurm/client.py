@@ -36,7 +36,7 @@ from verl_slurm.slurm.parse import (
     parse_usable_nodes,
 )
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
-from verl_slurm.slurm.runner import Completed, run_command
+from verl_slurm.slurm.runner import Completed, run_command, slurm_words
 
 __all__ = ["SlurmClient"]
 
@@ -123,7 +123,7 @@ class SlurmClient:
         done = await self.run(argv, within_s)
         if done.exit_code == 0:
             return done.stdout
-        said = (done.stderr or done.stdout).strip()
+        said = slurm_words(f"{done.stderr}\n{done.stdout}")
         lowered = said.lower()
         # The exit code is 1 for an unknown job as for a slurmctld that is away; the words tell them apart.
         if "invalid job id" in lowered or "not found" in lowered:
@@ -184,6 +184,12 @@ class SlurmClient:
         """Returns one partition. Raises as `job`."""
         text = await self._ask(commands.show_partition(name), "Slurm has no such partition", name)
         return parse_partition(text, name)
+
+    async def partitions_of(self, names: str | None) -> list[PartitionFacts]:
+        """Returns those that a job names, `a,b`, or the default one. Raises as `job`."""
+        if names is None:
+            return [await self.default_partition()]
+        return [await self.partition(name) for name in names.split(",")]
 
     async def usable_nodes(self, partition: str) -> dict[str, str]:
         """Returns what `parse_usable_nodes` finds. Raises as `job`."""
@@ -271,7 +277,7 @@ class SlurmClient:
         try:
             done = await self.run(commands.forbid_requeue(job.target))
             if done.exit_code != 0:
-                return done.stderr.strip() or f"exit code {done.exit_code}"
+                return slurm_words(done.stderr) or f"exit code {done.exit_code}"
             # Read back: the lead ends its job for good after this, and Slurm would start it again.
             return "Requeue is still 1" if (await self.job(job.job_id)).requeue else ""
         except (SlurmMissing, NotFound) as error:
@@ -301,7 +307,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not cancel the job",
                 where=job_id,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="squeue --me lists your jobs",
             )
 
@@ -319,7 +325,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not signal the job",
                 where=job_id,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="squeue --me lists your jobs",
             )
 
@@ -330,8 +336,8 @@ class SlurmClient:
             what: names the job in an error, e.g. `the urgent job`.
 
         Raises:
-            SlurmRefused: sbatch refused; the error quotes its last line.
-            SlurmMissing: no answer; the job may have been queued anyway.
+            SlurmRefused: sbatch refused; the error quotes it.
+            SlurmMissing: no answer, or one that is not understood; the job may have been queued anyway.
         """
         # Not asked again by itself: an answer that was lost does not tell whether the job is queued.
         done = await self.run(["sbatch", "--parsable", *words])
@@ -339,13 +345,11 @@ class SlurmClient:
         number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`
         if done.exit_code == 0 and number.isascii() and number.isdigit():
             return int(number)
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.exit_code}"]
-        raise SlurmRefused(
-            f"{what} was not accepted",
-            where=where,
-            found=said[-1].removeprefix("sbatch: error: "),
-            remedy=remedy,
-        )
+        said = slurm_words(f"{done.stderr}\n{done.stdout}") or f"exit code {done.exit_code}"
+        # Only a refusal is one: otherwise the job may be queued.
+        if done.exit_code == 0 or not is_answer(done):
+            raise SlurmMissing(f"{what} may be queued", where=where, found=said, remedy="see `squeue --me`")
+        raise SlurmRefused(f"{what} was not accepted", where=where, found=said, remedy=remedy)
 
     async def exclude(self, job: JobFacts, nodes: str) -> None:
         """Sets the nodes that the job avoids, in Slurm's bracket form.
@@ -359,7 +363,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not take the nodes to exclude",
                 where=nodes,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="sinfo -N",
             )
 
@@ -391,7 +395,7 @@ class SlurmClient:
             kind = "requeued"
             done = await self.run(commands.requeue(facts.target))
             if done.exit_code != 0:
-                said = done.stderr.strip() or f"exit {done.exit_code}"
+                said = slurm_words(done.stderr) or f"exit {done.exit_code}"
                 # Killed or lost on its way: it may have arrived. The caller asks again, and then finds it requeued.
                 if not is_answer(done):
                     return RequeueOutcome(kind="unconfirmed", detail=said)
@@ -414,7 +418,7 @@ class SlurmClient:
             done = await self.run(commands.keep_node(job.target, node), _ASIDE_S, aside)
         if done.exit_code != 0:
             raise SlurmRefused(
-                "the job's other nodes were not taken", where=job.target, found=done.stderr.strip()
+                "the job's other nodes were not taken", where=job.target, found=slurm_words(done.stderr)
             )
 
     async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
@@ -437,7 +441,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not take the start time",
                 where=job.target,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="it starts after Slurm's own delay",
             )
         return start

@@ -77,11 +77,12 @@ def run_command(
 
 
 _SPEAKER = re.compile(r"^(?:sbatch|srun|scontrol|scancel|squeue|sinfo|sacct): (?:(?:error|fatal): )?")
+_FAILURE = re.compile(r"^(?:allocation failure|Batch job submission failed): ")
 
 
 def slurm_words(text: str) -> str:
     """Returns all that a command of Slurm said, on one line: a site's plug-ins speak before its last sentence. Pure."""
-    lines = [_SPEAKER.sub("", line.strip()) for line in text.splitlines()]
+    lines = [_FAILURE.sub("", _SPEAKER.sub("", line.strip())) for line in text.splitlines()]
     return "; ".join(dict.fromkeys(line for line in lines if line))
 
 

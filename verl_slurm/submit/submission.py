@@ -162,9 +162,10 @@ def plan_submission(
     chosen, note = choose_cluster(cluster)
     config, good = check_container(config, chosen)
     checked += good
-    slurm = None
+    slurm, told = None, tuple[str, ...]()
     if chosen == "slurm" and ask_slurm:
         slurm = check_slurm(config)
+        told = slurm.notes
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
     asked = (
         check_surroundings(config),
@@ -175,7 +176,7 @@ def plan_submission(
         unreachable,
         source_note(source),
     )
-    notes = [*places.notes, *(text for text in (note, *asked, *notes) if text)]
+    notes = [*places.notes, *(text for text in (note, *told, *asked, *notes) if text)]
     if config.checkpoint.encryption is not None:
         checked.append("key")
     # An existing run: what it has trained with decides what may change, and no job of it may live.

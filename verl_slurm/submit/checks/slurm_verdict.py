@@ -10,6 +10,7 @@ import shutil
 import subprocess
 
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
+from verl_slurm.config.checks.options import OWN_OPTIONS
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import submission_environment
 from verl_slurm.slurm.runner import slurm_words
@@ -18,19 +19,6 @@ __all__ = ["judge_script", "refusal", "refused_keys"]
 
 _TIMEOUT_S = 20.0
 """slurmctld plans the start of the job for this; on a large, full cluster that takes seconds."""
-_OPTIONS = {
-    "account": "slurm.account",
-    "cpus-per-task": "slurm.cpus_per_node",
-    "gpus-per-node": "slurm.gpus_per_node",
-    "job-name": "name",
-    "mem": "slurm.mem_mb_per_node",
-    "nodes": "distributed.nodes",
-    "partition": "slurm.partition",
-    "qos": "slurm.qos",
-    "signal": "slurm.signal_lead_s",
-    "time": "slurm.time_limit_min",
-}
-"""sbatch's options for which there are keys. For all others: slurm.extra."""
 _KEYS = (
     (r"\bgres\b|generic resource|trackable resource|\bTRES\b", "slurm.gpus_per_node"),
     (r"\baccount\b", "slurm.account"),
@@ -48,6 +36,7 @@ _OF_A_NODE = ("distributed.nodes", "slurm.cpus_per_node", "slurm.mem_mb_per_node
 """No node has all of these: sbatch does not say which one is too much."""
 _REMEDIES = {
     "slurm.gpus_per_node": "`sinfo -o '%P %G'` shows the GPUs of each partition; 0 asks for none",
+    "slurm.extra.nodelist": "`sinfo -N` lists the nodes",
     "slurm.account": "`sacctmgr show assoc user=$USER` lists yours",
     "slurm.qos": "`sacctmgr show assoc user=$USER format=account,qos` lists yours",
     "slurm.time_limit_min": "`sinfo -o '%P %l'` shows the limits",
@@ -70,9 +59,11 @@ def refused_keys(said: str) -> tuple[str, ...]:
     """Returns the configuration keys that sbatch's words are about; empty: they do not say. Pure."""
     # An option that is named, by Slurm or by the site, says more than Slurm's last sentence.
     if named := _named(said):
-        return tuple(_OPTIONS.get(option, f"slurm.extra.{option}") for option in named)
+        return tuple(filter(None, map(_key_of, named)))
     if "node configuration" in said:
         return _OF_A_NODE
+    if "node name" in said:
+        return ("slurm.extra.nodelist", "slurm.extra.exclude")
     # The first match, in the table's order: sentences about other things mention partition, CPUs and nodes, too. The
     # last sentence is Slurm's own.
     for sentence in reversed(said.split("; ")):
@@ -89,7 +80,7 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
     remedy = (
         _REMEDIES.get(keys[0]) if keys else "do as it says in the slurm section; `sinfo` shows what there is"
     )
-    named = [f"--{option} is {_OPTIONS.get(option, f'slurm.extra.{option}')}" for option in _named(said)]
+    named = [f"--{option} is {_key_of(option) or 'written by submit itself'}" for option in _named(said)]
     if named:
         remedy = "; ".join([f"here {', '.join(named)}", *([remedy] if remedy else [])])
     return SlurmRefused(
@@ -98,6 +89,13 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
         found=said,
         remedy=remedy or f"change {keys[0]}; `sinfo` shows what there is",
     )
+
+
+def _key_of(option: str) -> str:
+    """Returns the key for one of sbatch's options; empty: submit writes it, and no key does."""
+    if option in ("account", "partition", "qos"):
+        return f"slurm.{option}"
+    return OWN_OPTIONS.get(option, f"slurm.extra.{option}")
 
 
 def _named(said: str) -> list[str]:
