@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -12,13 +12,16 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.errors import Fenced, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy, read_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.journal.event import Event
-from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended
+from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
@@ -34,6 +37,7 @@ __all__ = [
     "leads",
     "may_be_of",
     "queued_jobs",
+    "refuse_living",
     "runs_here",
     "settle",
     "unknown_jobs",
@@ -254,3 +258,52 @@ def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:
     if process is not None:
         with suppress(psutil.Error):
             process.wait(timeout=timeout_s)
+
+
+def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
+    """Raises Fenced if the run has a job.
+
+    Args:
+        ask_for_unknown: also one of Slurm's that its journal does not name: its number was lost, or the journal was.
+    """
+    events = read_events(paths)
+    with suppress(NotFound):
+        _refuse_living_job(paths, events, last_job(paths))
+    if not ask_for_unknown:
+        return
+    if unknown := unknown_jobs(paths, events):
+        raise Fenced(
+            "a job of the run is queued of which its journal does not know",
+            where=paths.root,
+            found=f"job {unknown[-1]}",
+            remedy=f"it trains the run when it starts; `verl-slurm cancel {paths.root}` ends it",
+        )
+
+
+def _refuse_living_job(paths: RunPaths, events: Sequence[Event], job: Submission) -> None:
+    ended = has_ended(events, job.job_id)
+    if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
+        # A cancel of a job that waits leaves no other word.
+        if cancel_asked(events):
+            return
+        newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), "PATH")
+        raise Fenced(
+            "the run lives on another Slurm cluster",
+            where=paths.root,
+            found=f"job {job.job_id}, which has not ended; {other}",
+            remedy=f"`verl-slurm cancel {paths.root}` on {job.slurm}, then submit here; if there is no {job.slurm} any "
+            f"more, a new run goes on from this one's checkpoint: name=NEW checkpoint.resume_from={newest}",
+        )
+    if ended:
+        # submitit's local controller lives a moment longer than the end that its lead has recorded.
+        settle(paths, job)
+    state = job_state(paths, job)
+    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
+    # end was requeued by somebody.
+    if not state.over and not (ended and not state.waits):
+        raise Fenced(
+            "the run has a job already",
+            where=paths.root,
+            found=f"job {job.job_id}, {state.state}",
+            remedy=f"`verl-slurm watch {paths.root}` follows it, `verl-slurm cancel {paths.root}` ends it",
+        )

@@ -10,7 +10,7 @@ import fcntl
 import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -31,11 +31,10 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended
+from verl_slurm.journal.files import append_event
 from verl_slurm.program.programs import Moves
-from verl_slurm.runs.liveness import cluster_of_another, job_state, settle, unknown_jobs
-from verl_slurm.runs.record import has_begun, last_job, require_run, steps_done
+from verl_slurm.runs.liveness import refuse_living
+from verl_slurm.runs.record import has_begun, require_run, steps_done
 from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
 from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
 from verl_slurm.submit.checks.containers import check_container
@@ -197,7 +196,7 @@ def plan_submission(
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        _refuse_living(paths, ask_for_unknown=chosen == "slurm" and ask_slurm)
+        refuse_living(paths, ask_for_unknown=chosen == "slurm" and ask_slurm)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         checked.append("the run's former configuration and job")
     caller = base or Path.cwd()
@@ -286,7 +285,7 @@ def carry_out(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
                 )
             # As well: between the plan and the lock it may have queued a job.
-            _refuse_living(paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
+            refuse_living(paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
             # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
             undo.callback(remove_new, paths.logs, names_in(paths.logs))
             undo.callback(remove_new, paths.root, names_in(paths.root))
@@ -347,55 +346,6 @@ def carry_out(
         changed=tuple(changed),
         notes=(*plan.notes, *notices),
     )
-
-
-def _refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
-    """Raises Fenced if the run has a job.
-
-    Args:
-        ask_for_unknown: also one of Slurm's that its journal does not name: its number was lost, or the journal was.
-    """
-    events = read_events(paths)
-    with suppress(NotFound):
-        _refuse_living_job(paths, events, last_job(paths))
-    if not ask_for_unknown:
-        return
-    if unknown := unknown_jobs(paths, events):
-        raise Fenced(
-            "a job of the run is queued of which its journal does not know",
-            where=paths.root,
-            found=f"job {unknown[-1]}",
-            remedy=f"it trains the run when it starts; `verl-slurm cancel {paths.root}` ends it",
-        )
-
-
-def _refuse_living_job(paths: RunPaths, events: Sequence[ev.Event], job: Submission) -> None:
-    ended = has_ended(events, job.job_id)
-    if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
-        # A cancel of a job that waits leaves no other word.
-        if cancel_asked(events):
-            return
-        newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), "PATH")
-        raise Fenced(
-            "the run lives on another Slurm cluster",
-            where=paths.root,
-            found=f"job {job.job_id}, which has not ended; {other}",
-            remedy=f"`verl-slurm cancel {paths.root}` on {job.slurm}, then submit here; if there is no {job.slurm} any "
-            f"more, a new run goes on from this one's checkpoint: name=NEW checkpoint.resume_from={newest}",
-        )
-    if ended:
-        # submitit's local controller lives a moment longer than the end that its lead has recorded.
-        settle(paths, job)
-    state = job_state(paths, job)
-    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
-    # end was requeued by somebody.
-    if not state.over and not (ended and not state.waits):
-        raise Fenced(
-            "the run has a job already",
-            where=paths.root,
-            found=f"job {job.job_id}, {state.state}",
-            remedy=f"`verl-slurm watch {paths.root}` follows it, `verl-slurm cancel {paths.root}` ends it",
-        )
 
 
 def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> None:
@@ -531,5 +481,5 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
     require_run(paths)
     with _only_submitter(paths):
         # Asked under the lock, so that no submit queues a job between the answer and the work.
-        _refuse_living(paths)
+        refuse_living(paths)
         yield paths, load_resolved(paths.run_yaml)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 
@@ -35,6 +36,8 @@ __all__ = [
     "predecessor_of",
     "successor_of",
     "wanted_start",
+    "was_queued",
+    "what_became",
 ]
 
 
@@ -144,6 +147,20 @@ def cancel_asked(events: Sequence[Event], attempt: int | None = None) -> bool:
         if attempt is None and isinstance(event, Submitted | Successor | Started):
             return False
     return False
+
+
+def what_became(events: Sequence[Event], attempt: int) -> Literal["goes on", "is cancelled", "over"]:
+    """What the journal knows of an attempt's job. One that waits in the queue goes on."""
+    its = [event for event in events if isinstance(event, Ended) and event.attempt == attempt]
+    cancelled = cancel_asked(events, attempt)
+    if any(event.is_final for event in its) or (cancelled and its):
+        return "over"
+    return "is cancelled" if cancelled else "goes on"
+
+
+def was_queued(events: Iterable[Event], job_id: str) -> bool:
+    """Whether `submit` or a lead queued this job."""
+    return any(isinstance(event, Submitted | Successor) and event.job_id == job_id for event in events)
 
 
 def cancelled_task(events: Iterable[Event], job_id: str) -> str:
