@@ -47,6 +47,7 @@ def on_a_cluster_with(job: str, place: Path, monkeypatch: pytest.MonkeyPatch) ->
     programs = {
         "scontrol": f'[ "$1" = show ] && exec cat {place}/job.txt\necho "$0 $*" >> {asked}',
         "scancel": f'echo "$0 $*" >> {asked}',
+        "squeue": "",
     }
     for name, script in programs.items():
         (place / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
@@ -61,6 +62,7 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     """Slurm holds a job by itself, too, when a node refuses to launch it."""
     run = make_run(tmp_path / "run", "running", job_id="1").root
     job = re.sub(r"Reason=\S+", "Reason=launch_failed_requeued_held", (GOLDEN / "pending.txt").read_text())
+    job = re.sub("StdOut=.*", f"StdOut={run}/logs/1_0_log.out", job)
     on_a_cluster_with(job, tmp_path, monkeypatch)
     said = cli("status", run).out
     assert "PENDING, launch_failed_requeued_held; scontrol release 1" in said, said

@@ -73,6 +73,12 @@ def test_a_dry_run_is_a_list_with_a_line_for_each_thing_checked(
         ("Node count specification invalid", "distributed.nodes"),
         ("Requested node configuration is not available", "distributed.nodes"),
         ("Unspecified error", None),
+        ("every job must name a project: --account=PROJECT; Unspecified error", "slurm.account"),
+        ("--mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.", "slurm.mem_mb_per_node"),
+        ("Invalid node name specified", "slurm.extra.nodelist"),
+        ("--ntasks-per-node is mutually exclusive with --ntasks-per-gpu", "slurm.extra.ntasks-per-gpu"),
+        ("--gpus-per-socket is not allowed; Invalid generic resource", "slurm.extra.gpus-per-socket"),
+        ("do not use CPUs here; Invalid qos specification", "slurm.qos"),
     ],
 )
 def test_each_refusal_of_slurm_is_translated_to_its_key(said: str, key: str | None) -> None:

@@ -318,8 +318,29 @@ def test_values_that_do_not_go_together_are_refused(overrides: list[str], key: s
 
 def test_an_option_that_submit_sets_itself_is_always_refused() -> None:
     for option in OWN_OPTIONS:
-        config = run_config(extra={option: True})
+        config = run_config(extra={option: True}, mem_mb_per_node=1, gpus_per_node=1)
         assert [c.key for c in complaints(config)] == [f"slurm.extra.{option}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "way"),
+    [
+        (["slurm.gpus_per_node=a100:2"], "slurm.gpus_per_node=2 and slurm.extra.gres=gpu:a100:2"),
+        (["slurm.gpus_per_node=2", "slurm.extra.gpus-per-node=a100:2"], "slurm.extra.gres=gpu:TYPE:2"),
+        (["slurm.extra.cpus-per-gpu=8"], "slurm.cpus_per_node=N"),
+        (["slurm.mem_mb_per_node=9", "slurm.extra.mem-per-cpu=1"], "set slurm.mem_mb_per_node=0"),
+        (["slurm.mem_mb_per_node=9", "slurm.extra.mem=0"], "slurm.mem_mb_per_node says it"),
+        (["slurm.extra.deadline=now+1hour"], "slurm.time_limit_min"),
+        (["slurm.extra.clusters='a,b'"], "name one of them"),
+        (["slurm.partition='debug*'"], "no part of the name"),
+        (["slurm.partition='a,,b'"], "sinfo -s"),
+        (["slurm.partition='-a'"], "sinfo -s"),
+    ],
+)
+def test_an_option_that_excludes_one_of_ours_is_refused_with_the_way_that_works(
+    overrides: list[str], way: str
+) -> None:
+    assert way in refusal("", *overrides)
 
 
 def test_a_dumped_config_is_read_back_the_same() -> None:

@@ -87,6 +87,51 @@ def test_a_former_job_holds_the_run_until_slurm_says_that_it_is_over(
     assert slurm.asked <= 4
 
 
+ENDED = ev.Ended(25, "REQUEUED", "x", attempt=1, job_id="38")
+OVER = ev.Ended(22, "CRASHED", "x", attempt=1, job_id="38")
+
+
+@pytest.mark.parametrize(
+    ("last", "lives"),
+    [
+        ((), True),
+        ((ENDED,), True),
+        ((ENDED, ev.CancelAsked()), False),
+        ((ev.CancelAsked(),), False),
+        ((OVER,), False),
+    ],
+    ids=["works", "waits", "cancelled in the queue", "cancelled, and silent since", "over"],
+)
+def test_a_run_on_another_cluster_is_judged_by_its_journal_and_not_by_a_number(
+    last: tuple[ev.Event, ...], lives: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_allocation, "_LEAVING_S", (0.0, 0.0))
+    monkeypatch.setattr(slurm_allocation, "SlurmClient", lambda: _Slurm("RUNNING"))
+    paths = new_run(tmp_path / "run")
+    for event in (ev.Submitted(slurm="there", job_id="38"), ev.Started(slurm="there", attempt=1), *last):
+        append_event(paths, event)
+    environ = {"SLURM_JOB_ID": "38", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    job = SlurmJob.from_environ(environ | {"SLURMD_NODENAME": "n1", "SLURM_CLUSTER_NAME": "here"})
+    assert job is not None
+    mine = SlurmAllocation(job, RunConfig(), paths)
+    # Its number is this job's own, or that of somebody's job here.
+    for number in ("38", "37"):
+        alive = asyncio.run(mine.still_alive(owner(cluster="slurm", job_id=number, slurm="there", epoch=1)))
+        assert ("of Slurm cluster there has not ended, and this is here" in alive) is lives
+
+
+def test_a_number_that_is_another_job_by_now_holds_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_allocation, "SlurmClient", lambda: _Slurm("RUNNING"))
+    paths = new_run(tmp_path / "run")
+    append_event(paths, ev.Submitted(job_id="37"))
+    environ = {"SLURM_JOB_ID": "38", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
+    job = SlurmJob.from_environ(environ | {"SLURMD_NODENAME": "n1"})
+    assert job is not None
+    assert asyncio.run(SlurmAllocation(job, RunConfig(), paths).still_alive(OWNER)) == ""
+
+
 @pytest.mark.scenario("C04", "K02")
 @pytest.mark.parametrize("taken", ["1970-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"])
 def test_whether_a_local_lead_lives_is_asked_by_its_birth_and_not_by_dates(

@@ -58,6 +58,13 @@ def preemption(mode: str, grace_s: int, seconds: float | None, **conf: str) -> F
     return of("preemption", judge_deadlines(CONF | conf, partition(mode, grace_s), config(), known))
 
 
+def test_of_several_partitions_each_is_judged_by_its_name() -> None:
+    known = save(4.0)
+    found = judge_deadlines(CONF, partition("REQUEUE", 30), config(), known, [partition("OFF", 0)])
+    assert [f.topic for f in found].count("preemption") == 2
+    assert all(f.found.startswith("partition ") for f in found if f.topic == "preemption")
+
+
 def test_a_sound_cluster_has_nothing_but_good_findings() -> None:
     findings = judge_cluster(CONF, partition(), config(), save(4.0))
     assert worst(findings) == "good"

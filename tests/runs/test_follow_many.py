@@ -20,11 +20,11 @@ Act = Callable[[], object]
 
 
 @pytest.fixture
-def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str, str]]:
+def alive(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[str, str, str]]:
     """Slurm's jobs."""
-    states = dict.fromkeys(range(1, 9), ("RUNNING", ""))
+    states = dict.fromkeys(range(1, 9), ("RUNNING", "", ""))
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
         return states
 
     monkeypatch.setattr(SlurmClient, "states", answer)
@@ -125,7 +125,7 @@ def test_a_run_that_comes_later_is_followed_too(
 
 
 def test_who_is_silent_is_asked_for_and_a_killed_lead_is_told(
-    tmp_path: Path, alive: dict[int, tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, alive: dict[int, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(tmp_path / "a", job_id="1")
 
@@ -208,7 +208,7 @@ def test_where_inotify_is_silent_the_journals_are_looked_at(
 
 @pytest.mark.parametrize("remote", [True, False])
 def test_a_killed_lead_is_told_where_only_sizes_are_looked_at_and_where_others_are_never_silent(
-    tmp_path: Path, alive: dict[int, tuple[str, str]], monkeypatch: pytest.MonkeyPatch, remote: bool
+    tmp_path: Path, alive: dict[int, tuple[str, str, str]], monkeypatch: pytest.MonkeyPatch, remote: bool
 ) -> None:
     monkeypatch.setattr(fleet_follow, "is_remote", lambda _: remote)
     make_run(tmp_path / "a", job_id="1")

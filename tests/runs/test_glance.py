@@ -21,12 +21,12 @@ LONG = 800
 
 
 @pytest.fixture
-def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, tuple[str, str]], Questions]:
+def squeue(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[int, tuple[str, str, str]], Questions]:
     """What Slurm says, and each question that it was asked."""
-    states: dict[int, tuple[str, str]] = {}
+    states: dict[int, tuple[str, str, str]] = {}
     questions: Questions = []
 
-    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str]]:
+    async def answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
         questions.append(set(users))
         return states
 
@@ -58,7 +58,7 @@ def state(root: Path) -> str:
 )
 def test_a_runs_state_is_what_its_files_and_slurm_say(
     tmp_path: Path,
-    squeue: tuple[dict[int, tuple[str, str]], Questions],
+    squeue: tuple[dict[int, tuple[str, str, str]], Questions],
     kind: Kind,
     slurm: str,
     shown: str,
@@ -66,16 +66,16 @@ def test_a_runs_state_is_what_its_files_and_slurm_say(
 ) -> None:
     make_run(tmp_path / "run", kind, num_events=num_events)
     if slurm:
-        squeue[0][7] = (slurm, "")
+        squeue[0][7] = (slurm, "", "")
     assert state(tmp_path / "run") == shown
 
 
 def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
 ) -> None:
     for number in range(20):
         make_run(tmp_path / f"{number:02d}", "running" if number % 2 else "done", job_id=str(number))
-        squeue[0][number] = ("RUNNING", "")
+        squeue[0][number] = ("RUNNING", "", "")
     runs = glance_at_all(tmp_path)
     seen, problem = ask_for(runs)
     assert squeue[1] == [{os.getuid()}]
@@ -83,7 +83,7 @@ def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(
 
 
 def test_a_run_that_ends_between_the_two_looks_is_not_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str]], Questions]
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
 ) -> None:
     paths = make_run(tmp_path / "run")
     run = glance(paths.root)
@@ -96,7 +96,7 @@ def test_a_run_that_ends_between_the_two_looks_is_not_gone(
 
 
 def test_without_an_answer_nothing_is_said_to_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str]]:
+    async def no_answer(_: SlurmClient, users: set[int]) -> dict[int, tuple[str, str, str]]:
         raise SlurmMissing("Slurm does not answer")
 
     monkeypatch.setattr(SlurmClient, "states", no_answer)
@@ -189,9 +189,9 @@ def test_a_link_that_leads_nowhere_hides_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("job_id", ["9" * 5000, "٣", "-7", "7_1"])
 def test_a_job_number_that_is_none_is_a_run_that_is_gone(
-    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str]], Questions], job_id: str
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions], job_id: str
 ) -> None:
-    squeue[0][3] = squeue[0][7] = ("RUNNING", "")
+    squeue[0][3] = squeue[0][7] = ("RUNNING", "", "")
     make_run(tmp_path / "run", job_id=job_id)
     assert state(tmp_path / "run") == "gone"
 

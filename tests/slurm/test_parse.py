@@ -257,4 +257,11 @@ def test_a_job_that_is_queued_again_is_not_one_that_is_over(moment: str, waiting
 
 def test_many_jobs_are_read_from_one_answer() -> None:
     text = "12|RUNNING|None\n13|PENDING|Resources\n14_[1-9]|PENDING|x\n15\n\n|RUNNING|\n16|PENDING|a|b\n"
-    assert parse_states(text) == {12: ("RUNNING", ""), 13: ("PENDING", "Resources"), 16: ("PENDING", "a|b")}
+    text += "17|RUNNING|None|/a|b.sh\n18|RUNNING|None|(null)\n"
+    assert parse_states(text) == {
+        12: ("RUNNING", "", ""),
+        13: ("PENDING", "Resources", ""),
+        16: ("PENDING", "a|b", ""),
+        17: ("RUNNING", "", "/a|b.sh"),
+        18: ("RUNNING", "", "(null)"),
+    }

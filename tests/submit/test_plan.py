@@ -81,6 +81,15 @@ def test_what_is_asked_for_is_in_the_script() -> None:
     }.items() <= additional.items()
 
 
+def test_memory_and_gpus_in_other_words_stand_in_the_script_alone() -> None:
+    words = ["slurm.gpus_per_node=2", "slurm.extra.gres=gpu:a100:2", "slurm.extra.mem=0"]
+    options = sbatch_options(config(*words))
+    assert {"--gres=gpu:a100:2", "--mem=0"} <= set(options)
+    assert not any(option.startswith("--gpus") for option in options)
+    beside = sbatch_options(config("slurm.gpus_per_node=2", "slurm.extra.gres=lustre:1"))
+    assert {"--gpus-per-node=2", "--gres=lustre:1"} <= set(beside)
+
+
 def test_the_template_gets_the_same_as_options() -> None:
     options = sbatch_options(config("slurm.partition=gpu", "slurm.extra={exclusive: true}"))
     assert {"--partition=gpu", "--exclusive", "--requeue", "--signal=B:USR1@120", "--nodes=2"} <= set(options)

@@ -45,6 +45,8 @@ class Epoch(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     pid: _Number
     taken: str
+    slurm: str = ""
+    """Name of the Slurm cluster: `job_id` means nothing on another one. Empty: not known."""
     born: str = ""
     """`processes.birth_of(pid)`: tells this process from a later one of the same number, independent of clocks."""
 
@@ -89,6 +91,7 @@ def take_epoch(
     job_id: str,
     restart: int,
     cluster: str = "local",
+    slurm: str = "",
     after: Epoch | msgspec.UnsetType | None = msgspec.UNSET,
 ) -> Epoch:
     """Closes the present epoch and opens the next one, as its owner.
@@ -110,6 +113,7 @@ def take_epoch(
         cluster=cluster,
         job_id=job_id,
         restart=restart,
+        slurm=slurm,
         host=socket.gethostname(),
         pid=os.getpid(),
         taken=datetime.now(UTC).isoformat(timespec="milliseconds"),

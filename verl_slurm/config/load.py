@@ -418,8 +418,16 @@ def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> Run
             if _private(dotted)
             else f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
             expected=expected,
-            remedy=f"write {dotted}: {_example(expected, value)}",
+            remedy=_typed_gpus(dotted, value) or f"write {dotted}: {_example(expected, value)}",
         ) from None
+
+
+def _typed_gpus(dotted: str, value: object) -> str:
+    """Returns how to write GPUs of a type, `a100:2`; empty: the value is none."""
+    match = re.fullmatch(r"(?:gpu:)?([\w.-]+):(\d+)", value) if isinstance(value, str) else None
+    if dotted != "slurm.gpus_per_node" or match is None:
+        return ""
+    return f"write slurm.gpus_per_node={match[2]} and slurm.extra.gres=gpu:{match[1]}:{match[2]}"
 
 
 def _with_entry(data: dict[str, Value], dotted: str) -> str:

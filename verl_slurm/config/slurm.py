@@ -14,7 +14,7 @@ class SlurmConfig(Section, frozen=True):
     """Sets what the run asks of Slurm."""
 
     partition: str | None = None
-    """null: Slurm's default one."""
+    """null: Slurm's default one. Several, `a,b`: Slurm takes the one that can start the job first."""
     account: str | None = None
     """Account that pays for the job. null: your default one."""
     qos: str | None = None
@@ -27,11 +27,11 @@ class SlurmConfig(Section, frozen=True):
     """CPU cores that the job asks for on each node, for all of its ranks."""
     gpus_per_node: NonNegative = 0
     """GPUs that the job asks for on each node: one for each of its ranks (`distributed.dp_size` and
-    `distributed.nodes`). 0: none."""
+    `distributed.nodes`). 0: none. Of one type: `slurm.extra: {gres: "gpu:a100:8"}` beside it, and that is asked for."""
     mem_mb_per_node: NonNegative = 0
-    """0: the partition's default."""
+    """0: the partition's default. All memory of the nodes: 0, and `slurm.extra: {mem: 0}`."""
     extra: dict[str, str | int | bool] = {}
-    """Further sbatch options by their long names, e.g. {constraint: a100}."""
+    """Further sbatch options by their long names, e.g. {constraint: a100, wckey: my_project}."""
     spare_nodes: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """Nodes that the job holds beyond those that train; it starts with fewer where Slurm has no more. One takes the
     place of a node that is lost, without a requeue (`--no-kill`). Idle until then, and paid for; not of use for the

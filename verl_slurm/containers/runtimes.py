@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+from verl_slurm.config.checks.options import asks_for_gpus
 from verl_slurm.config.container import ContainerConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.mounts import Mount, mounts
@@ -135,6 +136,7 @@ def contained_agents_argv(config: RunConfig, agent: Sequence[str]) -> list[str]:
 def in_image(config: RunConfig) -> dict[str, str]:
     """Returns the variables with which srun has to be started, so that Pyxis mounts the driver."""
     wanted = config.distributed.device == "cuda" or (
-        config.distributed.device == "auto" and config.slurm.gpus_per_node > 0
+        config.distributed.device == "auto"
+        and (config.slurm.gpus_per_node > 0 or asks_for_gpus(config.slurm.extra))
     )
     return dict(_NVIDIA) if agents_inside(config) and wanted else {}

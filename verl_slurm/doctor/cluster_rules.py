@@ -11,7 +11,7 @@ The rules rest on measurements with 22.05.8 and on the manual pages slurm.conf(5
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -50,7 +50,11 @@ class SaveTime(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge_cluster(
-    conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
+    conf: Mapping[str, str],
+    partition: PartitionFacts,
+    config: RunConfig,
+    save: SaveTime | None,
+    others: Sequence[PartitionFacts] = (),
 ) -> list[Finding]:
     """Returns all findings that need no job.
 
@@ -58,18 +62,33 @@ def judge_cluster(
         conf: `scontrol show config`.
         partition: the one that the job goes to.
         save: the duration of a save; None: not known yet.
+        others: partitions of which Slurm may take one instead.
     """
     findings = [_version(conf), _requeue(conf, partition)]
-    findings += judge_deadlines(conf, partition, config, save)
+    findings += judge_deadlines(conf, partition, config, save, others)
     findings += [_lost_node(conf), _memory_of_jobs(conf), _neighbours(config)]
     return findings
 
 
 def judge_deadlines(
-    conf: Mapping[str, str], partition: PartitionFacts, config: RunConfig, save: SaveTime | None
+    conf: Mapping[str, str],
+    partition: PartitionFacts,
+    config: RunConfig,
+    save: SaveTime | None,
+    others: Sequence[PartitionFacts] = (),
 ) -> list[Finding]:
-    """Judges whether a save fits between a warning and the end, at a preemption and at the time limit."""
-    return [_preemption(conf, partition, config, save), _time_limit(conf, config, save)]
+    """Judges whether a save fits between a warning and the end, at a preemption and at the time limit.
+
+    Args:
+        others: of which Slurm may take one instead.
+    """
+    each = [(facts.name, _preemption(conf, facts, config, save)) for facts in (partition, *others)]
+    if others:
+        each = [
+            (name, msgspec.structs.replace(found, found=f"partition {name}: {found.found}"))
+            for name, found in each
+        ]
+    return [*(found for _, found in each), _time_limit(conf, config, save)]
 
 
 def _version(conf: Mapping[str, str]) -> Finding:

@@ -33,6 +33,8 @@ class Submitted(Event):
 
     cluster: Cluster = "slurm"
     host: str = ""
+    slurm: str = ""
+    """Name of the Slurm cluster, where it is known: a job's number means nothing on another one."""
 
 
 class Successor(Event):
@@ -41,6 +43,8 @@ class Successor(Event):
     after: str
     """The job that it follows."""
     cluster: Cluster = "slurm"
+    slurm: str = ""
+    """As in `submitted`."""
 
 
 class Started(Event):
@@ -54,6 +58,8 @@ class Started(Event):
     pid: Int = 0
     array: str | None = None
     """The job array that the job is a task of."""
+    slurm: str = ""
+    """As in `submitted`."""
 
 
 class StartFailed(Event):

@@ -29,11 +29,14 @@ async def from_slurm(config: RunConfig, client: SlurmClient) -> tuple[dict[str, 
     try:
         conf = await client.config()
         name = config.slurm.partition
-        partition = await (client.partition(name) if name else client.default_partition())
+        first = name.partition(",")[0] if name else None
+        partition = await (client.partition(first) if first else client.default_partition())
     except (SlurmMissing, NotFound) as error:
         return {}, [f"Slurm was not asked: {error.one_line()}"]
     found: dict[str, Known] = {}
     notes: list[str] = []
+    if name and name != first:
+        notes.append(f"of the partitions {name} the first one is looked at: {first}")
     lost = lost_after_s(conf)
     if lost is not None and fmean(lost) < config.daemon.start_timeout_s:
         found["lost_node_s"] = Known(fmean(lost), "Slurm", "SlurmdTimeout, two to three times")

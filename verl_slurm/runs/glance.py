@@ -26,8 +26,8 @@ from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.liveness import job_number, job_state
-from verl_slurm.runs.record import job_by_files
+from verl_slurm.runs.liveness import elsewhere, is_script_of, job_number, job_state
+from verl_slurm.runs.record import job_by_files, with_cluster
 from verl_slurm.slurm.client import SlurmClient
 
 __all__ = [
@@ -176,7 +176,7 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
     found = Glance(
         root=root,
         status=status,
-        job=job,
+        job=None if job is None else with_cluster(job, status),
         # The newest of each: the events are the journal's end, oldest first.
         word=next((event for event in reversed(events) if isinstance(event, _DECISIVE)), None),
         last=events[-1] if events else None,
@@ -278,29 +278,26 @@ def _ask(runs: Iterable[Glance]) -> tuple[dict[Path, Seen], str]:
     except SlurmMissing as error:
         return seen | {run.root: Seen(None) for run in at_slurm}, error.one_line()
     # Slurm is asked for its name where a run has one to compare: a job number means nothing on another cluster.
-    here = _cluster_here() if any(_cluster_of(run) for run in at_slurm) else ""
+    here = _cluster_here() if any(run.job is not None and run.job.slurm for run in at_slurm) else ""
     for run in at_slurm:
-        if here and (other := _cluster_of(run)) and other != here:
-            seen[run.root] = Seen(
-                None, detail=f"it is of Slurm cluster {other}, and this is {here}: ask there"
-            )
+        job = run.job
+        assert job is not None
+        if here and job.slurm and job.slurm != here:
+            seen[run.root] = Seen(None, detail=elsewhere(job.slurm, here))
             continue
-        number = job_number(run.job.job_id) if run.job is not None else None
+        number = job_number(job.job_id)
         # squeue lists what is not over, so a job that is missing is gone.
-        state, reason = states.get(-1 if number is None else number, ("", ""))
+        state, reason, script = states.get(-1 if number is None else number, ("", "", ""))
+        # Its number may be another job's by now. What we queue has its script in RUN/logs.
+        if job.queued_by_us and script and not is_script_of(run.root, script):
+            state, reason = "", ""
         seen[run.root] = Seen(bool(state), state, reason)
     return seen, ""
 
 
-def _cluster_of(run: Glance) -> str:
-    """Returns the Slurm cluster that the run's newest job started on; empty: it did not say, or has not started."""
-    same_job = run.job is not None and run.status.get("job_id") == run.job.job_id
-    return str(run.status.get("slurm") or "") if same_job else ""
-
-
 def _cluster_here() -> str:
     try:
-        return asyncio.run(SlurmClient().config()).get("ClusterName", "")
+        return asyncio.run(SlurmClient().cluster_name())
     except (SlurmMissing, NotFound):
         return ""
 
@@ -319,7 +316,7 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if seen is not None and seen.alive is False:
         return "gone"
     if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
-        return f"on {run.status.get('slurm')}"
+        return f"on {run.job.slurm}"
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
         return "queued" if seen.state == "PENDING" else "suspended"
     state = str(run.status.get("state") or "")

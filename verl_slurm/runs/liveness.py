@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -12,17 +12,40 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from verl_slurm.base.errors import NotFound, VerlSlurmError
+from verl_slurm.base.errors import Fenced, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy, read_epoch
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
-from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.journal.event import Event
+from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended
+from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = ["JobState", "controller", "job_number", "job_state", "leads", "runs_here", "settle", "way_on"]
+__all__ = [
+    "ANOTHERS",
+    "JobState",
+    "cluster_of_another",
+    "controller",
+    "elsewhere",
+    "is_script_of",
+    "job_number",
+    "job_state",
+    "leads",
+    "may_be_of",
+    "queued_jobs",
+    "refuse_living",
+    "runs_here",
+    "settle",
+    "unknown_jobs",
+    "way_on",
+]
 
+ANOTHERS = "another job has its number"
+"""`JobState.detail` of a job whose number is, on this cluster or by now, not the run's."""
 _BY_HAND = "local-"
 """Prefix of the job id of a lead that was started without submitit."""
 
@@ -69,11 +92,15 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
     number = job_number(job.job_id)
     if number is None:
         return JobState(state="GONE", over=True, detail="not a Slurm job id")
+    if other := cluster_of_another(job):
+        return JobState(state="UNKNOWN", over=False, detail=other)
     try:
         facts = asyncio.run(SlurmClient().job(number))
     except NotFound:
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
+    if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us):
+        return JobState(state="GONE", over=True, detail=ANOTHERS)
     waits = facts.is_waiting
     return JobState(
         state=facts.state,
@@ -83,6 +110,43 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
+
+
+def cluster_of_another(job: Submission) -> str:
+    """Returns that the job is of another Slurm cluster than the one that answers here; empty: it is of this one, or
+    that is not known. Raises SlurmMissing."""
+    if not job.slurm:
+        return ""
+    here = asyncio.run(SlurmClient().cluster_name())
+    return elsewhere(job.slurm, here) if here and here != job.slurm else ""
+
+
+def elsewhere(cluster: str, here: str) -> str:
+    """Says that a job's number means nothing here."""
+    return f"it is of Slurm cluster {cluster}, and this is {here}: ask there"
+
+
+def queued_jobs(paths: RunPaths) -> list[str]:
+    """Returns the unfinished jobs that `submit` or a lead queued for the run, by their batch scripts in RUN/logs: also
+    those of which the journal does not know. The newest is last.
+
+    Raises:
+        SlurmMissing: no Slurm, or no answer.
+    """
+    jobs = asyncio.run(SlurmClient().own_jobs())
+    return [number for number, script in jobs if is_script_of(paths.root, script)]
+
+
+def unknown_jobs(paths: RunPaths, events: Iterable[Event]) -> list[str]:
+    """Returns those of `queued_jobs` that the journal does not name. Raises as it."""
+    named = {event.job_id for event in events}
+    return [number for number in queued_jobs(paths) if number not in named]
+
+
+def is_script_of(root: Path, script: str) -> bool:
+    """Returns whether it is a batch script that `submit` or a lead wrote for the run: those lie in RUN/logs."""
+    logs = Path(script).parent
+    return logs.name == "logs" and os.path.realpath(logs.parent) == os.path.realpath(root)
 
 
 def way_on(facts: JobFacts) -> str:
@@ -108,6 +172,19 @@ def runs_here(root: Path, job: JobFacts) -> bool:
     _, *words = (job.command or "").split(" ")
     # Slurm writes no quotes: RUN, the last argument, may contain blanks.
     return _names(root, [*words, *(" ".join(words[start:]) for start in range(len(words)))], job.work_dir)
+
+
+def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
+    """Returns whether a job with the number of the run's can be the run's: on another cluster, and where a cluster's
+    numbers begin anew, the number is another job's.
+
+    Args:
+        queued_by_us: the run's job was queued by `submit` or a lead (`Submission`).
+    """
+    if runs_here(root, job) or (job.std_out is None and job.command is None):
+        return True  # a site may hide both
+    # A script that somebody wrote by hand need not name the run.
+    return not queued_by_us and job.user_id == os.stat(root).st_uid
 
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
@@ -181,3 +258,52 @@ def settle(paths: RunPaths, job: Submission, timeout_s: float = 10.0) -> None:
     if process is not None:
         with suppress(psutil.Error):
             process.wait(timeout=timeout_s)
+
+
+def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
+    """Raises Fenced if the run has a job.
+
+    Args:
+        ask_for_unknown: also one of Slurm's that its journal does not name: its number was lost, or the journal was.
+    """
+    events = read_events(paths)
+    with suppress(NotFound):
+        _refuse_living_job(paths, events, last_job(paths))
+    if not ask_for_unknown:
+        return
+    if unknown := unknown_jobs(paths, events):
+        raise Fenced(
+            "a job of the run is queued of which its journal does not know",
+            where=paths.root,
+            found=f"job {unknown[-1]}",
+            remedy=f"it trains the run when it starts; `verl-slurm cancel {paths.root}` ends it",
+        )
+
+
+def _refuse_living_job(paths: RunPaths, events: Sequence[Event], job: Submission) -> None:
+    ended = has_ended(events, job.job_id)
+    if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
+        # A cancel of a job that waits leaves no other word.
+        if cancel_asked(events):
+            return
+        newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), "PATH")
+        raise Fenced(
+            "the run lives on another Slurm cluster",
+            where=paths.root,
+            found=f"job {job.job_id}, which has not ended; {other}",
+            remedy=f"`verl-slurm cancel {paths.root}` on {job.slurm}, then submit here; if there is no {job.slurm} any "
+            f"more, a new run goes on from this one's checkpoint: name=NEW checkpoint.resume_from={newest}",
+        )
+    if ended:
+        # submitit's local controller lives a moment longer than the end that its lead has recorded.
+        settle(paths, job)
+    state = job_state(paths, job)
+    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
+    # end was requeued by somebody.
+    if not state.over and not (ended and not state.waits):
+        raise Fenced(
+            "the run has a job already",
+            where=paths.root,
+            found=f"job {job.job_id}, {state.state}",
+            remedy=f"`verl-slurm watch {paths.root}` follows it, `verl-slurm cancel {paths.root}` ends it",
+        )

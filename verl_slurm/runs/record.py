@@ -1,8 +1,12 @@
 """Reads the facts about a run's jobs from its journal and its status file."""
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import NotFound, VerlSlurmError
@@ -25,6 +29,7 @@ __all__ = [
     "last_job",
     "require_run",
     "steps_done",
+    "with_cluster",
 ]
 
 
@@ -116,4 +121,11 @@ def last_job(paths: RunPaths) -> Submission:
             where=paths.root,
             remedy=f"verl-slurm submit {paths.root}",
         )
-    return found
+    return with_cluster(found, read_status(paths))
+
+
+def with_cluster(job: Submission, status: Mapping[str, Any]) -> Submission:
+    """Returns the job with its Slurm cluster's name, which a journal of former versions leaves to the snapshot."""
+    if job.slurm or status.get("job_id") != job.job_id:
+        return job
+    return msgspec.structs.replace(job, slurm=str(status.get("slurm") or ""))

@@ -1,6 +1,7 @@
 """What a user asks of a run's job: to end, to start again, to save."""
 
 import asyncio
+import shutil
 import signal
 
 import psutil
@@ -9,10 +10,10 @@ from verl_slurm.base.errors import NotFound, SlurmRefused
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
-from verl_slurm.journal.files import append_event
-from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.journal.files import append_event, read_events
+from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended, newest_job
 from verl_slurm.runs.glance import glance
-from verl_slurm.runs.liveness import job_state, leads, runs_here, way_on
+from verl_slurm.runs.liveness import ANOTHERS, job_state, leads, runs_here, unknown_jobs, way_on
 from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
@@ -28,10 +29,12 @@ def cancel_run(run: RunPaths) -> str:
         NotFound: the run has no living job.
         SlurmMissing, SlurmRefused: the request failed.
     """
-    job = last_job(run)
-    _require_living(run)
-    # Before the journal: a job that is refused here must leave no word of a cancel.
-    _require_own(run, job, "scancel {}")
+    try:
+        job = last_job(run)
+        # Before the journal: a job that is refused here must leave no word of a cancel.
+        _require_living(run, "scancel {}")
+    except NotFound as error:
+        return _cancel_unknown(run, error)
     # Before the signal: the next task of a chain starts by itself, and looks for this line.
     append_event(run, CancelAsked())
     if job.cluster == "slurm":
@@ -40,6 +43,25 @@ def cancel_run(run: RunPaths) -> str:
         # The lead takes it for a cancel, as it takes what scancel sends.
         _signal_local(run, signal.SIGTERM)
     return job.job_id
+
+
+def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
+    """Ends the jobs of the run that Slurm has and its journal does not name; returns their ids. Raises `error` if there
+    are none."""
+    events = read_events(run)
+    job = newest_job(events)
+    if job is not None and job.cluster != "slurm":
+        raise error
+    if unknown := unknown_jobs(run, events) if shutil.which("squeue") else []:
+        append_event(run, CancelAsked())
+        for number in unknown:
+            asyncio.run(SlurmClient().cancel(int(number.partition("_")[0])))
+        return ", ".join(unknown)
+    # By nothing else can another cluster tell that a job is over which ended without a word.
+    silent = job is not None and not has_ended(events, job.job_id) and not cancel_asked(events)
+    if silent and job_state(run, last_job(run)).over:
+        append_event(run, CancelAsked())
+    raise error
 
 
 def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
@@ -54,8 +76,7 @@ def requeue_run(run: RunPaths, *, at_once: bool = False) -> tuple[str, str]:
     """
     job = last_job(run)
     # `scontrol requeue` starts a job that is over again, one that its user has cancelled as well.
-    state = _require_living(run)
-    _require_own(run, job, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
+    state = _require_living(run, "scontrol requeue {}" if at_once else "scancel --batch --signal=USR2 {}")
     append_event(run, RequeueAsked())
     if job.cluster == "slurm":
         number = int(job.job_id)
@@ -103,15 +124,30 @@ def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
     )
 
 
-def _require_living(run: RunPaths) -> str:
+def _require_living(run: RunPaths, by_hand: str) -> str:
     """Returns the state of the run's job.
 
+    Args:
+        by_hand: the command that does what is asked for to the job `{}`.
+
     Raises:
-        NotFound: it is over.
+        NotFound: it is over, or of another cluster or machine.
+        SlurmRefused: its number is another job's.
+        SlurmMissing: no answer.
     """
 
     job = last_job(run)
     state = job_state(run, job)
+    # Its number, or its process's, is another's here.
+    if state.state == "UNKNOWN":
+        raise NotFound(
+            "the run's job cannot be reached from here",
+            where=run.root,
+            found=f"job {job.job_id}, {state.detail}",
+            remedy="run the same command there",
+        )
+    if not state.over or state.detail == ANOTHERS:
+        _require_own(run, job, by_hand)
     if state.over:
         word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
         came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
@@ -167,11 +203,12 @@ def ask_for_save(run: RunPaths) -> str:
     except NotFound:
         return ""
     state = job_state(run, job)
+    if state.state == "RUNNING" or state.detail == ANOTHERS:
+        _require_own(run, job, "scancel --batch --signal=USR1 {}")
     # A job that waits or stands still cannot save.
     if state.over or state.state != "RUNNING":
         return ""
     if job.cluster == "slurm":
-        _require_own(run, job, "scancel --batch --signal=USR1 {}")
         asyncio.run(SlurmClient().signal_batch(int(job.job_id), signal.SIGUSR1.name.removeprefix("SIG")))
     else:
         try:

@@ -14,6 +14,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from verl_slurm.base.search_path import clean_environment
+from verl_slurm.config.checks.options import asks_for_gpus
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_components
 
@@ -93,7 +94,8 @@ def sbatch_parameters(
         del parameters["ntasks_per_node"]
     if slurm.partition is not None:
         parameters["partition"] = slurm.partition
-    if slurm.gpus_per_node:
+    # In `extra` they may be asked for in other words, e.g. by their type; Slurm refuses both together.
+    if slurm.gpus_per_node and not asks_for_gpus(slurm.extra):
         parameters["gpus_per_node"] = slurm.gpus_per_node
     if slurm.mem_mb_per_node:
         parameters["mem"] = f"{slurm.mem_mb_per_node}MB"
@@ -121,7 +123,7 @@ def component_lines(config: RunConfig, requeue: str = "--requeue") -> list[str]:
         }
         named = {"partition": slurm.partition, "account": slurm.account, "qos": slurm.qos}
         options |= {option: value for option, value in named.items() if value is not None}
-        if service.gpus:
+        if service.gpus and not asks_for_gpus(service.slurm):
             options["gpus-per-node"] = service.gpus
         options |= {option: value for option, value in service.slurm.items() if value is not False}
         words = [

@@ -36,7 +36,7 @@ from verl_slurm.slurm.parse import (
     parse_usable_nodes,
 )
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
-from verl_slurm.slurm.runner import Completed, run_command
+from verl_slurm.slurm.runner import Completed, run_command, slurm_words
 
 __all__ = ["SlurmClient"]
 
@@ -123,7 +123,7 @@ class SlurmClient:
         done = await self.run(argv, within_s)
         if done.exit_code == 0:
             return done.stdout
-        said = (done.stderr or done.stdout).strip()
+        said = slurm_words(f"{done.stderr}\n{done.stdout}")
         lowered = said.lower()
         # The exit code is 1 for an unknown job as for a slurmctld that is away; the words tell them apart.
         if "invalid job id" in lowered or "not found" in lowered:
@@ -185,6 +185,12 @@ class SlurmClient:
         text = await self._ask(commands.show_partition(name), "Slurm has no such partition", name)
         return parse_partition(text, name)
 
+    async def partitions_of(self, names: str | None) -> list[PartitionFacts]:
+        """Returns those that a job names, `a,b`, or the default one. Raises as `job`."""
+        if names is None:
+            return [await self.default_partition()]
+        return [await self.partition(name) for name in names.split(",")]
+
     async def usable_nodes(self, partition: str) -> dict[str, str]:
         """Returns what `parse_usable_nodes` finds. Raises as `job`."""
         # sinfo: far less text than all nodes by scontrol, and `run_command` cuts at 1 MiB.
@@ -196,17 +202,24 @@ class SlurmClient:
         text = await self._ask(commands.list_nodes(partition), "Slurm has no such partition", partition)
         return parse_usable_nodes(text), list(parse_usable_nodes(text, IDLE))
 
-    async def own_job_with(self, script: str) -> str:
-        """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
-        text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", script)
-        # The script is the line's rest: its path may contain the separator.
-        jobs = (line.strip().partition("|") for line in text.splitlines())
-        return max(
-            (number for number, _, run in jobs if run == script and number.isdigit()), key=int, default=""
+    async def own_jobs(self) -> list[tuple[str, str]]:
+        """Returns the number and the batch script of each of our unfinished jobs, the newest last. Raises as `job`."""
+        text = await self._ask(commands.list_jobs(), "Slurm does not list jobs", None)
+        # The script is the line's rest: its path may contain the separator. `12+0` is the first component of a
+        # heterogeneous job, whose number is 12.
+        lines = (line.strip().partition("|") for line in text.splitlines())
+        jobs = [(number.removesuffix("+0"), script) for number, _, script in lines]
+        return sorted(
+            ((number, script) for number, script in jobs if commands.JOB.fullmatch(number)),
+            key=lambda job: int(job[0].partition("_")[0]),
         )
 
-    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str]]:
-        """Maps the number of every unfinished job of these users (uids) to (state, reason), in ONE question.
+    async def own_job_with(self, script: str) -> str:
+        """Returns the newest unfinished job of ours with this batch script; empty if there is none. Raises as `job`."""
+        return next((number for number, run in reversed(await self.own_jobs()) if run == script), "")
+
+    async def states(self, users: Iterable[int]) -> dict[int, tuple[str, str, str]]:
+        """Maps the number of every unfinished job of these users (uids) to (state, reason, script), in ONE question.
 
         Raises:
             SlurmMissing: no answer.
@@ -223,6 +236,10 @@ class SlurmClient:
     async def partitions(self) -> list[PartitionFacts]:
         """Returns all partitions. Raises SlurmMissing."""
         return parse_partitions(await self._ask(commands.show_partitions(), "Slurm has no partitions", None))
+
+    async def cluster_name(self) -> str:
+        """Returns the name of the cluster that answers; empty: it does not say. Raises SlurmMissing."""
+        return (await self.config()).get("ClusterName", "")
 
     async def config(self) -> dict[str, str]:
         """Returns slurm.conf as slurmctld has it, e.g. `KillWait` → `30 sec`."""
@@ -260,7 +277,7 @@ class SlurmClient:
         try:
             done = await self.run(commands.forbid_requeue(job.target))
             if done.exit_code != 0:
-                return done.stderr.strip() or f"exit code {done.exit_code}"
+                return slurm_words(done.stderr) or f"exit code {done.exit_code}"
             # Read back: the lead ends its job for good after this, and Slurm would start it again.
             return "Requeue is still 1" if (await self.job(job.job_id)).requeue else ""
         except (SlurmMissing, NotFound) as error:
@@ -290,7 +307,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not cancel the job",
                 where=job_id,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="squeue --me lists your jobs",
             )
 
@@ -308,7 +325,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not signal the job",
                 where=job_id,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="squeue --me lists your jobs",
             )
 
@@ -319,8 +336,8 @@ class SlurmClient:
             what: names the job in an error, e.g. `the urgent job`.
 
         Raises:
-            SlurmRefused: sbatch refused; the error quotes its last line.
-            SlurmMissing: no answer; the job may have been queued anyway.
+            SlurmRefused: sbatch refused; the error quotes it.
+            SlurmMissing: no answer, or one that is not understood; the job may have been queued anyway.
         """
         # Not asked again by itself: an answer that was lost does not tell whether the job is queued.
         done = await self.run(["sbatch", "--parsable", *words])
@@ -328,13 +345,11 @@ class SlurmClient:
         number = done.stdout.strip().partition(";")[0]  # with --clusters, `ID;CLUSTER`
         if done.exit_code == 0 and number.isascii() and number.isdigit():
             return int(number)
-        said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.exit_code}"]
-        raise SlurmRefused(
-            f"{what} was not accepted",
-            where=where,
-            found=said[-1].removeprefix("sbatch: error: "),
-            remedy=remedy,
-        )
+        said = slurm_words(f"{done.stderr}\n{done.stdout}") or f"exit code {done.exit_code}"
+        # Only a refusal is one: otherwise the job may be queued.
+        if done.exit_code == 0 or not is_answer(done):
+            raise SlurmMissing(f"{what} may be queued", where=where, found=said, remedy="see `squeue --me`")
+        raise SlurmRefused(f"{what} was not accepted", where=where, found=said, remedy=remedy)
 
     async def exclude(self, job: JobFacts, nodes: str) -> None:
         """Sets the nodes that the job avoids, in Slurm's bracket form.
@@ -348,7 +363,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not take the nodes to exclude",
                 where=nodes,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="sinfo -N",
             )
 
@@ -380,7 +395,7 @@ class SlurmClient:
             kind = "requeued"
             done = await self.run(commands.requeue(facts.target))
             if done.exit_code != 0:
-                said = done.stderr.strip() or f"exit {done.exit_code}"
+                said = slurm_words(done.stderr) or f"exit {done.exit_code}"
                 # Killed or lost on its way: it may have arrived. The caller asks again, and then finds it requeued.
                 if not is_answer(done):
                     return RequeueOutcome(kind="unconfirmed", detail=said)
@@ -403,7 +418,7 @@ class SlurmClient:
             done = await self.run(commands.keep_node(job.target, node), _ASIDE_S, aside)
         if done.exit_code != 0:
             raise SlurmRefused(
-                "the job's other nodes were not taken", where=job.target, found=done.stderr.strip()
+                "the job's other nodes were not taken", where=job.target, found=slurm_words(done.stderr)
             )
 
     async def set_start(self, job: JobFacts, delay_s: int, now: Now = _today) -> datetime | None:
@@ -426,7 +441,7 @@ class SlurmClient:
             raise SlurmRefused(
                 "Slurm did not take the start time",
                 where=job.target,
-                found=done.stderr.strip(),
+                found=slurm_words(done.stderr),
                 remedy="it starts after Slurm's own delay",
             )
         return start

@@ -8,10 +8,13 @@ import re
 from collections.abc import Iterable
 from datetime import datetime
 
+from verl_slurm.base.errors import NotFound
+
 __all__ = [
     "JOB",
     "NAME",
     "NODE_LIST",
+    "PARTITIONS",
     "cancel",
     "forbid_requeue",
     "keep_node",
@@ -37,6 +40,7 @@ __all__ = [
 # None of these begins with a dash, so no value can be taken for an option.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A node's, partition's or cluster's name."""
+PARTITIONS = re.compile(rf"{NAME.pattern}(,{NAME.pattern})*")
 NODE_LIST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,\[\]-]{0,65535}")
 """Slurm's bracket form: `gpu[01-04,07],login1`."""
 JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
@@ -44,7 +48,9 @@ JOB = re.compile(r"[0-9]{1,10}(_[0-9]{1,10})?")
 
 
 def _checked(pattern: re.Pattern[str], value: str) -> str:
-    assert pattern.fullmatch(value), f"unvalidated name reached a command line: {value!r}"
+    # No name of Slurm's, so nothing there has it. Never an option, or a second word.
+    if not pattern.fullmatch(value):
+        raise NotFound("Slurm has nothing of this name", where=repr(value), remedy="sinfo lists its names")
     return value
 
 
@@ -82,7 +88,7 @@ def list_nodes(partition: str) -> list[str]:
         "sinfo",
         "--noheader",
         "--Node",
-        f"--partition={_checked(NAME, partition)}",
+        f"--partition={_checked(PARTITIONS, partition)}",
         "--format=%N|%t|%f|%G",
     ]
 
@@ -99,10 +105,10 @@ def sbatch_help() -> list[str]:
 
 
 def list_states(users: Iterable[int]) -> list[str]:
-    """Lists one line for each unfinished job of these users (uids): number, state, reason."""
+    """Lists one line for each unfinished job of these users (uids): number, state, reason, batch script."""
     listed = ",".join(str(int(user)) for user in sorted(users))
     # By user: one question for all runs, however many there are.
-    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r"]
+    return ["squeue", "--noheader", f"--user={listed}", "--format=%A|%T|%r|%o"]
 
 
 def list_past_jobs(partition: str, days: int) -> list[str]:
@@ -115,7 +121,7 @@ def list_past_jobs(partition: str, days: int) -> list[str]:
         # Each start of a job that was requeued, not the last alone.
         "--duplicates",
         f"--starttime=now-{int(days)}days",
-        f"--partition={_checked(NAME, partition)}",
+        f"--partition={_checked(PARTITIONS, partition)}",
         "--format=State,Eligible,Start,ElapsedRaw",
     ]
 

@@ -61,14 +61,18 @@ def parse_time(text: str) -> datetime | None:
     return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S").astimezone(UTC)
 
 
-def parse_states(text: str) -> dict[int, tuple[str, str]]:
-    """Parses lines of `commands.list_states`: number to (state, reason); a reason of None is empty."""
-    found: dict[int, tuple[str, str]] = {}
+def parse_states(text: str) -> dict[int, tuple[str, str, str]]:
+    """Parses lines of `commands.list_states`: number to (state, reason, script); a reason of None is empty."""
+    found: dict[int, tuple[str, str, str]] = {}
     for line in text.splitlines():
         number, _, rest = line.strip().partition("|")
-        state, _, reason = rest.partition("|")
+        state, _, rest = rest.partition("|")
+        # The script's path is absolute, and both may contain the separator. Other jobs than batch jobs have none.
+        reason, slash, script = rest.partition("|/")
+        if not slash and reason.endswith("|(null)"):
+            reason, slash, script = reason.removesuffix("|(null)"), "|", "(null)"
         if number.isascii() and number.isdigit() and state:
-            found[int(number)] = (state, "" if reason in _NOTHING else reason)
+            found[int(number)] = (state, "" if reason in _NOTHING else reason, slash[1:] + script)
     return found
 
 

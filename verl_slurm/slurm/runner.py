@@ -8,6 +8,7 @@ unsafe beside threads.
 """
 
 import os
+import re
 import selectors
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import msgspec
 
 from verl_slurm.base.errors import SlurmMissing
 
-__all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command"]
+__all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command", "slurm_words"]
 
 MAX_OUTPUT_BYTES = 2**20
 """Limit of each stream. A `scontrol show job` is 2 kB; a broken stub or wrapper is cut off here."""
@@ -73,6 +74,16 @@ def run_command(
             if process.poll() is None:
                 process.kill()
     return Completed(exit_code=code, stdout=stdout, stderr=stderr, seconds=time.monotonic() - began)
+
+
+_SPEAKER = re.compile(r"^(?:sbatch|srun|scontrol|scancel|squeue|sinfo|sacct): (?:(?:error|fatal): )?")
+_FAILURE = re.compile(r"^(?:allocation failure|Batch job submission failed): ")
+
+
+def slurm_words(text: str) -> str:
+    """Returns all that a command of Slurm said, on one line: a site's plug-ins speak before its last sentence. Pure."""
+    lines = [_FAILURE.sub("", _SPEAKER.sub("", line.strip())) for line in text.splitlines()]
+    return "; ".join(dict.fromkeys(line for line in lines if line))
 
 
 def _read(process: "subprocess.Popen[bytes]", argv: list[str], deadline: float) -> tuple[str, str]:

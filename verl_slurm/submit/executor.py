@@ -11,37 +11,73 @@ the lead starts its next attempt itself.
 
 import asyncio
 import os
+import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from verl_slurm.base.errors import SlurmMissing
+from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.files import read_events
+from verl_slurm.runs.liveness import unknown_jobs
 from verl_slurm.slurm.batch import component_lines, sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.requeue_rules import is_answer
+from verl_slurm.slurm.runner import Completed, slurm_words
 from verl_slurm.submit.checks.slurm_verdict import refusal
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
-__all__ = ["local_command", "main", "render_script", "submit_job", "with_components"]
+__all__ = [
+    "MayBeQueued",
+    "QueuedJob",
+    "local_command",
+    "main",
+    "render_script",
+    "submit_job",
+    "with_components",
+]
 
 _ENTRY = "verl_slurm.submit.start_job"
 _TIMEOUT_S = 120.0
 _NO_LIMIT_MIN = 366 * 24 * 60
+# The whole line, since a site's own words may name jobs, too; or, from a wrapper, the number and nothing else.
+_QUEUED = re.compile(r"^Submitted batch job (\d{1,10})\b", re.MULTILINE | re.ASCII)
+_QUEUED_LINE = re.compile(_QUEUED.pattern + r"(?: on cluster \S+)?", re.MULTILINE | re.ASCII)
+_NUMBER_ALONE = re.compile(r"\A\s*(\d{1,10})(?:;\S*)?\s*\Z", re.ASCII)
+
+
+class MayBeQueued(SlurmMissing):
+    """What sbatch did is not known."""
+
+
+class QueuedJob(NamedTuple):
+    """A job that is queued, or started."""
+
+    job_id: str
+    """Slurm's, or the process id of submitit's local controller."""
+    notes: tuple[str, ...] = ()
+    """Words for the user, e.g. the site's."""
 
 
 class _Answer(msgspec.Struct, frozen=True):
     """The child's answer, on its last line of standard output."""
 
     job_id: str = ""
+    notes: tuple[str, ...] = ()
     error: str = ""
+    refused: bool = False
+    """Nothing is queued for certain."""
 
 
 def render_script(plan: SubmissionPlan) -> str:
@@ -62,49 +98,74 @@ def local_command(plan: SubmissionPlan) -> str:
     return shlex.join([sys.executable, "-P", "-u", "-m", _ENTRY, str(folder)])
 
 
-def submit_job(plan: SubmissionPlan, after: str = "") -> str:
+def submit_job(plan: SubmissionPlan, after: str = "") -> QueuedJob:
     """Submits the job; `RUN/run.yaml` must exist.
 
     Args:
         after: id of a Slurm job that must have ended for good before this one starts; empty: none.
 
-    Returns:
-        The job id: Slurm's, or the process id of submitit's local controller.
-
     Raises:
         SlurmRefused: sbatch refused; the error quotes it.
-        SlurmMissing: no answer in time.
+        MayBeQueued: no answer, or one that is not understood, and Slurm shows no job of the run.
     """
-    # Without the variables of a job that this runs in: they would reach the new one.
-    environment = submission_environment(os.environ, plan.config)
+    paths = RunPaths(plan.run_dir)
+    before = read_events(paths)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster, after]
     command += plan.avoids
+    answer = _ask_child(command, submission_environment(os.environ, plan.config))
+    if answer.job_id:
+        return QueuedJob(answer.job_id, answer.notes)
+    # Slurm knows whether a job has the script that was handed to it, whatever became of the answer.
+    unanswered = ""
     try:
-        done = subprocess.run(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-            # The local controller is this child's child: it must not get the terminal's Ctrl-C or hang-up.
-            start_new_session=True,
-        )
-    except subprocess.TimeoutExpired:
-        raise SlurmMissing(
-            "sbatch did not answer",
-            found=f"nothing in {_TIMEOUT_S:.0f} s",
-            remedy="see `scontrol ping`, and with `squeue --me` whether the job was queued all the same",
-        ) from None
+        if plan.cluster == "slurm" and (unknown := unknown_jobs(paths, before)):
+            note = (
+                f"sbatch's answer was not understood ({answer.error}); by its script the job is {unknown[-1]}"
+            )
+            return QueuedJob(unknown[-1], (note,))
+    except (SlurmMissing, NotFound) as error:
+        unanswered = f", and squeue: {error.one_line()}"
+    if answer.refused:
+        raise refusal(plan.config, answer.error)
+    raise MayBeQueued(
+        "the answer to the submission is not understood; a job may be queued",
+        where=plan.run_dir,
+        found=f"{answer.error}{unanswered}",
+        expected="Submitted batch job NUMBER",
+        remedy=f"`squeue --me --name={plan.config.name}` tells; the same submit again queues no second one",
+    )
+
+
+def _ask_child(command: list[str], environment: dict[str, str]) -> _Answer:
+    """Runs the child.
+
+    Args:
+        environment: without the variables of a job that this runs in: they would reach the new one.
+    """
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # The local controller is this child's child: it must not get the terminal's Ctrl-C or hang-up.
+        start_new_session=True,
+    ) as child:
+        try:
+            out, err = child.communicate(timeout=_TIMEOUT_S)
+        except BaseException as error:
+            # With its sbatch, which could queue the job after it has been looked for.
+            os.killpg(child.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                return _Answer(error=f"nothing in {_TIMEOUT_S:.0f} s")
+            raise
     try:
         # From the last line that begins an object: submitit may have printed before the answer.
-        answer = msgspec.json.decode(done.stdout.rpartition(b"\n{")[2].join((b"{", b"")), type=_Answer)
+        return msgspec.json.decode(out.rpartition(b"\n{")[2].join((b"{", b"")), type=_Answer)
     # No answer of ours: the child died before it could give one, and its last words say more.
     except msgspec.MsgspecError:
-        answer = _Answer(error=_last_line(done.stderr) or f"submitit ended with exit code {done.returncode}")
-    if answer.error or not answer.job_id:
-        raise refusal(plan.config, answer.error)
-    return answer.job_id
+        words = slurm_words(err.decode(errors="replace"))
+        return _Answer(error=words or f"submitit ended with exit code {child.returncode}")
 
 
 def main(run_dir: str, cluster: Cluster, after: str, avoids: Sequence[str] = ()) -> int:
@@ -125,9 +186,11 @@ def main(run_dir: str, cluster: Cluster, after: str, avoids: Sequence[str] = ())
             else _local_executor(config, paths)
         )
         job = executor.submit(BecomeLead(run_dir))
-        answer = _Answer(job_id=str(job.job_id))
+        answer = _Answer(job_id=str(job.job_id), notes=getattr(executor, "notes", ()))
+    except _NotUnderstood as error:
+        answer = _Answer(error=str(error))
     except Exception as error:  # noqa: BLE001 - whatever submitit raises is the answer
-        answer = _Answer(error=_sbatch_words(error))
+        answer = _Answer(error=slurm_words(str(error)) or type(error).__name__, refused=True)
     # A line of its own, whatever was printed before it without an end.
     os.write(answer_fd, b"\n" + msgspec.json.encode(answer))
     return 0
@@ -140,8 +203,19 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
         # Our entry asks who owns the pickle before submitit opens it (`start_job`).
         _submitit_command_str = property(_entry_of)
 
+        notes: tuple[str, ...] = ()
+
         def _make_submission_file_text(self, command: str, uid: str) -> str:
             return with_components(super()._make_submission_file_text(command, uid), config)
+
+        def _submit_command(self, command: str) -> Any:
+            # submitit's own drops what sbatch says beside its answer, and takes the first `job N` for the number.
+            script = paths.logs / f".submission_file_{uuid.uuid4().hex}.sh"
+            script.write_text(self._make_submission_file_text(command, ""))
+            number, self.notes = _sbatch(script)
+            job = self.job_class(folder=self.folder, job_id=number, tasks=list(range(self._num_tasks())))
+            job.paths.move_temporary_file(script, "submission_file", keep_as_symlink=True)
+            return job
 
     try:
         # `exec` makes Python the batch process: Slurm sends `B:` signals to that one, and bash would hold a trap back.
@@ -152,8 +226,44 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
         ) from error
     # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
-    executor.update_parameters(**sbatch_parameters(config, expedite=expedite, after=after, avoids=avoids))
+    # submitit writes `--wckey=submitit` by itself, which a Slurm that enforces wckeys refuses.
+    parameters = sbatch_parameters(config, expedite=expedite, after=after, avoids=avoids)
+    executor.update_parameters(**parameters, wckey=None)
     return executor
+
+
+class _NotUnderstood(Exception):
+    """sbatch was run, and whether it queued the job is not known."""
+
+
+def _sbatch(script: Path) -> tuple[str, tuple[str, ...]]:
+    """Queues a batch script; returns the job's number, and what sbatch said beside it.
+
+    Raises:
+        RuntimeError: it refused, in these words.
+        _NotUnderstood: neither.
+    """
+    done = subprocess.run(
+        [shutil.which("sbatch") or "sbatch", str(script)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+    )
+    said = slurm_words(f"{done.stderr}\n{done.stdout}") or "not a word"
+    said += f" (exit code {done.returncode})" * bool(done.returncode)
+    queued = _QUEUED.findall(done.stdout) or (not done.returncode and _NUMBER_ALONE.findall(done.stdout))
+    if queued and len(set(queued)) == 1:
+        words = slurm_words(f"{done.stderr}\n{_NUMBER_ALONE.sub('', _QUEUED_LINE.sub('', done.stdout))}")
+        return queued[0], (f"sbatch says: {words}",) if words else ()
+    # By Slurm's own sentence, which is the last.
+    last = Completed(
+        exit_code=done.returncode, stdout="", stderr=done.stderr.strip().rpartition("\n")[2], seconds=0.0
+    )
+    if done.returncode and not queued and is_answer(last):
+        raise RuntimeError(said)
+    raise _NotUnderstood(said)
 
 
 def with_components(script: str, config: RunConfig) -> str:
@@ -195,18 +305,6 @@ def _stay_private_to_this_process() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 2)
     os.close(null)
-
-
-def _sbatch_words(error: Exception) -> str:
-    """Shortens `sbatch: error: Batch job submission failed: Invalid partition name specified` to its last part."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = lines[-1] if lines else type(error).__name__
-    return text.removeprefix("sbatch: error: ")
-
-
-def _last_line(raw: bytes) -> str:
-    lines = raw.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 if __name__ == "__main__":

@@ -55,6 +55,8 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
     code: CodePlan = CodePlan()
     checked: tuple[str, ...] = ()
     """The items that were checked and found good."""
+    slurm: str = ""
+    """Name of the Slurm cluster that was asked; empty: none was."""
     avoids: tuple[str, ...] = ()
     """Bad nodes of the user that the job is kept away from."""
     notes: tuple[str, ...] = ()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import require_own
+from verl_slurm.submit.entry import BecomeLead
 
 __all__ = ["main"]
 
@@ -27,6 +28,10 @@ def main(folder: Path) -> int:
     except VerlSlurmError as error:
         sys.stderr.write(f"verl-slurm: {error.one_line()}\n")
         return int(error.exit_code)
+    # Its number was not understood when it was queued, so submitit's file has no name by which it is found.
+    number = os.environ.get("SLURM_JOB_ID")
+    if number and not (folder / f"{number}_submitted.pkl").exists():
+        BecomeLead(str(folder.parent))()
     # After the checks, and here: nothing is unpickled, and no package of submitit's loaded, for a refusal.
     from submitit.core.submission import process_job
 

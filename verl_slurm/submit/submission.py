@@ -29,11 +29,10 @@ from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.journal.folds.jobs import has_ended
+from verl_slurm.journal.files import append_event
 from verl_slurm.program.programs import Moves
-from verl_slurm.runs.liveness import job_state, settle
-from verl_slurm.runs.record import ended_well, has_begun, last_job, require_run, steps_done
+from verl_slurm.runs.liveness import refuse_living
+from verl_slurm.runs.record import ended_well, has_begun, require_run, steps_done
 from verl_slurm.submit.checks.bad_nodes import nodes_to_avoid
 from verl_slurm.submit.checks.code import CodeChoice, TreesRead, keep_code, plan_code
 from verl_slurm.submit.checks.containers import check_container
@@ -62,7 +61,7 @@ from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.checks.submitting_machine import machine_notes
 from verl_slurm.submit.checks.verl import check_verl
-from verl_slurm.submit.executor import render_script, submit_job
+from verl_slurm.submit.executor import MayBeQueued, render_script, submit_job
 from verl_slurm.submit.plan import SubmissionPlan, reshaped, trains_line, why_done
 from verl_slurm.submit.relative_paths import Places, given_keys
 from verl_slurm.submit.undoing import (
@@ -178,9 +177,10 @@ def plan_submission(
     chosen, note = choose_cluster(cluster)
     config, good = check_container(config, chosen)
     checked += good
-    slurm = None
+    slurm, told = None, tuple[str, ...]()
     if chosen == "slurm" and ask_slurm:
         slurm = check_slurm(config)
+        told = slurm.notes
         checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
     asked = (
         check_surroundings(config),
@@ -189,7 +189,7 @@ def plan_submission(
         check_metrics_port(config),
         unreachable,
     )
-    notes = [*places.notes, *(text for text in (doubt, *unseen, note, *asked, *notes) if text)]
+    notes = [*places.notes, *(text for text in (doubt, *unseen, note, *told, *asked, *notes) if text)]
     if slurm is not None:
         notes += machine_notes(config, slurm.conf)
     if config.checkpoint.encryption is not None:
@@ -214,7 +214,7 @@ def plan_submission(
         if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
             schedule = config.train.lr_schedule
             notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        _refuse_living(paths)
+        refuse_living(paths, ask_for_unknown=chosen == "slurm" and ask_slurm)
         well = ended_well(paths)
         done = why_done(config, committed) if well else ""
         if config.trainer.is_guest and well:
@@ -255,6 +255,7 @@ def plan_submission(
         inputs=tuple(inputs),
         code=taken,
         checked=tuple(checked),
+        slurm="" if slurm is None else slurm.conf.get("ClusterName", ""),
         avoids=avoids,
         notes=tuple(notes),
         trains=trains_line(config, places.given | given_in(source), chosen),
@@ -263,8 +264,9 @@ def plan_submission(
     if slurm is None:
         return plan
     # The last question, since sbatch judges the very script that would be queued.
-    said = judge_script(config, render_script(plan))
-    return msgspec.structs.replace(plan, checked=(*plan.checked, f"sbatch --test-only: {said}"))
+    said, words = judge_script(config, render_script(plan))
+    checked.append(f"sbatch --test-only: {said}")
+    return msgspec.structs.replace(plan, checked=tuple(checked), notes=(*plan.notes, *words))
 
 
 def carry_out(
@@ -286,6 +288,7 @@ def carry_out(
         DatasetDrift: the data has changed and the user did not confirm.
         SlurmRefused, SlurmMissing: sbatch. Everything made so far is removed again.
         ConfigError: all steps are done.
+        MayBeQueued: what sbatch did is not known. What was made stays.
     """
     plan.require_steps_to_do()
     config = build_builtins(plan.config)
@@ -305,6 +308,8 @@ def carry_out(
                 raise Fenced(
                     "another submit was faster", where=paths.root, remedy="submit again to see its run"
                 )
+            # As well: between the plan and the lock it may have queued a job.
+            refuse_living(paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
             # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
             undo.callback(remove_new, paths.logs, names_in(paths.logs))
             undo.callback(remove_new, paths.root, names_in(paths.root))
@@ -338,7 +343,12 @@ def carry_out(
             copied = keep_code(undo, paths, plan.code)
             # sbatch comes last, since all before it can be undone and a queued job cannot.
             if not prepare_only:
-                job_id = submit_job(msgspec.structs.replace(plan, config=config), after)
+                try:
+                    job_id, words = submit_job(msgspec.structs.replace(plan, config=config), after)
+                except (MayBeQueued, KeyboardInterrupt):
+                    undo.pop_all()  # a job may exist, and needs what was made
+                    raise
+                notices += [note for note in words if note not in plan.notes]
             undo.pop_all()  # a job exists: from here on nothing is undone
         if drift is not None:
             # After the job: a confirmed change whose submission failed has changed nothing.
@@ -349,7 +359,8 @@ def carry_out(
             append_event(paths, told)
         if job_id is not None:
             # Still under the lock: the next submit learns of this job from the journal.
-            append_event(paths, ev.Submitted(plan.cluster, socket.gethostname(), job_id=job_id))
+            host = socket.gethostname()
+            append_event(paths, ev.Submitted(plan.cluster, host, plan.slurm, job_id=job_id))
             if plan.avoids:
                 # Names no node: the user's record says how long. A requeue looks there again, and takes it back.
                 append_event(paths, ev.Avoid([], f"the job avoids {', '.join(plan.avoids)}", job_id=job_id))
@@ -361,28 +372,6 @@ def carry_out(
         changed=tuple(changed),
         notes=(*plan.notes, *notices),
     )
-
-
-def _refuse_living(paths: RunPaths) -> None:
-    """Raises Fenced if the run has a job."""
-    try:
-        job = last_job(paths)
-    except NotFound:
-        return
-    ended = has_ended(read_events(paths), job.job_id)
-    if ended:
-        # submitit's local controller lives a moment longer than the end that its lead has recorded.
-        settle(paths, job)
-    state = job_state(paths, job)
-    # Slurm takes a moment to notice an end that the daemon has recorded already. But a job that waits again after its
-    # end was requeued by somebody.
-    if not state.over and not (ended and not state.waits):
-        raise Fenced(
-            "the run has a job already",
-            where=paths.root,
-            found=f"job {job.job_id}, {state.state}",
-            remedy=f"`verl-slurm watch {paths.root}` follows it, `verl-slurm cancel {paths.root}` ends it",
-        )
 
 
 def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> None:
@@ -508,5 +497,5 @@ def hold_run(plan: SubmissionPlan) -> Iterator[tuple[RunPaths, RunConfig]]:
     require_run(paths)
     with only_submitter(paths):
         # Asked under the lock, so that no submit queues a job between the answer and the work.
-        _refuse_living(paths)
+        refuse_living(paths)
         yield paths, load_resolved(paths.run_yaml)

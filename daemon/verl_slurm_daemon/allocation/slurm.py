@@ -25,13 +25,8 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import in_image
 from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import (
-    cancelled_task,
-    ended_cancelled,
-    overruled_starts,
-    predecessor_of,
-    wanted_start,
-)
+from verl_slurm.journal.folds import jobs
+from verl_slurm.runs.liveness import may_be_of
 from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
@@ -256,8 +251,8 @@ class SlurmAllocation:
         return max(self._delay_s, math.ceil(least_s))
 
     async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
-        self._overruled = overruled_starts(events)
-        wanted = wanted_start(events)
+        self._overruled = jobs.overruled_starts(events)
+        wanted = jobs.wanted_start(events)
         if wanted is None:
             return None
         try:
@@ -334,14 +329,18 @@ class SlurmAllocation:
 
     async def cancelled_before(self) -> str:
         events, array = read_events(self._paths), self._job.array_job_id
-        former = predecessor_of(events, self.job_id) if array is None else cancelled_task(events, self.job_id)
+        former = (
+            jobs.predecessor_of(events, self.job_id)
+            if array is None
+            else jobs.cancelled_task(events, self.job_id)
+        )
         if not former.isdigit():
             return ""
         try:
             facts = await self._client.job(int(former))
         except VerlSlurmError:
             # Slurm forgot the job (a chain may wait for hours) or did not answer: then the journal decides.
-            if array is not None and ended_cancelled(events, former, array):
+            if array is not None and jobs.ended_cancelled(events, former, array):
                 return f"job {former}, which this one follows, was cancelled"
             return ""
         if array is not None and not (facts.array_task or "").startswith(f"{array}_"):
@@ -391,7 +390,11 @@ class SlurmAllocation:
         return facts.is_running
 
     async def still_alive(self, owner: Epoch) -> str:
-        if owner.cluster != self.cluster or owner.job_id == self.job_id:
+        if owner.cluster != self.cluster:
+            return ""
+        if owner.slurm and self._job.cluster not in (None, owner.slurm):
+            return await self._lives_elsewhere(owner)
+        if owner.job_id == self.job_id:
             return ""  # our own former attempt; the epoch fences off what may still run of it
         silent, leaving = iter(_ASK_AGAIN_S), iter(_LEAVING_S)
         while True:
@@ -404,13 +407,27 @@ class SlurmAllocation:
                 if pause is None:
                     return ""  # unknown; the epoch keeps the two apart
             else:
-                if facts.is_over:
+                by_us = jobs.was_queued(read_events(self._paths), owner.job_id)
+                if facts.is_over or not may_be_of(self._paths.root, facts, queued_by_us=by_us):
                     return ""
                 # The job was cancelled a moment ago, and this one already started on the nodes that it left.
                 pause = next(leaving, None) if facts.state == "COMPLETING" else None
                 if pause is None:
                     return f"job {owner.job_id} is {facts.state}"
             await asyncio.sleep(pause)
+
+    async def _lives_elsewhere(self, owner: Epoch) -> str:
+        """Returns whether the owner, a job of another Slurm cluster, may still work: only the journal can tell."""
+        # What is being cancelled may still save. A lead that died without a word is not waited for any longer.
+        for pause in _LEAVING_S:
+            word = jobs.what_became(read_events(self._paths), owner.epoch)
+            if word == "goes on":
+                cluster = f"Slurm cluster {owner.slurm} has not ended, and this is {self._job.cluster}"
+                return f"job {owner.job_id} of {cluster}"
+            if word == "over":
+                break
+            await asyncio.sleep(pause)
+        return ""
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
         if not self._config.may_lose_nodes:

@@ -69,11 +69,12 @@ async def queue_successor(
     script = paths.logs / f"successor_of_{job_id}.sh"
     # Its path names the job that it follows: by it the new job is found where its number was lost.
     write_file(script, successor_script(sys.executable, paths).encode())
+    cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     client = SlurmClient(submission_environment(os.environ, config))
     # The journal lacks a job whose answer was late, or whose sender died before writing. A cancel would miss
     # it.
     if there := await client.own_job_with(str(script)):
-        append_event(paths, Successor(job_id, job_id=there))
+        append_event(paths, Successor(job_id, job_id=there, slurm=cluster))
         return there
     logs = str(paths.logs).replace("%", "%%")  # sbatch replaces %x by words of its own
     # afterany: what Slurm calls this job's end does not tell whether the run is done.
@@ -83,7 +84,7 @@ async def queue_successor(
     number = str(
         await client.submit(words, "the job that was to follow this one", where=job_id, remedy=remedy)
     )
-    append_event(paths, Successor(job_id, job_id=number))
+    append_event(paths, Successor(job_id, job_id=number, slurm=cluster))
     return number
 
 

@@ -69,6 +69,11 @@ _LOOK_SOON_S = 15.0
 """The same if Slurm did not answer, or the end is near and no action followed."""
 
 
+def _slurm_cluster() -> str:
+    """Returns the name of the Slurm cluster that this process runs on; empty: none, or not known."""
+    return os.environ.get("SLURM_CLUSTER_NAME", "")
+
+
 class Lead:
     """The lead of one attempt; see the module.
 
@@ -153,6 +158,7 @@ class Lead:
                     job_id=self._allocation.job_id,
                     restart=self._allocation.restart,
                     cluster=self._allocation.cluster,
+                    slurm=_slurm_cluster() if self._allocation.cluster == "slurm" else "",
                 )
             except OSError as error:
                 self._failed = error
@@ -171,7 +177,7 @@ class Lead:
             self._metrics.refused = effects.refusals.counts
         status = self._status
         status.attempt, status.cluster, status.host = mine.epoch, mine.cluster, mine.host
-        status.slurm = os.environ.get("SLURM_CLUSTER_NAME", "")
+        status.slurm = _slurm_cluster()
         # Before the first event is written: `_journaled` adds that one, and it must not count twice.
         self._take_over()
         journal.write(
@@ -182,6 +188,7 @@ class Lead:
                 nodes=os.environ.get("SLURM_JOB_NODELIST", mine.host),
                 pid=mine.pid,
                 array=os.environ.get("SLURM_ARRAY_JOB_ID"),
+                slurm=mine.slurm,
             )
         )
         with suppress(OSError, ValueError):  # it makes the next requeue faster; the journal may hold anything
@@ -274,7 +281,7 @@ class Lead:
                 "another job works on this run",
                 where=self._paths.root,
                 found=alive,
-                remedy=f"wait for it, or verl-slurm cancel {self._paths.root}",
+                remedy=f"wait for it, or end it on its cluster: verl-slurm cancel {self._paths.root}",
             )
         return owner
 

@@ -1,6 +1,7 @@
 """`verl-slurm status`: the present state of one run and its history."""
 
 import os
+import shutil
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
@@ -32,8 +33,8 @@ from verl_slurm.journal.folds.outages import Outages, interruption_facts
 from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of, steps_of_equal_rewards
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.record import read_record
-from verl_slurm.runs.glance import glance
-from verl_slurm.runs.liveness import JobState, job_state
+from verl_slurm.runs.glance import glance, is_over
+from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
 from verl_slurm.runs.record import has_ledger
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
@@ -95,10 +96,12 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     snapshot = facts["status"]
     lines: list[tuple[str, object]] = [("run", facts["run_dir"])]
     if facts["job_id"] is None:
-        lines.append(("job", f"none yet; verl-slurm submit {run.root}"))
+        lines.append(("job", facts["unknown_job"] or f"none yet; verl-slurm submit {run.root}"))
     else:
         detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
         state = f"{facts['job_state']}{detail}"
+        if facts["unknown_job"]:
+            lines.append(("job", facts["unknown_job"]))
         if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         lines.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
@@ -207,7 +210,11 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
         except VerlSlurmError as error:
             # Slurm's silence hides nothing of what the run's own files say.
             answer = JobState(state="UNKNOWN", over=False, detail=error.one_line())
+    unknown = ""
+    if answer is None or (answer.over and not is_over(seen)):
+        unknown = _unknown_job(run, events)
     return told_facts(seen) | {
+        "unknown_job": unknown,
         "job_state": None if answer is None else answer.state,
         "job_detail": "" if answer is None else answer.detail,
         "job_over": answer is not None and answer.over,
@@ -216,6 +223,19 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
         "job_ends": None if answer is None else answer.ends,
         "submitted": isinstance(seen.word, Submitted),
     }
+
+
+def _unknown_job(run: RunPaths, events: list[Event]) -> str:
+    """Describes a job of the run that Slurm has and its journal does not name; empty: there is none, or no answer."""
+    try:
+        unknown = unknown_jobs(run, events) if shutil.which("squeue") else []
+    except VerlSlurmError as error:
+        return f"not known: {error.one_line()}"
+    if not unknown:
+        return ""
+    return (
+        f"{unknown[-1]}, which the journal does not name: it is queued; verl-slurm cancel {run.root} ends it"
+    )
 
 
 def _code_words(run: RunPaths, events: list[Event]) -> list[str]:

@@ -69,8 +69,7 @@ def offers(wanted: str | None, warn: Callable[[str], None]) -> list[Offer]:
     except SlurmMissing as error:
         # Nothing is wrong with a machine without Slurm, unless a partition was named.
         if wanted is not None or "there is no" not in error.what:
-            # scontrol complains in several lines; the last one states the error.
-            said = str(error.found or error.what).strip().splitlines()[-1]
+            said = error.found or error.what
             warn(f"written without Slurm's help: {said}; {error.remedy}")
         return []
 

@@ -122,11 +122,12 @@ async def _ask_slurm(config: RunConfig, drill: bool, preempt_by: str | None, wai
     client = SlurmClient()
     conf = await client.config()
     name = config.slurm.partition
-    facts = await (client.partition(name) if name else client.default_partition())
+    facts, *others = await client.partitions_of(name)
     paths = RunPaths(config.run_dir)
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
     # The duration of a save is the one that `submit` judges deadlines by.
-    findings = judge_cluster(conf, facts, config, save_time(config, paths, committed))
+    save = save_time(config, paths, committed)
+    findings = judge_cluster(conf, facts, config, save, others)
     bad_nodes = recall(conf.get("ClusterName", ""))
     place = folder(conf.get("ClusterName", ""))
     findings += [

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from verl_slurm.config.checks import Complaint
-from verl_slurm.config.checks.options import OWN_OPTIONS, option_complaints
+from verl_slurm.config.checks.options import OWN_OPTIONS, asks_for_gpus, option_complaints
 from verl_slurm.config.checks.rank_environment import variable_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import MOST_SERVICES, ServiceConfig
@@ -35,7 +35,7 @@ def service_complaints(config: RunConfig) -> Iterator[Complaint]:
             expected = "a small letter, then small letters, digits and `_`; at most 32"
             yield Complaint(key, _TAKEN.get(name, repr(name)), expected, "choose another name")
         yield from _one(key, service)
-        for option in set(service.slurm) & OWN_OPTIONS:
+        for option in set(service.slurm) & set(OWN_OPTIONS):
             remedy = f"set {key}.{_KEYS[option]}" if option in _KEYS else "remove it"
             if option != "mem":
                 yield Complaint(
@@ -70,7 +70,7 @@ def _room(config: RunConfig) -> Iterator[Complaint]:
             "services", f"port {port} twice on one node", "another port for each", "leave one at 0"
         )
     for what, there in (("cpus", slurm.cpus_per_node), ("gpus", slurm.gpus_per_node)):
-        if what == "gpus" and {"gres", "gpus"} & set(slurm.extra):
+        if what == "gpus" and asks_for_gpus(slurm.extra) and not there:
             continue  # asked for in other words of sbatch's
         of_ranks = 1 if what == "cpus" else 0
         if what == "gpus" and config.distributed.device != "cpu":

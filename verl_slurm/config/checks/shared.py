@@ -11,7 +11,7 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.containers import container_complaints
 from verl_slurm.config.checks.hooks import hook_complaints
 from verl_slurm.config.checks.loops import guest_complaints
-from verl_slurm.config.checks.options import OWN_OPTIONS, option_complaints
+from verl_slurm.config.checks.options import OWN_OPTIONS, asks_for_gpus, extra_complaints, option_complaints
 from verl_slurm.config.checks.rank_environment import rank_environment_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.services import service_complaints
@@ -29,6 +29,8 @@ __all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_com
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
 # These words stand in #SBATCH lines: a blank would begin another option.
 _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
+# These become words of Slurm's commands as well (`slurm.commands.PARTITIONS`).
+_PARTITIONS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}(?:,[A-Za-z0-9_][A-Za-z0-9_.-]{0,254})*")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
 
 
@@ -124,7 +126,7 @@ def _shape(config: RunConfig) -> Iterator[Complaint]:
     elif (
         shape.device == "cuda"
         and config.slurm.gpus_per_node < shape.ranks_per_node
-        and not {"gres", "gpus"} & set(config.slurm.extra)
+        and not asks_for_gpus(config.slurm.extra)
     ):
         yield Complaint(
             "slurm.gpus_per_node",
@@ -272,15 +274,18 @@ def _partial_saves(config: RunConfig) -> Iterator[Complaint]:
 
 def _slurm(config: RunConfig) -> Iterator[Complaint]:
     slurm = config.slurm
-    for key, word in (("partition", slurm.partition), ("account", slurm.account), ("qos", slurm.qos)):
+    if slurm.partition is not None and not _PARTITIONS.fullmatch(slurm.partition):
+        yield Complaint(
+            "slurm.partition",
+            repr(slurm.partition),
+            "a partition, or several: a,b",
+            "`sinfo -s` lists them; the `*` that it shows after the default one is no part of the name",
+        )
+    for key, word in (("account", slurm.account), ("qos", slurm.qos)):
         if word is not None and not _WORD.fullmatch(word):
             yield Complaint(f"slurm.{key}", repr(word), "one word", f"see `sinfo` or ask for a valid {key}")
-    for option in slurm.extra:
-        # Ours first: for these the reason is another than the spelling.
-        if option in OWN_OPTIONS:
-            yield Complaint(
-                f"slurm.extra.{option}", "an option that submit sets itself", "another option", "remove it"
-            )
+    # First: for these the reason is another than the spelling.
+    yield from extra_complaints(slurm)
     yield from option_complaints("slurm.extra", slurm.extra)
     yield from _elastic(config)
     if slurm.spare_nodes and config.distributed.nodes == 1:

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime
+from typing import Literal
 
 import msgspec
 
@@ -24,6 +25,7 @@ __all__ = [
     "Submission",
     "avoided_nodes",
     "began_again",
+    "cancel_asked",
     "cancelled_task",
     "ended_cancelled",
     "has_ended",
@@ -34,6 +36,8 @@ __all__ = [
     "predecessor_of",
     "successor_of",
     "wanted_start",
+    "was_queued",
+    "what_became",
 ]
 
 
@@ -45,6 +49,10 @@ class Submission(msgspec.Struct, frozen=True, kw_only=True):
     host: str = ""
     """Where a local one was started."""
     time: str = ""
+    slurm: str = ""
+    """Name of its Slurm cluster; empty: not known."""
+    queued_by_us: bool = False
+    """By `submit` or a lead, so that its script and its output lie in RUN/logs. False: not known."""
 
 
 def newest_job(events: Iterable[Event], cluster: Cluster = "slurm", host: str = "") -> Submission | None:
@@ -55,17 +63,30 @@ def newest_job(events: Iterable[Event], cluster: Cluster = "slurm", host: str = 
     """
     found: Submission | None = None
     followed: set[str] = set()
+    of: dict[str, tuple[str, bool]] = {}  # by number: the Slurm cluster, and whether we queued it
     for event in events:
+        number = event.job_id or ""
         # ---- which job is it about; the newest that is not followed by another counts
         if isinstance(event, Successor):
             followed.add(event.after)
-        elif event.job_id in followed:
+        elif number in followed and not isinstance(event, Submitted):
             continue  # the last words of the job that another one follows
         # A lead says so too: a run may have been started by hand, through the sbatch template.
         if isinstance(event, Submitted | Successor | Started):
             cluster, host = event.cluster, "" if isinstance(event, Successor) else event.host
-        if event.job_id and (found is None or event.job_id != found.job_id):
-            found = Submission(job_id=event.job_id, cluster=cluster, host=host, time=event.time)
+            slurm, by_us = of.get(number, ("", False))
+            # Numbers come again: on another cluster, and where a cluster's begin anew.
+            another = bool(slurm and event.slurm and slurm != event.slurm)
+            if queued := isinstance(event, Submitted | Successor):
+                followed.discard(number)
+            of[number] = (event.slurm or slurm * (not queued), queued or (by_us and not another))
+            if found is not None and found.job_id == number and (queued or another):
+                found = None
+        if number:
+            slurm, by_us = of.get(number, ("", False))
+            if found is None or number != found.job_id:
+                found = Submission(job_id=number, cluster=cluster, host=host, time=event.time)
+            found = msgspec.structs.replace(found, slurm=slurm, queued_by_us=by_us)
     return found
 
 
@@ -95,14 +116,51 @@ def began_again(events: Iterable[Event], ended: Event) -> bool:
     return again
 
 
-def predecessor_of(events: Iterable[Event], job_id: str) -> str:
+def predecessor_of(events: Sequence[Event], job_id: str) -> str:
     """The job that `job_id` was queued to follow; empty: none."""
-    return next((e.after for e in events if isinstance(e, Successor) and e.job_id == job_id), "")
+    # The last word counts: on another cluster, or before its numbers began anew, another job had this number.
+    queued = (e for e in reversed(events) if isinstance(e, Submitted | Successor) and e.job_id == job_id)
+    return last.after if isinstance(last := next(queued, None), Successor) else ""
 
 
-def successor_of(events: Iterable[Event], job_id: str) -> str:
+def successor_of(events: Sequence[Event], job_id: str) -> str:
     """The job that follows `job_id` already; empty: none."""
-    return next((e.job_id or "" for e in events if isinstance(e, Successor) and e.after == job_id), "")
+    for event in reversed(events):
+        if isinstance(event, Successor) and event.after == job_id:
+            return event.job_id or ""
+        if isinstance(event, Submitted | Successor) and event.job_id == job_id:
+            return ""  # what is before is of another job of this number
+    return ""
+
+
+def cancel_asked(events: Sequence[Event], attempt: int | None = None) -> bool:
+    """Whether `verl-slurm cancel` was the last that became of the run's newest job.
+
+    Args:
+        attempt: of this attempt instead.
+    """
+    for event in reversed(events):
+        if isinstance(event, CancelAsked):
+            return True
+        if isinstance(event, Started) and event.attempt == attempt:
+            return False
+        if attempt is None and isinstance(event, Submitted | Successor | Started):
+            return False
+    return False
+
+
+def what_became(events: Sequence[Event], attempt: int) -> Literal["goes on", "is cancelled", "over"]:
+    """What the journal knows of an attempt's job. One that waits in the queue goes on."""
+    its = [event for event in events if isinstance(event, Ended) and event.attempt == attempt]
+    cancelled = cancel_asked(events, attempt)
+    if any(event.is_final for event in its) or (cancelled and its):
+        return "over"
+    return "is cancelled" if cancelled else "goes on"
+
+
+def was_queued(events: Iterable[Event], job_id: str) -> bool:
+    """Whether `submit` or a lead queued this job."""
+    return any(isinstance(event, Submitted | Successor) and event.job_id == job_id for event in events)
 
 
 def cancelled_task(events: Iterable[Event], job_id: str) -> str:

@@ -31,7 +31,7 @@ def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...],
 
     async def ask() -> tuple[str, ...]:
         client = SlurmClient()
-        usable = await client.usable_nodes(says.partition.name)
+        usable = await client.usable_nodes(",".join(facts.name for facts in says.partitions))
         excluded = await client.expand(own) if own else ()
         return sparable(bad.names, usable, excluded, config.distributed.nodes)
 

@@ -33,7 +33,7 @@ def check_deadlines(
 ) -> tuple[list[str], list[str]]:
     """Returns what is good, and notes for the user."""
     save = save_time(config, paths, committed)
-    findings = judge_deadlines(slurm.conf, slurm.partition, config, save)
+    findings = judge_deadlines(slurm.conf, slurm.partition, config, save, slurm.others)
     checked = [f"{finding.topic}: {finding.found}" for finding in findings if finding.verdict == "good"]
     notes = [f"{f.topic}: {f.found}; {f.remedy}" for f in findings if f.verdict != "good"]
     return checked, notes

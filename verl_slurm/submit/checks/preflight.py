@@ -361,7 +361,15 @@ class SlurmSays(msgspec.Struct, frozen=True):
     conf: dict[str, str]
     """`scontrol show config`."""
     partition: PartitionFacts
-    """The partition that the job goes to."""
+    """The partition that the job goes to, or the first of several."""
+    others: tuple[PartitionFacts, ...] = ()
+    notes: tuple[str, ...] = ()
+    """For the user."""
+
+    @property
+    def partitions(self) -> tuple[PartitionFacts, ...]:
+        """Returns all partitions of which Slurm may take one."""
+        return (self.partition, *self.others)
 
 
 def check_slurm(config: RunConfig) -> SlurmSays:
@@ -398,29 +406,51 @@ async def _ask(config: RunConfig) -> SlurmSays:
     try:
         conf = await client.config()
         # Without a name the job goes to the default one, whose limits count then.
-        facts = await (client.default_partition() if name is None else client.partition(name))
+        _require_one_cluster(config, conf.get("ClusterName", ""))
+        several = await client.partitions_of(name)
     except SlurmMissing as error:
-        # scontrol complains in several lines; the last one states the error.
         raise SlurmMissing(
             "Slurm does not answer",
-            found=str(error.found).strip().splitlines()[-1],
+            found=error.found,
             remedy="see `scontrol ping` and SLURM_CONF; --cluster local runs on this machine",
         ) from None
-    except NotFound:
+    except NotFound as error:
         raise SlurmRefused(
             "no default partition" if name is None else "no such partition",
-            where=name,
+            where=error.where,
             remedy="`sinfo -s` lists them; set slurm.partition to one of them",
         ) from None
-    complaint = partition_complaint(config, facts)
-    if complaint:
+    complaints = {facts.name: said for facts in several if (said := partition_complaint(config, facts))}
+    told = [f"{partition}: {said}" if len(several) > 1 else said for partition, said in complaints.items()]
+    if len(complaints) == len(several):
         raise SlurmRefused(
-            "the partition cannot run this job",
-            where=facts.name,
-            found=complaint,
+            "the partition cannot run this job" if len(several) == 1 else "no partition can run this job",
+            where=", ".join(complaints),
+            found="; ".join(told),
             remedy="`scontrol show partition` says its limits; change the slurm section or take another one",
         )
-    return SlurmSays(conf, facts)
+    # Slurm takes such a job, and starts it in one of the others.
+    notes = [f"slurm.partition: the job cannot start in partition {said}" for said in told]
+    return SlurmSays(conf, several[0], tuple(several[1:]), tuple(notes))
+
+
+def _require_one_cluster(config: RunConfig, here: str) -> None:
+    """Refuses a job for another cluster than the one that answers: nothing here could see it.
+
+    Raises:
+        SlurmRefused: it is for another one.
+    """
+    wanted = {"slurm.extra.clusters": str(config.slurm.extra.get("clusters") or "")}
+    wanted |= {name: os.environ.get(name, "") for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")}
+    for where, names in wanted.items():
+        if names and here and names != here:
+            raise SlurmRefused(
+                "the job is for another Slurm cluster than the one that answers here",
+                where=where,
+                found=names,
+                expected=f"{here}, or one cluster that all of Slurm's commands ask",
+                remedy=f"remove it; `export SLURM_CLUSTERS={names.partition(',')[0]}` has all of them ask that one",
+            )
 
 
 def partition_complaint(config: RunConfig, facts: PartitionFacts) -> str:

@@ -10,8 +10,10 @@ import shutil
 import subprocess
 
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
+from verl_slurm.config.checks.options import OWN_OPTIONS
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import submission_environment
+from verl_slurm.slurm.runner import slurm_words
 
 __all__ = ["judge_script", "refusal", "refused_keys"]
 
@@ -34,6 +36,7 @@ _OF_A_NODE = ("distributed.nodes", "slurm.cpus_per_node", "slurm.mem_mb_per_node
 """No node has all of these: sbatch does not say which one is too much."""
 _REMEDIES = {
     "slurm.gpus_per_node": "`sinfo -o '%P %G'` shows the GPUs of each partition; 0 asks for none",
+    "slurm.extra.nodelist": "`sinfo -N` lists the nodes",
     "slurm.account": "`sacctmgr show assoc user=$USER` lists yours",
     "slurm.qos": "`sacctmgr show assoc user=$USER format=account,qos` lists yours",
     "slurm.time_limit_min": "`sinfo -o '%P %l'` shows the limits",
@@ -42,6 +45,7 @@ _REMEDIES = {
     "slurm.partition": "`sinfo -s` lists them",
     "distributed.nodes": "`sinfo -o '%P %D %c %m %G'` shows what there is",
 }
+_VERDICT = re.compile(r"\bJob \d+ to start at\b")
 # True now, and perhaps not when the job's turn comes: Slurm queues such a job.
 _PASSES = re.compile(
     r"DOWN, DRAINED or reserved|nodes are busy|unavailable state|begin time|dependency", re.I
@@ -52,11 +56,20 @@ _NO_ANSWER = re.compile(
 
 
 def refused_keys(said: str) -> tuple[str, ...]:
-    """Returns the configuration keys that sbatch's sentence is about; empty: it does not say. Pure."""
+    """Returns the configuration keys that sbatch's words are about; empty: they do not say. Pure."""
+    # An option that is named, by Slurm or by the site, says more than Slurm's last sentence.
+    if named := _named(said):
+        return tuple(filter(None, map(_key_of, named)))
     if "node configuration" in said:
         return _OF_A_NODE
-    # The first match, in the table's order: sentences about other things mention partition, CPUs and nodes, too.
-    return tuple(key for pattern, key in _KEYS if re.search(pattern, said, re.IGNORECASE))[:1]
+    if "node name" in said:
+        return ("slurm.extra.nodelist", "slurm.extra.exclude")
+    # The first match, in the table's order: sentences about other things mention partition, CPUs and nodes, too. The
+    # last sentence is Slurm's own.
+    for sentence in reversed(said.split("; ")):
+        if found := [key for pattern, key in _KEYS if re.search(pattern, sentence, re.IGNORECASE)]:
+            return (found[0],)
+    return ()
 
 
 def refusal(config: RunConfig, said: str) -> SlurmRefused:
@@ -64,17 +77,34 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
     keys = refused_keys(said)
     # What was not asked for cannot be what is too much.
     asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
-    first = keys[0] if keys else "the slurm section"
+    remedy = (
+        _REMEDIES.get(keys[0]) if keys else "do as it says in the slurm section; `sinfo` shows what there is"
+    )
+    named = [f"--{option} is {_key_of(option) or 'written by submit itself'}" for option in _named(said)]
+    if named:
+        remedy = "; ".join([f"here {', '.join(named)}", *([remedy] if remedy else [])])
     return SlurmRefused(
         "Slurm does not take the job",
         where=", ".join(asked) or None,
         found=said,
-        remedy=_REMEDIES.get(first, f"change {first}; `sinfo` shows what there is"),
+        remedy=remedy or f"change {keys[0]}; `sinfo` shows what there is",
     )
 
 
-def judge_script(config: RunConfig, script: str) -> str:
-    """Returns sbatch's verdict on `script`: when it could start, or why that is not known now.
+def _key_of(option: str) -> str:
+    """Returns the key for one of sbatch's options; empty: submit writes it, and no key does."""
+    if option in ("account", "partition", "qos"):
+        return f"slurm.{option}"
+    return OWN_OPTIONS.get(option, f"slurm.extra.{option}")
+
+
+def _named(said: str) -> list[str]:
+    """Returns the options that the words name."""
+    return list(dict.fromkeys(re.findall(r"(?<![\w-])--([a-z][a-z-]*[a-z])", said)))
+
+
+def judge_script(config: RunConfig, script: str) -> tuple[str, list[str]]:
+    """Returns sbatch's verdict on `script`: when it could start, or why that is not known now; and notes for the user.
 
     Raises:
         SlurmRefused: it would be refused.
@@ -98,24 +128,24 @@ def judge_script(config: RunConfig, script: str) -> str:
         )
     except subprocess.TimeoutExpired:
         # No refusal: a controller that plans for long may well take the job.
-        return f"sbatch --test-only gave no answer within {_TIMEOUT_S:.0f} s: what Slurm thinks of it is not known"
-    said = _last_words(done.stderr or done.stdout)
+        said = f"no answer within {_TIMEOUT_S:.0f} s: what Slurm thinks of the job is not known"
+        return said, [f"sbatch --test-only: {said}"]
+    lines = f"{done.stderr}\n{done.stdout}".splitlines()
+    said = slurm_words("\n".join(lines)) or f"not a word, exit code {done.returncode}"
     if done.returncode == 0:
-        return said
+        # The others are the site's, from its plug-ins.
+        verdict = [line for line in lines if _VERDICT.search(line)]
+        words = slurm_words("\n".join(line for line in lines if line not in verdict)) if verdict else ""
+        return slurm_words("\n".join(verdict)) or said, [f"sbatch says: {words}"] if words else []
+    last = slurm_words(done.stderr.strip().rpartition("\n")[2])
     # slurmctld's silence says nothing about the job, so it is no refusal.
-    if _NO_ANSWER.search(said):
+    if _NO_ANSWER.search(last):
         raise SlurmMissing(
             "Slurm does not answer", where="sbatch --test-only", found=said, remedy="see `scontrol ping`"
         )
-    if _PASSES.search(said):
-        return f"would wait: {said}"
+    if _PASSES.search(last):
+        return f"would wait: {said}", []
     raise refusal(config, said)
-
-
-def _last_words(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    last = lines[-1] if lines else "nothing"
-    return re.sub(r"^(sbatch: )?(error: )?(allocation failure: |Batch job submission failed: )?", "", last)
 
 
 def _value(config: RunConfig, key: str) -> object:

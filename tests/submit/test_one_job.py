@@ -1,0 +1,189 @@
+"""A run has one job: however many submit it, on whichever cluster, and whatever sbatch answers."""
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import ROOT
+from verl_slurm.base.errors import Fenced, NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
+from verl_slurm.base.files import private_dir
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.journal import events as ev
+from verl_slurm.journal.files import append_event, read_events
+from verl_slurm.runs.liveness import job_state
+from verl_slurm.runs.record import last_job
+from verl_slurm.runs.requests import cancel_run
+from verl_slurm.submit.executor import MayBeQueued
+from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.submission import carry_out, plan_submission
+
+GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
+
+
+class Slurm:
+    """A Slurm of shell scripts: `here` answers, and sbatch says `answer` after it has queued job 7."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.run = place, RunPaths(place / "run")
+        self.answer, self.queues, self.squeue = (
+            "echo Submitted batch job 7",
+            True,
+            "cat {}/queue 2>/dev/null; true",
+        )
+        self.set_job("JobId=1 ")
+
+    def set_job(self, text: str) -> None:
+        """What `scontrol show job` says."""
+        self.write(
+            "scontrol",
+            f"""case "$*" in
+            *config*) echo 'ClusterName = here';;
+            *) cat {self.place}/job;;
+            esac""",
+        )
+        (self.place / "job").write_text(text)
+
+    def write(self, name: str, script: str) -> None:
+        private_dir(self.place / "bin")
+        (self.place / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+        (self.place / "bin" / name).chmod(0o700)
+
+    def plan(self, **options: Any) -> SubmissionPlan:
+        queue = f'echo "7|$1" >> {self.place}/queue' if self.queues else ":"
+        self.write(
+            "sbatch", f'[ "$1" = --help ] && exit 0\necho x >> {self.place}/sent\n{queue}\n{self.answer}'
+        )
+        self.write("squeue", self.squeue.format(self.place))
+        self.write("srun", "exit 1")
+        words = [f"run_dir={self.run.root}"]
+        return plan_submission(
+            ROOT / "configs/pytorch_loop.yaml", words, cluster="slurm", ask_slurm=False, **options
+        )
+
+    @property
+    def times_sent(self) -> int:
+        return len((self.place / "sent").read_text().split()) if (self.place / "sent").exists() else 0
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return Slurm(tmp_path)
+
+
+def running(run: RunPaths, number: int) -> str:
+    """A job of this run, as scontrol shows it."""
+    text = (GOLDEN / "running.txt").read_text().replace("JobId=1 ", f"JobId={number} ")
+    return re.sub("StdOut=.*", f"StdOut={run.logs}/{number}_0_log.out", text)
+
+
+def test_of_two_submits_that_were_planned_at_once_one_queues_a_job(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    first, second = slurm.plan(), slurm.plan()
+    carry_out(first)
+    slurm.set_job(running(slurm.run, 7))
+    with pytest.raises(Fenced, match="the run has a job already"):
+        carry_out(second)
+    assert slurm.times_sent == 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "echo 7",
+        "echo 'Your job 3 of 5 is accepted.'; echo Submitted batch job 7",
+        "echo Stapelauftrag eingereicht",
+        "kill -9 $$",
+        "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1",
+        "echo Submitted batch job 7; exit 1",
+    ],
+)
+def test_a_job_that_is_queued_is_known_whatever_sbatch_answers(slurm: Slurm, answer: str) -> None:
+    slurm.answer = answer
+    assert carry_out(slurm.plan()).job_id == "7"
+    assert last_job(slurm.run).job_id == "7"
+
+
+def test_where_slurm_does_not_show_it_either_a_job_may_be_queued_and_the_run_stays(slurm: Slurm) -> None:
+    slurm.answer, slurm.queues = "echo Stapelauftrag", False
+    plan = slurm.plan()
+    with pytest.raises(MayBeQueued, match=r"a job may be queued.*squeue --me"):
+        carry_out(plan)
+    assert slurm.run.run_yaml.exists()
+    # It comes to light later: the next submit queues no second one, and `cancel` ends it.
+    (slurm.place / "queue").write_text(f"7|{slurm.run.logs}/.submission_file_x.sh\n")
+    with pytest.raises(Fenced, match="job 7"):
+        carry_out(slurm.plan())
+    slurm.set_job(running(slurm.run, 7))
+    slurm.write("scancel", f"echo $* > {slurm.place}/cancelled")
+    assert cancel_run(slurm.run) == "7"
+    assert (slurm.place / "cancelled").read_text() == "7\n"
+
+
+def test_a_refusal_is_no_doubt_and_leaves_nothing(slurm: Slurm) -> None:
+    slurm.answer, slurm.queues = "echo 'sbatch: error: Invalid qos specification' >&2; exit 1", False
+    with pytest.raises(SlurmRefused, match="Invalid qos"):
+        carry_out(slurm.plan())
+    assert not slurm.run.root.exists()
+
+
+def test_what_a_site_says_beside_the_number_is_passed_on(slurm: Slurm) -> None:
+    slurm.answer = "echo 'sbatch: 12 h left of your share' >&2; echo Submitted batch job 7"
+    assert carry_out(slurm.plan()).notes[-1] == "sbatch says: 12 h left of your share"
+
+
+def refuses(act: Callable[[], object]) -> str:
+    with pytest.raises(VerlSlurmError) as error:
+        act()
+    return str(error.value)
+
+
+def test_a_run_that_lives_on_another_cluster_is_left_alone(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    append_event(slurm.run, ev.Submitted(slurm="there", job_id="7"))
+    append_event(slurm.run, ev.Started(slurm="there", attempt=1, job_id="7"))
+    # Somebody's job has the number here.
+    slurm.set_job((GOLDEN / "running.txt").read_text().replace("JobId=1 ", "JobId=7 "))
+    assert "the run lives on another Slurm cluster" in refuses(slurm.plan)
+    assert "of Slurm cluster there, and this is here" in refuses(lambda: cancel_run(slurm.run))
+    assert job_state(slurm.run, last_job(slurm.run)).state == "UNKNOWN"
+    append_event(slurm.run, ev.Ended(22, "CRASHED", "x", attempt=1, job_id="7"))
+    assert carry_out(slurm.plan()).job_id == "7", "over there, so the same number is a new job here"
+    assert last_job(slurm.run).slurm == ""
+
+
+def test_a_job_that_was_cancelled_in_another_clusters_queue_blocks_nothing(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    append_event(slurm.run, ev.Submitted(slurm="there", job_id="9"))
+    append_event(slurm.run, ev.CancelAsked())
+    assert carry_out(slurm.plan()).job_id == "7"
+
+
+def test_a_job_that_slurm_forgot_is_noted_by_a_cancel_for_other_clusters(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    append_event(slurm.run, ev.Submitted(slurm="here", job_id="9"))
+    slurm.plan()
+    for _ in range(2):
+        with pytest.raises(NotFound):
+            cancel_run(slurm.run)
+    assert sum(isinstance(event, ev.CancelAsked) for event in read_events(slurm.run)) == 1
+
+
+def test_the_number_of_a_job_of_ours_that_is_another_job_by_now_blocks_nothing(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    append_event(slurm.run, ev.Submitted(job_id="3"))
+    slurm.set_job((GOLDEN / "running.txt").read_text().replace("JobId=1 ", "JobId=3 "))
+    assert job_state(slurm.run, last_job(slurm.run)).state == "GONE"
+    assert carry_out(slurm.plan()).job_id == "7"
+
+
+def test_a_slurm_that_does_not_answer_is_no_leave_to_queue(slurm: Slurm) -> None:
+    carry_out(slurm.plan(), prepare_only=True)
+    slurm.squeue = "exit 1"
+    with pytest.raises(SlurmMissing):
+        carry_out(slurm.plan())
+    assert slurm.times_sent == 0
