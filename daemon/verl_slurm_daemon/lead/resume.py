@@ -80,6 +80,7 @@ def find_resume_point(
     Raises:
         KeyRefused: what is left to resume from needs a key that is not there.
         TierError: a tier that has one does not answer.
+        OSError: storage does not answer, or not with all bytes of the newest checkpoint.
     """
 
     def checked(path: Path) -> Verdict:
@@ -174,11 +175,13 @@ class ReadBack(msgspec.Struct, frozen=True):
     Attributes:
         detail: the findings, one line.
         pruned: not good, but gone: the run has newer ones, and retention removed this one during the read.
+        unreadable: not good, because storage did not give all of its bytes: that proves no damage.
     """
 
     good: bool
     detail: str
     pruned: bool = False
+    unreadable: bool = False
 
 
 def read_back(
@@ -196,7 +199,7 @@ def read_back(
     if verdict.damaged:
         require_epoch(paths, epoch)
         move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
-    return ReadBack(False, verdict.one_line())
+    return ReadBack(False, verdict.one_line(), unreadable=verdict.unreadable)
 
 
 def _was_pruned(paths: RunPaths, name: str) -> bool:
