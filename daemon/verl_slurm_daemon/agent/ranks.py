@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import psutil
+
 from verl_slurm.wire.environment import GENERATION_VARIABLE
 from verl_slurm.wire.orders import Orders
 
@@ -31,7 +33,7 @@ program that bypasses the run's own rendezvous fails instead of meeting stranger
 """
 
 _ANSWERS_S = 10.0
-"""For a rank that stood by to take its orders: 0.1 s if it lives."""
+"""For a rank that stood by to take its orders, without any work of its own: 0.1 s if it lives. It may still import."""
 _GRACE_S = 1.0
 """From the first rank's failure to SIGKILL for the others: time for their own error messages."""
 
@@ -135,12 +137,26 @@ def _order(ready: "subprocess.Popen[bytes]", program: list[str], environ: dict[s
 
 def _silent(ordered: Mapping[int, tuple["subprocess.Popen[bytes]", str]]) -> list[int]:
     """Returns the local ranks of those that do not take their orders: one that does, closes the pipe."""
-    until = time.monotonic() + _ANSWERS_S
-    silent = list(ordered)
-    while silent and time.monotonic() < until:
-        silent = [local_rank for local_rank in silent if _reads(*ordered[local_rank])]
+    worked = dict.fromkeys(ordered, (-1.0, 0.0))
+    while True:
+        now, waited = time.monotonic(), {}
+        for local_rank, (before, since) in worked.items():
+            if _reads(*ordered[local_rank]):
+                used = _processor_s(ordered[local_rank][0].pid)
+                waited[local_rank] = (before, since) if used == before else (used, now)
+        worked = waited
+        if all(now - since > _ANSWERS_S for _, since in worked.values()):
+            return list(worked)
         time.sleep(0.01)  # a descriptor that is closed elsewhere is no event here
-    return silent
+
+
+def _processor_s(pid: int) -> float:
+    """Returns the processor time that a process has used; a process that is stopped, or waits, uses none."""
+    try:
+        used = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return -1.0
+    return float(used.user + used.system)
 
 
 def _reads(process: "subprocess.Popen[bytes]", pipe: str) -> bool:

@@ -81,8 +81,6 @@ __all__ = ["Effects"]
 
 _SRUN_TRIES_S = 5.0
 """For so long srun tries to reach slurmctld before it gives up; a refusal comes at once."""
-_STOOD_BY_S = 30.0
-"""A rank that stood by answers in 0.1 s; one that is started anew, because it did not, in some seconds."""
 
 
 class Effects:
@@ -384,13 +382,10 @@ class Effects:
                     services=services,
                 )
             )
-        # Of a user's loop nobody knows when each of its ranks speaks.
-        ours, timeout_s = not self._config.trainer.is_guest, self._config.daemon.start_timeout_s
-        if ours and step.stood_by:
-            timeout_s = min(timeout_s, _STOOD_BY_S)
-        await asyncio.sleep(timeout_s)  # a due time, not a poll: see StartTimedOut
+        await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
         if step is self._step:
-            self._post(inputs.StartTimedOut(generation, all_ranks=ours))
+            # Of a user's loop nobody knows when each of its ranks speaks.
+            self._post(inputs.StartTimedOut(generation, all_ranks=not self._config.trainer.is_guest))
 
     async def _on_link(self, link: AgentLink) -> None:
         task = asyncio.current_task()

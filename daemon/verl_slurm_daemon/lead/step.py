@@ -121,11 +121,6 @@ class Step:
         self.ready.pop(node, None)
 
     @property
-    def stood_by(self) -> bool:
-        """Returns whether it was started ahead of its restart."""
-        return self.settings is not None
-
-    @property
     def stands(self) -> bool:
         """Returns whether it was started, and nothing ends it."""
         return bool(self.processes) and not self.leaving.is_set() and not self.is_over
