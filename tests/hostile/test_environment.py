@@ -1,4 +1,5 @@
-"""Walks the table of docs/preemption.md: each thing that a start needs fails, hangs or lies, and the run goes on.
+"""Walks the table of docs/preemption.md: what a start needs fails or hangs, and the run goes on. What lies is read by
+tests of its own: `checkpoint/test_recover.py`, `slurm/test_client.py`.
 
 A real lead and a real agent; the rank needs no torch. File systems that fail are mounted for a moment.
 """
@@ -78,21 +79,11 @@ def while_saving(stage: Stage) -> None:
         stage.wait("crash", kind="environment")
 
 
-def damaged(stage: Stage) -> None:
-    stage.lead(saves=3, dies=True)
-    stage.wait("crash")
-    newest = max(stage.paths.checkpoints.glob("step_*"))
-    victim = next(path for path in newest.rglob("*") if path.is_file() and path.name != "manifest.json")
-    victim.write_bytes(b"x" * victim.stat().st_size)
-    stage.wait("resume")
-
-
 WALK: dict[tuple[str, str], Callable[[Stage], None]] = {
     ("RUN's checkpoints", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.checkpoints, "dead")),
     ("RUN's checkpoints", "hangs"): lambda s: at_the_restart(
         s, lambda: _for_a_while(s, mounted(s.paths.checkpoints, "silent"))
     ),
-    ("RUN's checkpoints", "lies"): damaged,
     ("RUN's ledger", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "EIO")),
     ("storage, as a rank writes", "fails"): while_saving,
     ("slurmctld, as an attempt begins", "fails"): lambda s: at_the_start(s, lambda: slurm_away(s)),
