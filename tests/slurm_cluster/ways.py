@@ -13,17 +13,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.devcluster.killed_daemons import fail_daemon, restore_daemon
 from tests.fakes.faulty_mount import faulty_mount
 from tests.harness import LiveRun
 from verl_slurm.config.load import load_resolved
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.devcluster.faults import (
-    fail_daemon,
-    fail_node,
-    preempt,
-    restore_daemon,
-    restore_node,
-)
+from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
 
 __all__ = ["ASIDE", "ENVIRONMENT", "EVERY_WAY", "WAYS", "Mischief"]
