@@ -17,7 +17,7 @@ from verl_slurm.base.exit_codes import ExitCode
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted([*(ROOT / "verl_slurm").rglob("*.py"), *(ROOT / "daemon").rglob("*.py")])
-MAX_LINES = 500
+MAX_LINES = 600
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONTRACTS = {contract["name"]: contract for contract in PYPROJECT["tool"]["importlinter"]["contracts"]}
 BANNED = PYPROJECT["tool"]["ruff"]["lint"]["flake8-tidy-imports"]["banned-api"]
