@@ -1,5 +1,7 @@
 from pathlib import Path
 
+import pytest
+
 from verl_slurm.checkpoint.decide.restore import decide_resume
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Kind, Problem, ProblemKind, Verdict
 
@@ -35,18 +37,20 @@ def test_damage_leads_to_the_one_before() -> None:
     assert (decision.action, decision.name) == ("use", "step_000001")
 
 
-def test_a_read_error_beside_damage_leaves_it_where_it_is() -> None:
-    decision = decide_resume(
-        [info(1), info(2)], verdicts(step_000002=("damaged", "unreadable"), step_000001=())
-    )
-    assert (decision.action, decision.set_aside) == ("use", ())
+@pytest.mark.scenario("FLT-A")
+@pytest.mark.parametrize("problems", [("unreadable",), ("damaged", "unreadable")])
+def test_one_that_cannot_be_read_now_is_waited_for_though_an_older_one_verifies(
+    problems: tuple[str, ...],
+) -> None:
+    decision = decide_resume([info(1), info(2)], verdicts(step_000002=problems, step_000001=()))
+    assert (decision.action, decision.name, decision.set_aside) == ("wait", "step_000002", ())
 
 
 def test_unreadable_ones_never_lead_to_a_start_from_nothing() -> None:
     decision = decide_resume(
         [info(1), info(2)], verdicts(step_000002=("unreadable",), step_000001=("damaged",))
     )
-    assert (decision.action, decision.name) == ("refuse", "step_000002")
+    assert (decision.action, decision.name) == ("wait", "step_000002")
 
 
 def test_a_newer_format_is_never_passed_over() -> None:

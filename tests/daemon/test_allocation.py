@@ -1,6 +1,7 @@
 """What an allocation finds out from Slurm before the lead takes a run over. Slurm's answers are scripted."""
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ import pytest
 from verl_slurm_daemon.allocation import slurm as slurm_allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.lead import start
 
 from tests.builders import new_run, owner
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
@@ -62,12 +64,15 @@ class _Slurm:
         (("COMPLETING", "PENDING"), "job 37 is PENDING"),
         (("COMPLETING",), "job 37 is COMPLETING"),
         ((SILENCE, "RUNNING"), "job 37 is RUNNING"),
-        ((SILENCE,), ""),
+        ((SILENCE,), None),  # not taken for its end: asked until it answers
         ((FORGOTTEN,), ""),
     ],
 )
 def test_a_former_job_holds_the_run_until_slurm_says_that_it_is_over(
-    answers: tuple[str | VerlSlurmError, ...], verdict: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answers: tuple[str | VerlSlurmError, ...],
+    verdict: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(slurm_allocation, "_ASK_AGAIN_S", (0.0, 0.0))
     monkeypatch.setattr(slurm_allocation, "_LEAVING_S", (0.0, 0.0, 0.0))
@@ -83,7 +88,8 @@ def test_a_former_job_holds_the_run_until_slurm_says_that_it_is_over(
     )
     assert job is not None
     mine = SlurmAllocation(job, RunConfig(), RunPaths(tmp_path))
-    assert asyncio.run(mine.still_alive(OWNER)) == verdict
+    with pytest.raises(SlurmMissing) if verdict is None else contextlib.nullcontext():
+        assert asyncio.run(mine.still_alive(OWNER)) == verdict
     assert slurm.asked <= 4
 
 
@@ -410,3 +416,66 @@ def test_at_the_time_limit_a_slurmctld_that_is_away_is_waited_for(
     assert isinstance(asyncio.run(mine.requeue()), str)
     clock[0] += 600.0
     assert isinstance(asyncio.run(mine.requeue()), str) is asks_again
+
+
+@pytest.mark.scenario("FLT-B")
+def test_a_silent_slurm_does_not_tell_where_the_lead_is_and_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slurm:
+        asked = 0
+
+        async def config_and_time(self) -> object:
+            raise SILENCE
+
+        async def node_addr(self, _: str) -> str:
+            self.asked += 1
+            if self.asked == 1:
+                raise SILENCE
+            return "10.0.0.1"
+
+    slurm, said = Slurm(), []
+    mine = in_job_37(slurm, tmp_path, monkeypatch)
+    monkeypatch.setattr(start, "IN_PLACE_S", (0.0,))
+    asked = start.patiently(mine.address, lambda: False, lambda error, pause: said.append(str(error)))
+    assert asyncio.run(asked) == "10.0.0.1"
+    assert said == [str(SILENCE)]
+    assert asyncio.run(mine.address()) == "10.0.0.1"
+    assert slurm.asked == 2, "once it is known, nothing depends on an answer"
+
+
+@pytest.mark.scenario("FLT-H")
+@pytest.mark.parametrize(
+    ("limit_s", "left_s", "kind", "lead_s"),
+    [
+        (60, 58, "operator", 30),  # Slurm's warning, as soon as it starts: 120 s are more than there is
+        (60, 29, "time_limit", 30),
+        (150, 100, "operator", 75),
+        (600, 150, "time_limit", None),
+    ],
+)
+def test_a_time_limit_that_is_shorter_than_the_lead_time_leaves_half_of_it_for_training(
+    limit_s: int,
+    left_s: int,
+    kind: str,
+    lead_s: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = datetime(2026, 1, 1, tzinfo=UTC)
+    end = now + timedelta(seconds=left_s)
+    running = parse_job((GOLDEN.parent / "running.txt").read_text(), 1)
+    facts = msgspec.structs.replace(running, end_time=end, start_time=end - timedelta(seconds=limit_s))
+
+    class Slurm:
+        async def job(self, _: int) -> object:
+            return facts
+
+    mine = in_job_37(Slurm(), tmp_path, monkeypatch)
+    monkeypatch.setattr(mine._clock, "now", lambda: now)
+    assert asyncio.run(mine.cause("SIGUSR1 to lead")).kind == kind
+    outlook = asyncio.run(mine.outlook())
+    assert (outlook.limit_s, outlook.lead_s) == (limit_s, lead_s)
+    asyncio.run(mine.learn([ev.Saved("step_000001", seconds=40.0)]))
+    if lead_s == 30:
+        assert asyncio.run(mine.outlook()).lead_s == 43, "a save takes 40 s, and 3 s are its margin"

@@ -135,7 +135,8 @@ def test_a_node_that_is_not_fit_is_left_and_told_and_written_down_if_that_lasts(
     assert told["text"] == f"n2: GPUs: off the bus; {kept}"
 
 
-def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_job(
+@pytest.mark.scenario("FLT-A")
+def test_storage_that_fails_before_the_step_is_neither_a_crash_nor_the_end_of_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(*_: object) -> ResumePoint:
@@ -148,9 +149,30 @@ def test_storage_that_fails_before_the_step_is_a_crash_and_not_the_end_of_the_jo
         effects.perform(act.StartGeneration(1))
         return await posted.get(), effects.exit
 
-    assert asyncio.run(story()) == (inputs.GenerationEnded(1), None)
-    (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "internal"]
-    assert "Input/output error" in said["error"]
+    detail = "the step was not started: [Errno 5] Input/output error"
+    assert asyncio.run(story()) == (inputs.StartFailed(detail), None)
+
+
+@pytest.mark.scenario("FLT-A")
+def test_what_a_run_can_do_without_ends_no_run_where_storage_fails_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scrub(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(module, "scrub_forever", scrub)
+    private_dir(RunPaths(tmp_path).control)
+
+    async def story() -> object:
+        effects, _ = effects_of(tmp_path, ScriptedAllocation())
+        await effects.open()
+        await asyncio.sleep(0.1)
+        await effects.close()
+        return effects.exit
+
+    assert asyncio.run(story()) is None
+    (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
+    assert "Input/output error" in said["text"]
 
 
 def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(

@@ -11,7 +11,7 @@ from verl_slurm_daemon.journal import Journal
 from tests.journals import make_event, make_events, read_events
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.folds.progress import stuck_restarts, unfit_starts
+from verl_slurm.journal.folds.progress import failed_starts, short_starts, stuck_restarts, unfit_starts
 from verl_slurm.journal.status import Status
 
 
@@ -74,10 +74,22 @@ def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
     )  # counted, and made to wait, by themselves
 
 
-def test_a_time_limit_before_the_ranks_train_is_counted_and_one_in_training_is_not() -> None:
+def test_a_time_limit_before_the_ranks_train_is_counted_and_is_no_crash() -> None:
     limit = {"event": "cause", "cause": "time_limit"}
-    assert stuck_restarts(make_events([restart("a"), limit, restart("a"), limit])) == 2
-    assert stuck_restarts(make_events([restart("a"), {"event": "training"}, limit])) == 0
+    twice = make_events([restart("a"), limit, restart("a"), limit])
+    assert (short_starts(twice), stuck_restarts(twice)) == (2, 0)
+    assert short_starts(make_events([restart("a"), {"event": "training"}, limit])) == 0
+    assert short_starts([*twice, *make_events([{"event": "held", "stuck": 2}])]) == 0, "released: anew"
+
+
+@pytest.mark.scenario("FLT-A")
+def test_what_the_environment_stopped_is_counted_until_something_new_is_there() -> None:
+    failed, crash = {"event": "start_failed", "detail": "x"}, {**CRASH, "kind": "environment"}
+    lived = [restart("a"), failed, restart("a"), {"event": "training"}, crash, failed]
+    assert failed_starts(make_events(lived), "7", 0) == 2
+    assert stuck_restarts(make_events(lived)) == 0
+    for news in (restart("b"), {"event": "first_rollout"}, {"event": "held", "stuck": 2}):
+        assert failed_starts(make_events([*lived, news, failed]), "7", 0) == 1
 
 
 def test_what_was_mended_and_submitted_again_is_counted_afresh() -> None:

@@ -12,7 +12,7 @@ from verl_slurm_daemon.decide.states import NEXT, State
 
 from tests.journals import make_event
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.journal.events import kind_of
+from verl_slurm.journal.events import Crash, Held, kind_of
 from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import (
     Finished,
@@ -413,7 +413,14 @@ def test_a_bad_node_is_left_before_its_ranks_start_and_no_budget_is_used_up() ->
     assert story.model.failed == ()
 
 
-def test_attempts_that_meet_bad_nodes_wait_longer_each_time_and_end_at_last() -> None:
+def is_held(done: list[act.Action], why: str) -> bool:
+    """Whether the job is to be held, and the journal says why."""
+    held = [a.event for a in done if isinstance(a, act.Note) and isinstance(a.event, Held)]
+    asked = [a.hold for a in done if isinstance(a, act.Requeue)]
+    return asked == [True] and len(held) == 1 and why in held[0].reason
+
+
+def test_attempts_that_meet_bad_nodes_wait_longer_each_time_and_are_held_at_last() -> None:
     delays = []
     for before in (0, 1, 2, 8, 23):
         story = Story(inputs.Ready(2, 0, before))
@@ -421,10 +428,9 @@ def test_attempts_that_meet_bad_nodes_wait_longer_each_time_and_end_at_last() ->
         delays.append(asked.delay_s)
     assert delays == [None, 30, 60, 3600, 3600]
     story = Story(inputs.Ready(2, 0, 24))
-    assert kinds(story.then(unfit())) == [act.TakeDown]
-    (end,) = story.then(inputs.GenerationEnded(0))
-    assert isinstance(end, act.Exit)
-    assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_PROGRESS, True)
+    done = story.then(unfit())
+    assert is_held(done, "25 attempts in a row met bad nodes")
+    assert act.TakeDown() in done
 
 
 def test_a_cancelled_run_is_not_revived_by_a_bad_node() -> None:
@@ -446,15 +452,84 @@ def test_a_start_that_meets_broken_storage_is_requeued_and_a_cancelled_one_is_no
 
 
 @pytest.mark.scenario("FLT-N06")
-def test_starts_that_storage_stops_wait_longer_each_time_and_end_at_last() -> None:
+def test_starts_that_storage_stops_wait_longer_each_time_and_are_held_at_last() -> None:
     delays = []
     for before in (0, 1, 2, 8, 23):
         (asked,) = [a for a in Story().then(inputs.StartFailed("full", before)) if isinstance(a, act.Requeue)]
         delays.append(asked.delay_s)
     assert delays == [None, 30, 60, 3600, 3600]
-    end = Story().then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))[-1]
+    story = Story()
+    done = story.then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))
+    assert is_held(done, "25 attempts in a row could not begin: No space left on device")
+    held = inputs.RequeueAnswered(ExitCode.REQUEUED, "held until somebody says: scontrol release 7")
+    assert story.then(held) == [act.Exit(ExitCode.REQUEUED, held.detail)]
+    # Outside of Slurm nothing is held.
+    story = Story()
+    story.then(inputs.StartFailed("No space left on device", 24, ExitCode.NO_ROOM))
+    (end,) = story.then(inputs.RequeueAnswered(ExitCode.REQUEUE_FAILED, "no Slurm"))
     assert isinstance(end, act.Exit)
     assert (end.code, "25 attempts" in end.reason) == (ExitCode.NO_ROOM, True)
+
+
+ENDED = inputs.GenerationEnded(1)
+FULL = "rank 0: OSError: [Errno 28] No space left on device"
+
+
+@pytest.mark.scenario("FLT-A")
+@pytest.mark.parametrize(
+    "events",
+    [
+        pytest.param((inputs.StartFailed("Errno 28"),), id="before the step"),
+        pytest.param((inputs.NodeFailed("n1", FULL), ENDED), id="in a rank"),
+        pytest.param(
+            (inputs.NodeFailed("n2", "Connection closed by peer"), inputs.NodeFailed("n1", FULL), ENDED),
+            id="in a rank whose peer spoke first",
+        ),
+        pytest.param((inputs.NodeFailed("", "no agent", environment=True), ENDED), id="Slurm was away"),
+    ],
+)
+def test_a_restart_that_storage_fails_waits_in_place_then_without_the_nodes_and_is_no_crash(
+    events: tuple[inputs.Input, ...],
+) -> None:
+    story, pauses = Story(inputs.Ready(2, failed=2)), []
+    for _ in range(6):
+        done = [action for event in events for action in story.then(event)]
+        pauses += [action.seconds for action in done if isinstance(action, act.Pause)]
+        story.then(inputs.BackoffOver(0))
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 15.0]
+    assert [action.delay_s for action in done if isinstance(action, act.Requeue)] == [60]
+    crashed = [a.event for a in story.actions if isinstance(a, act.Note) and isinstance(a.event, Crash)]
+    assert {crash.kind for crash in crashed} <= {"environment"}
+
+
+@pytest.mark.scenario("FLT-B")
+def test_a_slurm_that_is_away_is_waited_for_in_place_however_long() -> None:
+    story = Story(inputs.Ready(2))
+    away = inputs.StartFailed("no answer", exit_code=ExitCode.NO_SLURM)
+    for _ in range(20):
+        assert isinstance(story.then(away)[-1], act.Pause)
+        story.then(inputs.BackoffOver(0))
+    story.then(away)
+    assert act.Requeue() in story.then(cause("preemption"))
+
+
+@pytest.mark.scenario("FLT-F")
+def test_each_of_our_ranks_has_to_speak_in_time_and_of_a_users_loop_any() -> None:
+    for all_ranks, expected in ((True, [act.TakeDown]), (False, [])):
+        story = Story(inputs.Ready(2), inputs.RankSaid(RankStarted(rank=0, pid=7)))
+        assert kinds(story.then(inputs.StartTimedOut(1, all_ranks=all_ranks))) == expected
+    story.then(inputs.RankSaid(RankStarted(rank=1, pid=8)))
+    assert story.then(inputs.StartTimedOut(1, all_ranks=True)) == []
+
+
+@pytest.mark.scenario("FLT-A")
+def test_a_last_save_that_cannot_be_read_back_is_not_called_corrupt() -> None:
+    finished = [inputs.RankSaid(Finished(rank=rank, step=3)) for rank in (0, 1)]
+    story = Story(inputs.Ready(2), progress(), saved(0), *finished, inputs.GenerationEnded(0))
+    done = story.then(inputs.Verified(SAVED, False, "Input/output error", unreadable=True))
+    notes = [action.event for action in done if isinstance(action, act.Note)]
+    assert "cannot be read back: Input/output error" in notes[0].text
+    assert isinstance(done[-1], act.Pause)
 
 
 def raised(rank: int = 0, *, worked: bool, line: int = 7) -> inputs.RankSaid:

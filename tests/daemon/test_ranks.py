@@ -213,3 +213,17 @@ def test_an_import_that_touches_cuda_makes_no_rank_that_stands_by(tmp_path: Path
     out, err = launcher.communicate(orders(tmp_path, "1", "0", "1"), timeout=120)
     assert launcher.returncode == 0, err
     assert json.loads(out)[2]["RANK"] == "0", "it was started anew"
+
+
+@pytest.mark.scenario("FLT-F")
+def test_one_that_stood_by_and_is_stopped_is_made_anew_within_seconds(tmp_path: Path, said: str) -> None:
+    launcher = stand_by(tmp_path, 2, said)
+    stopped, other = (psutil.Process(pid) for pid in ready(launcher, 2))
+    stopped.suspend()
+    out, err = launcher.communicate(orders(tmp_path, "1", "0", "2"), timeout=120)
+    assert launcher.returncode == 0, err
+    told = [json.loads(line) for line in out.splitlines()]
+    assert sorted(one[2]["RANK"] for one in told) == ["0", "1"]
+    assert [one[0] for one in told if one[3]] == [other.pid]
+    assert b"stood by and does not answer" in err
+    assert not stopped.is_running()

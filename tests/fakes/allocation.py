@@ -46,7 +46,9 @@ class ScriptedAllocation:
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)
 
-    async def requeue(self, delay_s: int | None = None) -> inputs.RequeueAnswered | str:
+    async def requeue(
+        self, delay_s: int | None = None, *, hold: bool = False
+    ) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
     async def learn(self, events: object) -> None:

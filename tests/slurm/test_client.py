@@ -206,6 +206,18 @@ def test_a_refused_requeue_sends_nothing(stub: Stub, tmp_path: Path, moment: str
     assert log.read_text() == "show\n"
 
 
+@pytest.mark.scenario("FLT-A")
+def test_a_job_that_is_to_be_held_is_given_no_start_time_and_its_release_is_named(
+    stub: Stub, tmp_path: Path
+) -> None:
+    log, golden = tmp_path / "asked", shlex.quote(str(GOLDEN / "running.txt"))
+    client = stub(f'echo "$1" >> {log}; cat {golden}')
+    outcome = asyncio.run(client.requeue(1, 10, own_restarts=0, hold=True))
+    assert outcome.will_run_again
+    assert "scontrol release" in outcome.detail
+    assert log.read_text() == "show\nrequeuehold\n"
+
+
 @pytest.mark.scenario("L13")
 def test_a_requeue_that_changes_nothing_is_unconfirmed(stub: Stub) -> None:
     golden = shlex.quote(str(GOLDEN / "running.txt"))

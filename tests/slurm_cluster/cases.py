@@ -5,7 +5,7 @@ Called by: tests/slurm_cluster/test_campaign.py, tests/benchmarks/test_campaign.
 
 from tests.harness import SMALL
 
-__all__ = ["BY_NAME", "CASES", "ELASTIC", "settings"]
+__all__ = ["BY_NAME", "CASES", "ELASTIC", "ENVIRONMENT", "settings"]
 
 _SHAPES: dict[str, tuple[str, ...]] = {
     "": (),  # (dp, tp, pp) = (2, 1, 1), as in configs/quickstart.yaml
@@ -28,9 +28,12 @@ CASES: dict[str, tuple[str, ...]] = {
     for shape in _SHAPES
 }
 """Name → what is set beside the campaign's own settings."""
+ENVIRONMENT = "ppo-environment"
+"""Its storage, its Slurm and its limits fail, in place of its processes."""
 ELASTIC = "ppo-elastic"
 """Ends with other bits than its twin: sums over fewer ranks are made in another order."""
 BY_NAME = {
+    ENVIRONMENT: ("slurm.signal_lead_s=30",),
     "ppo-spares": ("slurm.spare_nodes=1", "daemon.standby_after_s=1"),
     ELASTIC: ("distributed.min_nodes=1", "daemon.standby_after_s=1"),
 }

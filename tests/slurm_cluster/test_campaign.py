@@ -7,6 +7,7 @@ the choices. `VERL_SLURM_CAMPAIGN_RESULTS=FILE` keeps what was found: `benchmark
 
 import os
 import random
+import subprocess
 import time
 from collections import Counter
 from importlib.util import find_spec
@@ -18,8 +19,11 @@ import pytest
 from benchmarks import campaign
 from tests.harness import LiveRun, same_weights
 from tests.ledger_stats import LedgerStats, ledger_stats
-from tests.slurm_cluster.cases import CASES, ELASTIC, settings
+from tests.loops.served import CONFIG, STEPS, by_hand
+from tests.loops.served import overrides as loop_overrides
+from tests.slurm_cluster.cases import CASES, ELASTIC, ENVIRONMENT, settings
 from tests.slurm_cluster.ways import ASIDE, EVERY_WAY, WAYS, Mischief
+from tests.slurm_cluster.ways import ENVIRONMENT as ENVIRONMENT_WAYS
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state import ledger
 
@@ -38,7 +42,9 @@ def _asked() -> list[str]:
     return list(CASES) if names == "all" else names.split(",")
 
 
-def _ways() -> tuple[str, ...]:
+def _ways(case: str) -> tuple[str, ...]:
+    if case == ENVIRONMENT:
+        return ENVIRONMENT_WAYS
     return EVERY_WAY if os.environ.get("VERL_SLURM_CASES") else WAYS
 
 
@@ -53,7 +59,7 @@ def _keep_whole_ledger(run: LiveRun) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", _asked())
 def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
-    cluster: DevCluster, tmp_path: Path, case: str
+    cluster: DevCluster, tmp_path: Path, case: str, request: pytest.FixtureRequest
 ) -> None:
     if "vllm" in case and find_spec("vllm") is None:
         pytest.skip("NOT RUN: no vLLM here; `make vllm`, then .venv-vllm/bin/python -m pytest")
@@ -73,7 +79,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
         twin.cancel()
     twin_minutes = (time.monotonic() - began) / 60
     began = time.monotonic()
-    run = LiveRun(cluster, tmp_path / "run", *overrides).submit()
+    run = LiveRun(cluster, _disk(request, tmp_path, case) / "run", *overrides).submit()
     mischief = Mischief(run, cluster, random.Random(f"victims {case} {seed}"))
     done: Counter[str] = Counter()
     aside: Counter[str] = Counter()
@@ -82,7 +88,7 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
         while done.total() < wanted:
             # Wait until training moves again; a generation that was already disturbed is not news.
             before = len(run.events("training"))
-            way = dice.choice(_ways())
+            way = dice.choice(_ways(case))
             time.sleep(dice.uniform(0.0, 3.0))  # the random moment itself
             if _finished(run):
                 break
@@ -94,6 +100,9 @@ def test_a_run_interrupted_at_random_moments_ends_bit_for_bit_like_its_twin(
                 aside[way] += 1
                 continue
             done[way] += 1
+            if way in ENVIRONMENT_WAYS:
+                _moves_on(run)
+                continue
             run.wait(
                 lambda before=before: len(run.events("training")) > before or _finished(run), _PATIENCE_S
             )
@@ -153,6 +162,56 @@ def _same_rollouts(run: LiveRun, twin: LiveRun, what: str, *, of_the_same_weight
     assert ours.rollouts == theirs.rollouts, what
     assert ours.tokens == theirs.tokens or not of_the_same_weights, what
     return ours
+
+
+def _moves_on(run: LiveRun) -> None:
+    """Until the run is at another place than now; nothing may have kept it from training meanwhile."""
+
+    def place() -> tuple[object, ...]:
+        now = run.status()
+        return now.get("step"), now.get("phase"), now.get("index")
+
+    before = place()
+    run.wait(lambda: place() != before or _finished(run), _PATIENCE_S)
+
+
+def _disk(request: pytest.FixtureRequest, tmp_path: Path, case: str) -> Path:
+    """A file system of the run's own, where storage is to fail."""
+    if case != ENVIRONMENT:
+        return tmp_path
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1g,nr_inodes=20k,mode=700", "t", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("NOT RUN: mounting a file system needs root")
+    request.addfinalizer(lambda: subprocess.run(["umount", "-l", str(disk)], check=False))
+    return disk
+
+
+@pytest.mark.long
+@pytest.mark.scenario("FLT-A", "FLT-B", "FLT-H")
+def test_a_plain_loop_whose_environment_fails_ends_with_the_weights_of_its_twin(
+    cluster: DevCluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    wanted = int(os.environ.get("VERL_SLURM_CAMPAIGN") or 2)
+    dice = random.Random(int(os.environ.get("VERL_SLURM_SEED") or _SEED))
+    loop = loop_overrides(60.0 * wanted / STEPS)
+    root = _disk(request, tmp_path, ENVIRONMENT) / "run"
+    run = LiveRun(cluster, root, *loop, config=str(CONFIG)).submit()
+    mischief = Mischief(run, cluster, dice)
+    try:
+        run.wait_event("training", timeout_s=_PATIENCE_S)
+        for _ in range(wanted):
+            time.sleep(dice.uniform(0.0, 3.0))  # the random moment itself
+            if _finished(run) or not mischief.do(way := dice.choice(ENVIRONMENT_WAYS)):
+                break
+            print(f"  {way}", flush=True)
+            _moves_on(run)
+        run.wait_end(timeout_s=_PATIENCE_S)
+    finally:
+        run.cancel()
+    same, said = same_weights(by_hand(tmp_path / "straight"), run.paths.root)
+    assert same, f"{said}\n{run.story()}"
 
 
 def _finished(run: LiveRun) -> bool:

@@ -3,25 +3,51 @@
 Called by: tests/slurm_cluster/test_campaign.py.
 """
 
+import contextlib
+import itertools
+import os
 import random
+import shutil
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
+from tests.devcluster.killed_daemons import fail_daemon, restore_daemon
+from tests.fakes.faulty_mount import faulty_mount
 from tests.harness import LiveRun
 from verl_slurm.config.load import load_resolved
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = ["ASIDE", "EVERY_WAY", "WAYS", "Mischief"]
+__all__ = ["ASIDE", "ENVIRONMENT", "EVERY_WAY", "WAYS", "Mischief"]
 
 WAYS = ("preempt", "requeue", "save", "kill_rank", "kill_rank", "kill_node", "kill_lead_node")
 """Of these `make test` draws, with a fixed seed: another tuple would be another campaign."""
 EVERY_WAY = (*WAYS, "lose_node", "lose_lead_node", "down_node", "suspend")
 """Beyond processes: a node without power (its slurmd dies as well; Slurm finds out by itself), a node that an operator
 sets DOWN, a job that Slurm stops and continues."""
+ENVIRONMENT = (
+    "slurmctld_stopped",
+    "slurmctld_killed",
+    "full",
+    "no_inodes",
+    "EIO",
+    "dead",
+    "silent",
+    "short_limit",
+)
+"""Nothing of the run is struck, but what it needs; each for some seconds, and then it is back. Half of the time a start
+falls into it."""
 ASIDE = frozenset({"save", "suspend"})
 """These interrupt nothing: the same ranks go on."""
+
+
+def fill(place: Path, data: bytes) -> None:
+    """Raises OSError: it is full."""
+    for number in itertools.count():
+        (place / str(number)).write_bytes(data)
 
 
 class Mischief:
@@ -41,6 +67,10 @@ class Mischief:
         if facts.batch_host is None:
             return False
         match way:
+            case _ if way in ENVIRONMENT:
+                if self._dice.random() < 0.5 and (ranks := self._run.ranks()):
+                    self._kill([self._dice.choice(ranks)])
+                self._fail_environment(way)
             case "preempt":
                 preempt(self._cluster, int(self._run.job_id), hold_s=1)
             case "requeue":
@@ -79,6 +109,30 @@ class Mischief:
             time.sleep(self._dice.uniform(0.5, 5.0))
         finally:
             self._run.slurm("scontrol", "resume", self._run.job_id)
+
+    def _fail_environment(self, way: str) -> None:
+        run, seconds = self._run.paths, self._dice.uniform(5.0, 90.0 if "slurmctld" in way else 40.0)
+        with contextlib.ExitStack() as faults:
+            match way:
+                case "slurmctld_killed":
+                    fail_daemon(self._cluster, "slurmctld")
+                    faults.callback(restore_daemon, self._cluster, "slurmctld")
+                case "slurmctld_stopped":
+                    pid = int((self._cluster.directory / "run" / "slurmctld.pid").read_text())
+                    faults.callback(os.kill, pid, signal.SIGCONT)
+                    os.kill(pid, signal.SIGSTOP)
+                case "short_limit":
+                    job, longer = f"JobId={self._run.job_id}", "TimeLimit=1000"
+                    faults.callback(self._run.slurm, "scontrol", "update", job, longer, check=False)
+                    self._run.slurm("scontrol", "update", job, "TimeLimit=1", check=False)
+                case "full" | "no_inodes":
+                    faults.callback(shutil.rmtree, filler := run.root.parent / "filler")
+                    filler.mkdir()
+                    with contextlib.suppress(OSError):
+                        fill(filler, bytes(1 << 20) if way == "full" else b"")
+                case "EIO" | "dead" | "silent":
+                    faults.enter_context(faulty_mount(run.checkpoints, way))
+            time.sleep(seconds)
 
     def _take_node(self, way: str, facts: JobFacts) -> bool:
         others = self._run.other_nodes()

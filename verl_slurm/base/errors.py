@@ -6,6 +6,8 @@ an error.
 """
 
 import errno
+import os
+import re
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -35,6 +37,7 @@ __all__ = [
     "VerlSlurmError",
     "WireError",
     "is_transient_storage_error",
+    "names_storage_error",
     "restart_may_help",
     "together",
     "underlying",
@@ -239,13 +242,19 @@ class Diverged(VerlSlurmError):
 
 # Without ENOENT and EACCES: they stay until somebody acts, and a run that ends at once is noticed sooner than one that
 # uses up its starts.
-_TRANSIENT = frozenset(
-    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOLCK}
+_STORAGE = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ENOLCK, errno.EREMOTEIO}
     | {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # others free room; a file system is remounted after a fault
     | {errno.ENXIO, errno.ENODEV, errno.ESHUTDOWN, errno.ENOTCONN, errno.EHOSTDOWN}
-    | {errno.ENOMEM, errno.EMFILE, errno.ENFILE}
+)
+_TRANSIENT = _STORAGE | frozenset(
+    {errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR, errno.EBUSY, errno.ENOMEM, errno.EMFILE, errno.ENFILE}
 )
 """Errors of a storage or a node that may be gone at the next start."""
+_STORAGE_WORDS = re.compile(
+    "|".join([rf"\[Errno {number}\]" for number in _STORAGE] + [os.strerror(number) for number in _STORAGE])
+    + r"|\(SIGBUS\)"  # a page of a mapped file that could not be read
+)
 
 
 def restart_may_help(error: VerlSlurmError) -> bool:
@@ -267,6 +276,11 @@ def underlying(error: VerlSlurmError) -> VerlSlurmError:
     if error.exit_code is ExitCode.INTERNAL and isinstance(cause, VerlSlurmError):
         return cause
     return error
+
+
+def names_storage_error(text: str) -> bool:
+    """Returns whether the last words of a process name an error of storage: a rank may be any program."""
+    return _STORAGE_WORDS.search(text) is not None
 
 
 def is_transient_storage_error(error: BaseException | None) -> bool:

@@ -63,7 +63,7 @@ class Started(Event):
 
 
 class StartFailed(Event):
-    """An attempt could not begin: storage refused."""
+    """Storage or Slurm did not let an attempt begin, or go on: the next one waits for it without the nodes."""
 
     detail: str
     before: Int = 0
@@ -115,7 +115,7 @@ class Orphaned(Event):
 
 
 class Held(Event):
-    """The run was stopped: `stuck` restarts in a row came to nothing."""
+    """The run stands still until a person acts: `stuck` starts in a row came to nothing."""
 
     loud: ClassVar[bool] = True
     stuck: Int
@@ -193,7 +193,7 @@ class Crash(Event):
     loud: ClassVar[bool] = True
     detail: str = ""
     kind: str = "crash"
-    """crash, hang, node or stranger (`verl_slurm_daemon.decide.model.FailureKind`)."""
+    """crash, hang, node, environment or stranger (`verl_slurm_daemon.decide.model.FailureKind`)."""
     node: str | None = None
     crashes: Int = 0
     """Of this kind, in this attempt, since the last verified save; `budget` of them lead to a restart in place."""

@@ -103,9 +103,10 @@ def decide_cause(
     facts: JobFacts,
     *,
     own_restarts: int,
-    signal_lead_s: int,
+    signal_lead_s: float,
     now: datetime,
     lost_nodes: Collection[str] = (),
+    slack_s: float = WARNING_SLACK_S,
 ) -> Cause:
     """Decides which of the kinds above applies.
 
@@ -113,9 +114,10 @@ def decide_cause(
         trigger: what made us ask.
         facts: the job as read after that.
         own_restarts: SLURM_RESTART_COUNT of this attempt, 0 if unset.
-        signal_lead_s: N of `--signal=B:USR1@N`.
+        signal_lead_s: N of `--signal=B:USR1@N`, or what a short time limit leaves of it.
         now: UTC.
         lost_nodes: the job's nodes that Slurm calls DOWN or not responding.
+        slack_s: how much earlier than that a warning may come.
     """
     shown = _shown(facts, own_restarts)
     # Restarts decides first: it has risen as soon as Slurm requeues, whatever the other fields still show.
@@ -127,7 +129,7 @@ def decide_cause(
         return Cause(kind="requeued", evidence=shown)
     # Then the state. PreemptTime alone does not decide: a user's scancel in the grace time still shows it.
     if facts.is_running:
-        return _running(trigger, facts, shown, signal_lead_s, now, lost_nodes)
+        return _running(trigger, facts, shown, signal_lead_s + slack_s, now, lost_nodes)
     # Nothing runs and nothing is lost: the ranks stand still where they are.
     if facts.state == "SUSPENDED":
         return Cause(kind="suspended", evidence=shown)
@@ -151,7 +153,7 @@ def _running(
     trigger: Trigger,
     facts: JobFacts,
     shown: str,
-    signal_lead_s: int,
+    warned_s: float,
     now: datetime,
     lost_nodes: Collection[str],
 ) -> Cause:
@@ -164,7 +166,7 @@ def _running(
     may_be_warned = trigger in ("warning", "requeue_wish") or facts.state == "STOPPED"
     if may_be_warned and facts.end_time is not None:
         left = (facts.end_time - now).total_seconds()
-        if facts.end_time - now <= timedelta(seconds=signal_lead_s + WARNING_SLACK_S):
+        if facts.end_time - now <= timedelta(seconds=warned_s):
             return Cause(
                 kind="time_limit",
                 evidence=f"{shown}, {left:.0f} s to the time limit",

@@ -368,7 +368,7 @@ class SlurmClient:
             )
 
     async def requeue(
-        self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today
+        self, job_id: int, delay_s: int, *, own_restarts: int, now: Now = _today, hold: bool = False
     ) -> RequeueOutcome:
         """Ends this run of the job and has it run again about `delay_s` from now. TERM is on its way to every process
         of the job when this returns. A job that its user has cancelled is never requeued.
@@ -378,6 +378,7 @@ class SlurmClient:
             delay_s: seconds until it may start. If the job is still COMPLETING by then, Slurm uses its own delay.
             own_restarts: SLURM_RESTART_COUNT of the running attempt.
             now: slurmctld's clock; a node's clock may be minutes off.
+            hold: it must not start before a person releases it.
 
         Raises:
             SlurmMissing, NotFound: Slurm could not be asked; nothing was changed.
@@ -388,12 +389,12 @@ class SlurmClient:
         refusal = refuse_requeue(facts, own_restarts)
         # Where Slurm or somebody was first, the start time is still to be set: its own delay is 120 s. Not so for an
         # expedited job: it may start at once, and until a later time it would leave its nodes to others.
-        if refusal is not None and (refusal.kind != "already_requeued" or facts.expedited):
+        if refusal is not None and (refusal.kind != "already_requeued" or facts.expedited or hold):
             return refusal
         kind: Literal["requeued", "already_requeued"] = "already_requeued"
         if refusal is None:
             kind = "requeued"
-            done = await self.run(commands.requeue(facts.target))
+            done = await self.run(commands.requeue(facts.target, hold=hold))
             if done.exit_code != 0:
                 said = slurm_words(done.stderr) or f"exit {done.exit_code}"
                 # Killed or lost on its way: it may have arrived. The caller asks again, and then finds it requeued.
@@ -401,6 +402,9 @@ class SlurmClient:
                     return RequeueOutcome(kind="unconfirmed", detail=said)
                 disabled = "disabled" in said.lower()  # "Requested operation is presently disabled": 22.05.8
                 return RequeueOutcome(kind="forbidden" if disabled else "refused", detail=said)
+        if hold:  # a start time would be a way around it
+            detail = f"held until somebody says: scontrol release {facts.target}"
+            return RequeueOutcome(kind=kind, detail=detail)
         # At once, in the same process: TERM is on its way to every process of the job. Measured with Slurm's default
         # cred_expire and a job that left at once: it ran again 1.0, 3.0, 4.0, 4.9 and 11.0 s after the requeue for
         # delays of 1, 2, 3, 5 and 10 s, not 121.

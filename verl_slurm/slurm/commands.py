@@ -134,9 +134,9 @@ def show_hostnames(node_list: str) -> list[str]:
     return ["scontrol", "show", "hostnames", _checked(NODE_LIST, node_list)]
 
 
-def requeue(job: str) -> list[str]:
-    """Ends the running job (TERM now, KILL after KillWait) and queues it again."""
-    return ["scontrol", "requeue", _checked(JOB, job)]
+def requeue(job: str, *, hold: bool = False) -> list[str]:
+    """Ends the running job (TERM now, KILL after KillWait) and queues it again, or holds it (`scontrol release`)."""
+    return ["scontrol", "requeuehold" if hold else "requeue", _checked(JOB, job)]
 
 
 def forbid_requeue(job: str) -> list[str]:

@@ -20,6 +20,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
+import psutil
+
 from verl_slurm.base.memory import oom_kills
 from verl_slurm.wire.environment import GENERATION_VARIABLE
 from verl_slurm.wire.orders import Orders
@@ -31,6 +33,8 @@ NOWHERE = "verl-slurm.invalid"
 program that bypasses the run's own rendezvous fails instead of meeting strangers.
 """
 
+_ANSWERS_S = 10.0
+"""For a rank that stood by to take its orders, without any work of its own: 0.1 s if it lives. It may still import."""
 _GRACE_S = 1.0
 """From the first rank's failure to SIGKILL for the others: time for their own error messages."""
 
@@ -84,15 +88,30 @@ def _run(
     ranks: dict[int, int] = {}
     # By way of our module, which replaces torch's rendezvous before the program imports torch (decision 0010).
     command = [sys.executable, "-P", "-m", "verl_slurm.rendezvous", *program]
+
+    def begin(local_rank: int) -> None:
+        # A session of its own: signals that a rank sends to its process group do not reach us.
+        process = subprocess.Popen(
+            command, env=environs[local_rank], stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        ranks[process.pid] = local_rank
+
+    place = int(nodes), int(node_rank), int(here)
+    environs = [rank_environment(whole, *place, local_rank) for local_rank in range(int(here))]
+    ordered: dict[int, tuple[subprocess.Popen[bytes], str]] = {}
     try:
-        for local_rank in range(int(here)):
-            environ = rank_environment(whole, int(nodes), int(node_rank), int(here), local_rank)
-            if (ready := waiting.get(local_rank)) is not None and _order(ready, program, environ):
-                ranks[ready.pid] = local_rank
+        for local_rank, environ in enumerate(environs):
+            if (ready := waiting.get(local_rank)) is not None and (pipe := _order(ready, program, environ)):
+                ranks[ready.pid], ordered[local_rank] = local_rank, (ready, pipe)
                 continue
-            # A session of its own: signals that a rank sends to its process group do not reach us.
-            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-            ranks[process.pid] = local_rank
+            begin(local_rank)
+        for local_rank in _silent(ordered):
+            # Stopped, or it hangs: the others would wait for it in their rendezvous.
+            stuck = ordered[local_rank][0]
+            del ranks[stuck.pid]
+            _kill({stuck.pid: local_rank})
+            _say(f"rank {place[1] * place[2] + local_rank} stood by and does not answer: it is made anew")
+            begin(local_rank)
     except OSError as error:  # no memory, no processes
         # The ranks that were started would wait for this one in their rendezvous.
         _say(f"OSError: rank {int(node_rank) * int(here) + len(ranks)} was not started: {error}")
@@ -101,19 +120,51 @@ def _run(
     return _watch(ranks, int(node_rank) * int(here))
 
 
-def _order(ready: "subprocess.Popen[bytes]", program: list[str], environ: dict[str, str]) -> bool:
-    """Gives a process that stands by its orders; returns whether it was there to take them."""
+def _order(ready: "subprocess.Popen[bytes]", program: list[str], environ: dict[str, str]) -> str:
+    """Gives a process that stands by its orders; returns the pipe that it reads, or nothing if it is not there."""
     if ready.poll() is not None:  # an import failed, or somebody killed it
-        return False
+        return ""
     assert ready.stdin is not None
     try:
+        pipe = f"pipe:[{os.fstat(ready.stdin.fileno()).st_ino}]"
         ready.stdin.write(Orders.of(program, environ).encode())
         ready.stdin.close()
     except OSError:
         ready.kill()
         ready.wait()
+        return ""
+    return pipe
+
+
+def _silent(ordered: Mapping[int, tuple["subprocess.Popen[bytes]", str]]) -> list[int]:
+    """Returns the local ranks of those that do not take their orders: one that does, closes the pipe."""
+    worked = dict.fromkeys(ordered, (-1.0, 0.0))
+    while True:
+        now, waited = time.monotonic(), {}
+        for local_rank, (before, since) in worked.items():
+            if _reads(*ordered[local_rank]):
+                used = _processor_s(ordered[local_rank][0].pid)
+                waited[local_rank] = (before, since) if used == before else (used, now)
+        worked = waited
+        if all(now - since > _ANSWERS_S for _, since in worked.values()):
+            return list(worked)
+        time.sleep(0.01)  # a descriptor that is closed elsewhere is no event here
+
+
+def _processor_s(pid: int) -> float:
+    """Returns the processor time that a process has used; a process that is stopped, or waits, uses none."""
+    try:
+        used = psutil.Process(pid).cpu_times()
+    except psutil.Error:
+        return -1.0
+    return float(used.user + used.system)
+
+
+def _reads(process: "subprocess.Popen[bytes]", pipe: str) -> bool:
+    try:
+        return os.readlink(f"/proc/{process.pid}/fd/0") == pipe
+    except OSError:  # it has ended, which `_watch` sees; or it keeps others from looking
         return False
-    return True
 
 
 def _watch(ranks: dict[int, int], first: int) -> int:

@@ -2,8 +2,9 @@
 
 Two kinds exist: `slurm`, and `local` for machines without Slurm.
 
-Obligations of an `Allocation`: every method is bounded in time, and none raises if the scheduler does not
-answer. The result says so instead, because a lead must go on saving while slurmctld is away.
+Obligations of an `Allocation`: every method is bounded in time. None that is called while ranks train raises if the
+scheduler does not answer: the result says so instead, because a lead must go on saving while slurmctld is away. Those
+that are called before a start raise SlurmMissing, and are called again (`lead.start.patiently`).
 """
 
 import asyncio
@@ -41,6 +42,10 @@ class Outlook(msgspec.Struct, frozen=True):
     """Seconds until the allocation ends; None: no limit."""
     preempted: bool = False
     """A preemption has begun; its warning may have come before the lead listened."""
+    limit_s: float | None = None
+    """The allocation's whole time limit."""
+    lead_s: float | None = None
+    """How long before the end a save has to begin, where a short limit leaves less than is configured."""
 
 
 class Allocation(Protocol):
@@ -53,7 +58,11 @@ class Allocation(Protocol):
     """`start_step` starts the agents of all nodes, and not of this one alone."""
 
     async def address(self) -> str:
-        """Returns the address at which the agents reach this process."""
+        """Returns the address at which the agents reach this process.
+
+        Raises:
+            SlurmMissing: Slurm does not say. Nothing can be started then either: ask again.
+        """
 
     def now(self) -> float:
         """Returns the scheduler's clock, in seconds since 1970."""
@@ -64,11 +73,12 @@ class Allocation(Protocol):
     async def outlook(self) -> Outlook:
         """Asks the scheduler how long the allocation lasts."""
 
-    async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
+    async def requeue(self, delay_s: int | None = None, *, hold: bool = False) -> RequeueAnswered | str:
         """Asks for another attempt of this run. Returns a text if no answer counts; ask again while there is time.
 
         Args:
             delay_s: seconds until it may start; None: as the user configured it.
+            hold: not before a person releases it. REQUEUE_FAILED where nothing can be held.
         """
 
     async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
@@ -88,7 +98,11 @@ class Allocation(Protocol):
         """
 
     async def cancelled_before(self) -> str:
-        """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it may."""
+        """Returns why this job must not continue the run: the user ended the job that it follows. Empty: it may.
+
+        Raises:
+            SlurmMissing: Slurm does not say.
+        """
 
     async def avoid(self, nodes: Sequence[str]) -> str:
         """Keeps the next attempt of this run away from these nodes, and replaces our earlier exclusions;
@@ -96,7 +110,11 @@ class Allocation(Protocol):
         """
 
     async def still_alive(self, owner: Epoch) -> str:
-        """Returns why `owner`, another attempt, may still be at work; empty: it is not."""
+        """Returns why `owner`, another attempt, may still be at work; empty: it is not.
+
+        Raises:
+            SlurmMissing: Slurm does not say.
+        """
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
         """Returns which nodes the ranks get, if the job may lose some: as many as the configuration allows.

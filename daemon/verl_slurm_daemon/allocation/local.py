@@ -64,7 +64,10 @@ class LocalAllocation:
     async def outlook(self) -> Outlook:
         return Outlook(answered=True)
 
-    async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
+    async def requeue(self, delay_s: int | None = None, *, hold: bool = False) -> RequeueAnswered | str:
+        if hold:
+            said = f"nothing holds a job here: `verl-slurm submit {self._paths.root}` goes on"
+            return RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
         await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
         return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 

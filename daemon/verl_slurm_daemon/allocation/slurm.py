@@ -23,11 +23,11 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import in_image
-from verl_slurm.journal.events import Event, StartOverruled
+from verl_slurm.journal.events import Event, Saved, StartOverruled
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds import jobs
 from verl_slurm.runs.liveness import may_be_of
-from verl_slurm.slurm.cause import Trigger, decide_cause
+from verl_slurm.slurm.cause import WARNING_SLACK_S, Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
@@ -112,6 +112,13 @@ _TRIGGERS: dict[str, Trigger] = {
 """SIGCONT is left out: it also follows every `scontrol resume`, which is no reason to save."""
 
 
+def _limit_s(facts: JobFacts) -> float | None:
+    # A preemption moves the end.
+    if facts.start_time is None or facts.end_time is None or facts.preempt_time is not None:
+        return None
+    return (facts.end_time - facts.start_time).total_seconds()
+
+
 class SlurmAllocation:
     """The job whose batch process, or one of whose agents, this process is.
 
@@ -137,11 +144,15 @@ class SlurmAllocation:
         self._delay_s = config.daemon.requeue_delay_s
         self._start: datetime | None = None
         self._overruled = 0
+        self._address = ""
+        self._save_s = 0.0
 
     async def address(self) -> str:
-        await self._hear()
-        # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
-        return await self._client.node_addr(self._job.node_name)
+        if not self._address:
+            await self._hear()
+            # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
+            self._address = await self._client.node_addr(self._job.node_name)
+        return self._address
 
     async def _hear(self) -> None:
         """Asks for Slurm's time, and for how long a job takes to leave its nodes."""
@@ -167,13 +178,16 @@ class SlurmAllocation:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:
             return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
+        short_lead_s = self._lead_s(facts)
         cause = decide_cause(
             _TRIGGERS.get(trigger.split(" ", 1)[0], "poll"),
             facts,
             own_restarts=self.restart,
-            signal_lead_s=self._config.slurm.signal_lead_s,
+            signal_lead_s=short_lead_s or self._config.slurm.signal_lead_s,
             now=self._clock.now(),
             lost_nodes=await self._lost_nodes(facts),
+            # Slurm's own warning comes much too early then: by its time a start would end before its ranks train.
+            slack_s=0.0 if short_lead_s else WARNING_SLACK_S,
         )
         left = None if cause.deadline is None else (cause.deadline - self._clock.now()).total_seconds()
         # Slurm does not start a job again that reached its limit: before the KILL this process has to leave with a code
@@ -203,9 +217,19 @@ class SlurmAllocation:
         except VerlSlurmError:
             return Outlook(answered=False)
         left = (facts.end_time - self._clock.now()).total_seconds() if facts.end_time else None
-        return Outlook(True, left, facts.preempt_time is not None)
+        return Outlook(True, left, facts.preempt_time is not None, _limit_s(facts), self._lead_s(facts))
 
-    async def requeue(self, delay_s: int | None = None) -> RequeueAnswered | str:
+    def _lead_s(self, facts: JobFacts) -> float | None:
+        """Returns how long before a short time limit a save has to begin; None: as configured.
+
+        Half of the limit is left for a start and for training; or more, if a save of this run has taken longer.
+        """
+        limit_s, lead_s = _limit_s(facts), self._config.slurm.signal_lead_s
+        if limit_s is None or limit_s >= 2 * lead_s:
+            return None
+        return min(lead_s, max(limit_s / 2, self._save_s + self._config.daemon.save_margin_s))
+
+    async def requeue(self, delay_s: int | None = None, *, hold: bool = False) -> RequeueAnswered | str:
         self._delay_s = self._config.daemon.requeue_delay_s if delay_s is None else delay_s
         # The start time is by slurmctld's clock; a node's may be minutes off. Bounded, because TERM may have come.
         if not self._heard:
@@ -218,6 +242,7 @@ class SlurmAllocation:
                 self._delay_from_now(left=self._leaves_at_once),
                 own_restarts=self.restart,
                 now=self._clock.now,
+                hold=hold,
             )
         except VerlSlurmError as error:
             return self._unanswered(str(error))
@@ -231,7 +256,7 @@ class SlurmAllocation:
         # A task of an array has its next task; the components of a heterogeneous job are not in the configuration.
         alone = self._job.array_job_id is None and self._job.het_size == 1
         if outcome.kind == "forbidden" and self._config.slurm.successor and alone:
-            return await self._follow(outcome.detail)
+            return await self._follow(outcome.detail, hold)
         if not outcome.will_run_again:
             said = f"{said}; `verl-slurm submit {self._paths.root}` goes on"
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
@@ -252,6 +277,8 @@ class SlurmAllocation:
 
     async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
         self._overruled = jobs.overruled_starts(events)
+        saved = [event.seconds or 0.0 for event in events if isinstance(event, Saved)]
+        self._save_s = max(saved[-3:], default=0.0)
         wanted = jobs.wanted_start(events)
         if wanted is None:
             return None
@@ -294,15 +321,17 @@ class SlurmAllocation:
         # Infinite but for a time limit: Slurm itself requeues a job that is preempted or whose node is lost.
         return said if time.monotonic() < self._last_try else RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
 
-    async def _follow(self, why: str) -> RequeueAnswered | str:
+    async def _follow(self, why: str, hold: bool) -> RequeueAnswered | str:
         try:
-            number = await queue_successor(self._paths, self._config, self.job_id)
+            number = await queue_successor(self._paths, self._config, self.job_id, hold=hold)
         # sbatch may have queued it all the same: asked again, `queue_successor` finds it by its script.
         except SlurmMissing as error:
             return self._unanswered(f"{why}; {error}")
         except (VerlSlurmError, OSError) as error:
             return RequeueAnswered(ExitCode.REQUEUE_FAILED, f"{why}; {error}")
-        return RequeueAnswered(ExitCode.REQUEUED, f"job {number} is queued and follows this one: {why}")
+        held = f"; it is held until somebody says: scontrol release {number}" if hold else ""
+        said = f"job {number} is queued and follows this one: {why}{held}"
+        return RequeueAnswered(ExitCode.REQUEUED, said)
 
     async def withdraw(self) -> str:
         if self._ends_at < math.inf:
@@ -338,8 +367,8 @@ class SlurmAllocation:
             return ""
         try:
             facts = await self._client.job(int(former))
-        except VerlSlurmError:
-            # Slurm forgot the job (a chain may wait for hours) or did not answer: then the journal decides.
+        except NotFound:
+            # Slurm forgot the job (a chain may wait for hours): then the journal decides.
             if array is not None and jobs.ended_cancelled(events, former, array):
                 return f"job {former}, which this one follows, was cancelled"
             return ""
@@ -404,8 +433,8 @@ class SlurmAllocation:
                 return ""  # Slurm has forgotten the job: it ended long ago
             except VerlSlurmError:
                 pause = next(silent, None)
-                if pause is None:
-                    return ""  # unknown; the epoch keeps the two apart
+                if pause is None:  # not taken for an end: the other one would have to leave
+                    raise
             else:
                 by_us = jobs.was_queued(read_events(self._paths), owner.job_id)
                 if facts.is_over or not may_be_of(self._paths.root, facts, queued_by_us=by_us):

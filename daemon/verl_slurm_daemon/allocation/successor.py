@@ -49,11 +49,13 @@ async def queue_successor(
     config: RunConfig,
     job_id: str,
     *,
+    hold: bool = False,
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,
 ) -> str:
     """Queues the successor, or finds the one that is queued already; returns its job id.
 
     Args:
+        hold: it must not start before a person releases it.
         sleep: replaced in tests.
 
     Raises:
@@ -79,7 +81,7 @@ async def queue_successor(
     logs = str(paths.logs).replace("%", "%%")  # sbatch replaces %x by words of its own
     # afterany: what Slurm calls this job's end does not tell whether the run is done.
     mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
-    words = [*sbatch_options(config), *mine, str(script)]
+    words = [*sbatch_options(config), *mine, *(["--hold"] if hold else []), str(script)]
     remedy = f"verl-slurm submit {paths.root}"
     number = str(
         await client.submit(words, "the job that was to follow this one", where=job_id, remedy=remedy)

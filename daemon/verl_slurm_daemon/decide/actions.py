@@ -69,12 +69,14 @@ class Pause(_Action, frozen=True):
 
 
 class Requeue(_Action, frozen=True):
-    """Asks Slurm to run this job again."""
+    """Asks Slurm to run this job again, or to hold it."""
 
     avoid: tuple[str, ...] = ()
     """Nodes that the next attempt should avoid for a while."""
     delay_s: int | None = None
     """Seconds before which it must not start; None: as the user configured it."""
+    hold: bool = False
+    """It must not start before a person releases it."""
 
 
 class Exit(_Action, frozen=True):

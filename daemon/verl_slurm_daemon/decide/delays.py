@@ -1,6 +1,13 @@
 """How long the next start waits after starts that came to nothing before any training."""
 
-__all__ = ["MOST_FAILED_STARTS", "delay_after"]
+__all__ = ["IN_PLACE_S", "MOST_FAILED_STARTS", "SLURM_AWAY_S", "delay_after"]
+
+IN_PLACE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+"""Between tries in place: half a minute in all. A busy file server may need that, and a place in a full
+cluster is worth it.
+"""
+SLURM_AWAY_S = 60.0
+"""Between tries after that while Slurm does not answer: it takes no requeue either."""
 
 MOST_FAILED_STARTS = 24
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 30, 3600

@@ -31,6 +31,7 @@ __all__ = [
     "StartFailed",
     "StartTimedOut",
     "StrangerFound",
+    "TooShort",
     "Verified",
 ]
 
@@ -47,6 +48,8 @@ class Ready(_Event, frozen=True):
     """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.folds.progress`)."""
     unfit: int = 0
     """Attempts in a row, before this one, that met a bad node."""
+    failed: int = 0
+    """Attempts in a row, before this one, that storage or Slurm stopped."""
 
 
 class Shaped(_Event, frozen=True):
@@ -71,13 +74,20 @@ class AllDone(_Event, frozen=True):
 
 
 class StartFailed(_Event, frozen=True):
-    """The start met an error of the operating system, for example storage that is full or does not answer."""
+    """A start of the attempt, or of its ranks, met storage that is full or does not answer, or a Slurm that is away."""
 
     detail: str
     before: int = 0
-    """Failed starts in a row of this kind before this one."""
+    """Failed starts in a row of this kind before this one. Of a start of ranks, `Ready` tells it."""
     exit_code: ExitCode = ExitCode.NO_PROGRESS
-    """The exit code to end with after too many such starts."""
+    """The exit code to end with after too many such starts, where no job can be held."""
+
+
+class TooShort(_Event, frozen=True):
+    """`starts` attempts in a row reached the job's time limit before their ranks trained."""
+
+    starts: int
+    detail: str
 
 
 class SignalArrived(_Event, frozen=True):
@@ -123,6 +133,8 @@ class NodeFailed(_Event, frozen=True):
     detail: str
     lost: bool = False
     """The agent itself is gone, so nothing is known about the node."""
+    environment: bool = False
+    """No agent came, because Slurm was away: nothing of the run has failed."""
 
 
 class StrangerFound(_Event, frozen=True):
@@ -164,6 +176,8 @@ class Verified(_Event, frozen=True):
     good: bool
     detail: str
     pruned: bool = False
+    unreadable: bool = False
+    """Not good, because storage did not let it be read: that proves no damage."""
 
 
 class SaveDeadline(_Event, frozen=True):
@@ -171,7 +185,11 @@ class SaveDeadline(_Event, frozen=True):
 
 
 class StartTimedOut(_Event, frozen=True):
+    """The ranks had their time for a first message."""
+
     generation: int
+    all_ranks: bool = False
+    """Each of them should have sent one; otherwise, any of them."""
 
 
 class BackoffOver(_Event, frozen=True):
@@ -207,6 +225,7 @@ Input = (
     | Verified
     | SaveDeadline
     | StartTimedOut
+    | TooShort
     | BackoffOver
     | RequeueAnswered
 )

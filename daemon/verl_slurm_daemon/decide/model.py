@@ -5,10 +5,12 @@ from typing import Literal, Self
 
 import msgspec
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.messages import PartSaved, Refused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.decide.states import State
 
 __all__ = ["Decision", "FailureKind", "Intent", "Limits", "Model", "suspects"]
@@ -24,7 +26,7 @@ class Intent(StrEnum):
     ALREADY_REQUEUED = "already requeued"
 
 
-FailureKind = Literal["crash", "hang", "node", "stranger"]
+FailureKind = Literal["crash", "hang", "node", "stranger", "environment"]
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class Limits(msgspec.Struct, frozen=True):
             "hang": self.hang_budget,
             "node": self.node_budget + self.spare_nodes,
             "stranger": self.stranger_budget,
+            "environment": len(IN_PLACE_S),
         }
         return budgets[kind]
 
@@ -88,10 +91,16 @@ class Model(msgspec.Struct, frozen=True):
     """Nodes of this job whose places spare ones take."""
     unfit: int = 0
     """Attempts in a row, before this one, that met a bad node."""
+    starts_failed: int = 0
+    """Attempts in a row, before this one, that storage or Slurm stopped."""
+    tries: int = 0
+    """Starts of ranks in a row, in this attempt, that storage or Slurm stopped; the waits grow with this number."""
+    hold: tuple[ExitCode, str] | None = None
+    """Patience is over: the job is to be held, and why. The code is that of the end where no job can be held."""
     ask_again: str = ""
     """The trigger that arrived while Slurm was being asked: Slurm's answer may be older than it."""
-    started: bool = False
-    """A rank of this restart has sent a message."""
+    started: int = 0
+    """The ranks of this restart that have sent a message, a bit for each."""
     finished: int = 0
     """The ranks that have done all steps, a bit for each: a set of thousands would be copied for each rank's word."""
     unverified: str = ""
@@ -134,7 +143,7 @@ class Model(msgspec.Struct, frozen=True):
             refusal=None,
             step_gone=False,
             fresh=False,
-            started=False,
+            started=0,
         )
 
     def without(self, node: str) -> "Model":

@@ -16,6 +16,7 @@ from typing import assert_never
 
 import msgspec
 
+from verl_slurm.base.errors import names_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import (
@@ -35,7 +36,7 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
-from verl_slurm_daemon.decide.delays import MOST_FAILED_STARTS, delay_after
+from verl_slurm_daemon.decide.delays import IN_PLACE_S, MOST_FAILED_STARTS, SLURM_AWAY_S, delay_after
 from verl_slurm_daemon.decide.model import Decision, FailureKind, Intent, Model, suspects
 from verl_slurm_daemon.decide.notes import given_up, kept_note, late_ranks, saved_notes
 from verl_slurm_daemon.decide.states import NEXT, State
@@ -64,10 +65,9 @@ def decide(model: Model, event: inputs.Input) -> Decision:
 
 def _decide(model: Model, event: inputs.Input) -> Decision:
     match event:
-        case inputs.Ready(world_size, strangers, unfit):
-            return _launch(
-                msgspec.structs.replace(model, world_size=world_size, strangers=strangers, unfit=unfit)
-            )
+        case inputs.Ready(world_size, strangers, unfit, failed):
+            known = {"strangers": strangers, "unfit": unfit, "starts_failed": failed}
+            return _launch(msgspec.structs.replace(model, world_size=world_size, **known))
         case inputs.Shaped(world_size):
             return Decision(msgspec.structs.replace(model, world_size=world_size))
         case inputs.Over(exit_code, reason):
@@ -76,6 +76,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_all_done(model, name, detail)
         case inputs.StartFailed():
             return _on_start_failed(model, event)
+        case inputs.TooShort(starts, detail):
+            return _hold(model, ExitCode.NO_PROGRESS, starts, detail)
         case inputs.SignalArrived(signal, where):
             return _on_signal(model, signal, where)
         case inputs.CauseKnown():
@@ -89,13 +91,14 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_failure(model, detail) if model.state is State.LAUNCHING else Decision(model)
         case inputs.RankSaid(message):
             return _on_rank(model, message)
-        case inputs.NodeFailed(node, detail, lost):
+        case inputs.NodeFailed(node, detail, lost, environment):
             # No node: srun ended the whole step, so nothing speaks against the node whose link broke first.
             told = f"node {node}: {detail}" if node else detail
             spared = model.without(node) if lost else model
             if spared != model:
                 return _on_explained(spared, told, "node", node)
-            return _on_failure(model, told, "node" if lost else "crash", node)
+            kind: FailureKind = "node" if lost else "environment" if environment else "crash"
+            return _on_failure(model, told, kind, node)
         case inputs.StrangerFound(node, detail):
             return _on_explained(model, detail, "stranger", node)
         case inputs.Hung(generation, node, detail):
@@ -110,9 +113,10 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_failure(model, detail, "hang", node)
         case inputs.RunLost(owner):
             return _on_run_lost(model, owner)
-        case inputs.StartTimedOut(generation):
+        case inputs.StartTimedOut(generation, all_ranks):
             # A rank that has sent a message is slow, not lost: the watch for hangs judges it.
-            if model.state is State.LAUNCHING and generation == model.generation and not model.started:
+            missing = model.started.bit_count() < model.world_size if all_ranks else not model.started
+            if model.state is State.LAUNCHING and generation == model.generation and missing:
                 return _on_failure(model, "the ranks did not start in time")
             return Decision(model)
         case inputs.GenerationEnded(exit_code):
@@ -138,17 +142,50 @@ def _launch(model: Model, *notes: act.Note) -> Decision:
 
 
 def _on_start_failed(model: Model, event: inputs.StartFailed) -> Decision:
+    """Waits in place where ranks were to be started. The start of an attempt has waited so already (`lead.loop`)."""
+    if model.state is State.STARTING:
+        return _try_later(model, event)
+    model = msgspec.structs.replace(model, step_gone=True)
+    if model.state is not State.LAUNCHING:
+        return _maybe_exit(model)
+    return _after_storage(model, msgspec.structs.replace(event, before=model.starts_failed))
+
+
+def _after_storage(model: Model, event: inputs.StartFailed, *notes: act.Note) -> Decision:
+    """Waits in place for some time, then without the nodes."""
+    if model.intent is not None:  # Slurm wants the nodes, or the user the end
+        return _leave(model, *notes)
+    tries = 0 if model.fresh else model.tries
+    # While Slurm is away it takes no requeue either, and no other job gets the nodes.
+    if tries >= len(IN_PLACE_S) and event.exit_code is not ExitCode.NO_SLURM:
+        return _try_later(model, event, *notes)
+    pause_s = IN_PLACE_S[tries] if tries < len(IN_PLACE_S) else SLURM_AWAY_S
+    note = act.Note(ev.Warned("start", f"{event.detail}: tries again in {pause_s:.0f} s"))
+    after = msgspec.structs.replace(model, state=State.PAUSED, tries=tries + 1)
+    return Decision(after, (*notes, note, act.Pause(pause_s)))
+
+
+def _try_later(model: Model, event: inputs.StartFailed, *notes: act.Note) -> Decision:
     """Requeues: another node, or a later hour, may do."""
     note = act.Note(ev.StartFailed(event.detail, event.before))
     if event.before >= MOST_FAILED_STARTS:
         reason = f"{event.before + 1} attempts in a row could not begin: {event.detail}"
-        ended = _exit(model, event.exit_code, reason)
-        return Decision(ended.model, (note, *ended.actions))
+        return _hold(model, event.exit_code, event.before + 1, reason, *notes, note)
     # Each start in a row waits twice as long: storage that is away for a night costs minutes of the allocation.
     delay_s = delay_after(event.before)
     intent = model.intent or Intent.REQUEUE
     cause = model.cause or "start"
-    return _leave(msgspec.structs.replace(model, intent=intent, cause=cause, delay_s=delay_s), note)
+    return _leave(msgspec.structs.replace(model, intent=intent, cause=cause, delay_s=delay_s), *notes, note)
+
+
+def _hold(model: Model, code: ExitCode, starts: int, reason: str, *notes: act.Note) -> Decision:
+    """Has the job held, after so many starts that the environment stopped: it keeps what it has until a person acts."""
+    if model.intent in (Intent.CANCELLED, Intent.ALREADY_REQUEUED):
+        return _leave(model, *notes)
+    after = msgspec.structs.replace(
+        model, intent=Intent.REQUEUE, cause=model.cause or "start", hold=(code, reason)
+    )
+    return _leave(after, *notes, act.Note(ev.Held(starts, reason)))
 
 
 def _on_leave_node(model: Model, event: inputs.LeaveNode) -> Decision:
@@ -162,9 +199,7 @@ def _on_leave_node(model: Model, event: inputs.LeaveNode) -> Decision:
         model = msgspec.structs.replace(model, delay_s=delay_after(model.unfit))
         if model.unfit >= MOST_FAILED_STARTS:
             reason = f"{model.unfit + 1} attempts in a row met bad nodes: {event.node}: {event.evidence}"
-            refusal = Refused(rank=-1, exit_code=int(ExitCode.NO_PROGRESS), reason=reason)
-            after = msgspec.structs.replace(model, failure=reason, refusal=refusal)
-            return Decision(after, (act.Note(ev.Refused(reason)), act.TakeDown()))
+            return _hold(model, ExitCode.NO_PROGRESS, model.unfit + 1, reason)
     evidence = f"node {event.node}: {event.evidence}"
     return _act_on_cause(model, inputs.CauseKnown(event.cause, evidence, event.seconds_left))
 
@@ -268,7 +303,7 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
     match message:
         # Models may load for minutes after this, before the first safe point makes the state RUNNING.
         case RankStarted():
-            return Decision(msgspec.structs.replace(model, started=True))
+            return Decision(msgspec.structs.replace(model, started=model.started | model.bit(message.rank)))
         case Stopped() | RankUnfit():  # the second comes as `LeaveNode`, with its node
             return Decision(model)
         case SaveStarted() | PartSaved():
@@ -346,8 +381,13 @@ def _on_progress(model: Model, message: Progress) -> Decision:
 
 def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
     """Reacts to a node that is dead or silent. The others are taken down too: no rank can go on alone."""
+    if kind == "crash" and names_storage_error(detail):
+        kind = "environment"
     # The first failure is kept: the peers of a dead rank fail in their collectives because of it.
     if model.state not in (*_TRAINING, State.SAVING) or model.failure or model.all_finished:
+        # The word of another node's rank that failed because of it may have come first.
+        if kind == "environment" and model.failure and model.failure_kind == "crash":
+            model = msgspec.structs.replace(model, failure=detail, failure_kind=kind)
         return Decision(model)
     after = msgspec.structs.replace(model, failure=detail, failure_kind=kind, failure_node=node)
     if kind == "hang":
@@ -401,6 +441,8 @@ def _on_crash(model: Model, detail: str) -> Decision:
         return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, act.Pause(0.0)))
     if kind == "stranger":
         return _after_stranger(model, of_kind, note)
+    if kind == "environment":
+        return _after_storage(model, inputs.StartFailed(detail, model.starts_failed), note)
     # None after a restart that sampled something new; else it grows from one to the next.
     fruitless = 0 if model.fresh else model.fruitless + 1
     model = msgspec.structs.replace(model, fruitless=fruitless)
@@ -419,12 +461,10 @@ def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
         pause = act.Pause(float(_STRANGER_DELAY_S << (of_kind - 1)))
         return Decision(msgspec.structs.replace(model, state=State.PAUSED), (note, pause))
     jobs = max(starts // (budget + 1), 1)
-    # After most of a day the run ends with a report: else it would queue for weeks and train on no day of them.
+    # After most of a day a person has to look: else it would queue for weeks and train on no day of them.
     if jobs > MOST_FAILED_STARTS:
-        ended = _exit(
-            model, ExitCode.NO_PROGRESS, f"{starts} restarts in a row met strangers: {model.failure}"
-        )
-        return Decision(ended.model, (note, *ended.actions))
+        reason = f"{starts} restarts in a row met strangers: {model.failure}"
+        return _hold(model, ExitCode.NO_PROGRESS, starts, reason, note)
     after = msgspec.structs.replace(model, intent=Intent.REQUEUE, cause="stranger", delay_s=delay_after(jobs))
     return _leave(after, note)
 
@@ -440,12 +480,17 @@ def _on_backoff_over(model: Model, stuck: int) -> Decision:
 def _on_verified(model: Model, event: inputs.Verified) -> Decision:
     found = ev.Verified if event.good else ev.Pruned if event.pruned else ev.Corrupt
     note = act.Note(found(event.name, event.detail))
+    if event.unreadable:
+        note = act.Note(ev.Warned("storage", f"{event.name} cannot be read back: {event.detail}"))
     # A checkpoint that verifies is progress: budgets start again, and no node is suspected any more.
     if event.good:
-        model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0)
+        model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0, starts_failed=0, tries=0)
     if event.name != model.unverified:
         return Decision(model, (note,))
     lost = "" if event.good else "pruned" if event.pruned else "corrupt"
+    if event.unreadable:
+        lost = "not readable"
+        model = msgspec.structs.replace(model, failure_kind="environment")
     model = msgspec.structs.replace(model, unverified="", lost=lost)
     if model.state is State.CHECKING and not model.all_finished:
         return _leave(model, note)
@@ -464,7 +509,8 @@ def _leave(model: Model, *notes: act.Note) -> Decision:
     actions: list[act.Action] = list(notes)
     if model.intent is Intent.REQUEUE:
         # Asked for before the ranks are gone: taking them down may use up the time that Slurm leaves.
-        actions.append(act.Requeue((*suspects(model.failed), *model.left), model.delay_s))
+        avoid = (*suspects(model.failed), *model.left)
+        actions.append(act.Requeue(avoid, model.delay_s, hold=model.hold is not None))
     if not model.step_gone:
         actions.append(act.TakeDown())
     after = msgspec.structs.replace(model, state=State.LEAVING)
@@ -486,6 +532,9 @@ def _maybe_exit(model: Model) -> Decision:
         return _exit(model, _EXIT_OF[model.intent], f"{model.cause}: {model.intent}")
     if model.requeue is None:  # Slurm has not answered yet: `RequeueAnswered` comes back here
         return Decision(model)
+    if model.hold is not None and model.requeue.exit_code is ExitCode.REQUEUE_FAILED:
+        code, reason = model.hold
+        return _exit(model, code, f"{reason} ({model.requeue.detail})")
     return _exit(model, model.requeue.exit_code, model.requeue.detail)
 
 

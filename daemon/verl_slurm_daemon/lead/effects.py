@@ -10,6 +10,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, assert_never
@@ -63,18 +64,29 @@ from verl_slurm_daemon.lead.growing import watch_growth
 from verl_slurm_daemon.lead.pace_watch import PaceWatch
 from verl_slurm_daemon.lead.requeueing import requeue
 from verl_slurm_daemon.lead.resharding import fit_ranks
-from verl_slurm_daemon.lead.resume import ResumePoint, find_resume_point, read_back, wait_for_checkpoints
+from verl_slurm_daemon.lead.resume import (
+    ReadBack,
+    ResumePoint,
+    find_resume_point,
+    read_back,
+    wait_for_checkpoints,
+)
 from verl_slurm_daemon.lead.scrubbing import scrub_forever
 from verl_slurm_daemon.lead.second_copy import bring_home, left_behind, parts_since
 from verl_slurm_daemon.lead.services import Services
 from verl_slurm_daemon.lead.stacks import write_stacks
 from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
+from verl_slurm_daemon.lead.start import ENVIRONMENT, failed_code, patiently, spoken
 from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.lead.verdicts import Verdicts
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 
 __all__ = ["Effects"]
+
+
+_SRUN_TRIES_S = 5.0
+"""For so long srun tries to reach slurmctld before it gives up; a refusal comes at once."""
 
 
 class Effects:
@@ -104,6 +116,7 @@ class Effects:
         self._tasks: set[asyncio.Task[None]] = set()
         self._places, self._lost = tuple[str, ...](), tuple[str, ...]()
         self._server: asyncio.Server | None = None
+        self._is_open = False
         self._address: LeadAddress | None = None
         self._mover = TierMover(paths, config, journal)
         host_argv = partial(service_host_argv, sys.executable, paths, epoch)
@@ -114,25 +127,33 @@ class Effects:
         """Whether the newest step ended by itself. If not, a node that hangs may keep the job for a while."""
 
     async def open(self) -> None:
-        """Reads the key, if one is configured; listens for agents; starts moving checkpoints to their tiers.
+        """Reads the key, if one is configured; listens for agents; starts moving checkpoints to their tiers. May be
+        called again after an error.
 
         Raises:
             KeyRefused, PermissionRefused: `keys.load_keys`.
+            OSError, SlurmMissing: storage or Slurm does not answer.
         """
         self._keys = load_keys(self._config.checkpoint.encryption)
-        self._spawn(self._mover.run())
         self._places = await asyncio.to_thread(places_seen, self._config, self._paths)
         token = secrets.token_bytes(32)
         # Twice the agents, those that stand by, too: each may ask over a second connection whether the lead lives.
         links = 4 * self._config.distributed.nodes + self._services.num_hosts + 4
-        host = await self._allocation.address()
-        self._server, port = await serve(host, token, self._epoch, links, self._on_link, self.refusals.add)
-        self._address = LeadAddress(epoch=self._epoch, generation=0, host=host, port=port, token=token.hex())
+        if self._address is None:
+            host = await self._allocation.address()
+            self._server, port = await serve(
+                host, token, self._epoch, links, self._on_link, self.refusals.add
+            )
+            self._address = LeadAddress(
+                epoch=self._epoch, generation=0, host=host, port=port, token=token.hex()
+            )
+        # Again at each try: storage may not have taken it.
         write_lead_address(self._paths, self._address)
-        checkpoint = self._config.checkpoint
-        self._spawn(
-            scrub_forever(self._paths, checkpoint, self._journal, self._epoch, self._bring_home, self._keys)
-        )
+        if not self._is_open:
+            self._is_open = True
+            self._spawn(self._mover.run(), aside="the mover of checkpoints")
+            given = self._paths, self._config.checkpoint, self._journal, self._epoch, self._bring_home
+            self._spawn(scrub_forever(*given, self._keys), aside="the scrub")
 
     def _announce(self, generation: int) -> None:
         """Announces that agents may join. Those of srun need no announcement; those of a hostfile wait for it."""
@@ -170,17 +191,28 @@ class Effects:
                 self._spawn(self._take_down(stacks=stacks))
             case act.Pause(seconds):
                 self._spawn(self._pause(seconds))
-            case act.Requeue(avoid, delay_s):
-                self._spawn(self._requeue(avoid, delay_s))
+            case act.Requeue():
+                self._spawn(self._requeue(action))
             case act.Exit(code, reason):
                 self.exit = (code, reason)
             case _:
                 assert_never(action)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], aside: str = "") -> None:
+        """Runs `work` beside the loop.
+
+        Args:
+            aside: the name of what the run can do without, if the environment fails it.
+        """
+        task = asyncio.create_task(self._beside(work, aside) if aside else work)
         self._tasks.add(task)
         task.add_done_callback(self._reap)
+
+    async def _beside(self, work: Coroutine[Any, Any, None], what: str) -> None:
+        try:
+            await work
+        except ENVIRONMENT as error:
+            self._journal.write(ev.Warned(what, f"stopped until the next start: {error}"))
 
     def _reap(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -200,11 +232,11 @@ class Effects:
         self._step = Step(generation, self._config.distributed.nodes)
         self.left_clean, self._lost = True, avoid
         self._stacks = asyncio.Queue()
+        point: ResumePoint | inputs.Input
         try:
             point = await self._begin(generation)
-        except OSError as error:  # storage, no processes left: a crash, with a budget and a back-off
-            self._journal.write(ev.Internal(f"the step was not started: {error}"))
-            point = inputs.GenerationEnded(1)
+        except ENVIRONMENT as error:  # storage, Slurm, no processes left: no fault of the program's
+            point = inputs.StartFailed(f"the step was not started: {error}", exit_code=failed_code(error))
         except TooFewNodes as error:  # with --no-kill, Slurm leaves the end of such a job to us
             self._post(inputs.CauseKnown("failed", str(error), None))
             point = inputs.GenerationEnded(1)
@@ -213,31 +245,40 @@ class Effects:
         if not isinstance(point, ResumePoint):
             self._post(point)
             return
-        step = self._step
+        step, began = self._step, time.monotonic()
         # A take-down that came during `_begin` found no step to end.
         if step.leaving.is_set():
             self._spawn(self._take_down())
         self._spawn(self._launch_when_ready(step, point))
-        self._spawn(self._standby.start_after(step, avoid))
-        self._spawn(watch_growth(self._paths, self._config, self._allocation, step, self._post))
+        self._spawn(self._standby.start_after(step, avoid), aside="standby")
+        growth = watch_growth(self._paths, self._config, self._allocation, step, self._post)
+        self._spawn(growth, aside="growth")
         watch = asyncio.create_task(self._watch_pace(generation))
         code = await step.wait()
         watch.cancel()
+        if code and not step.ready and not step.leaving.is_set() and await self._is_slurms_fault(began):
+            detail = f"the step ended with {code} before any agent came: Slurm was away"
+            self._post(inputs.NodeFailed("", detail, environment=True))
         # srun may have died alone: no rank may survive into the next restart
         step.shut_down()
         await step.last_words()
         # Last: `Finished` and `Saved` of these messages come before it, or a run that is done would count as a crash.
         self._post(inputs.GenerationEnded(code))
 
-    async def _begin(
-        self, generation: int
-    ) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone | inputs.Over:
+    async def _is_slurms_fault(self, began: float) -> bool:
+        """Returns whether slurmctld was away, judged by srun, which ended or waits and has started no agent."""
+        if self._allocation.cluster != "slurm":
+            return False
+        # It tries for some seconds to reach slurmctld, which may answer again by now.
+        return time.monotonic() - began > _SRUN_TRIES_S or not (await self._allocation.outlook()).answered
+
+    async def _begin(self, generation: int) -> ResumePoint | inputs.GenerationEnded | inputs.AllDone:
         """Chooses the resume point and starts the step with the agents; otherwise returns why it was not started.
 
         Raises:
             OSError, VerlSlurmError: nothing was started.
         """
-        point = await self._resume_point()
+        point = await spoken(self._resume_point(), "the choice of the checkpoint", self._journal)
         # run.yaml may have been edited while the job waited, or since; and the ranks read the file themselves.
         await asyncio.to_thread(self._require_unchanged, point)
         job = self._allocation.job_id, os.environ.get("SLURM_ARRAY_JOB_ID")
@@ -308,14 +349,25 @@ class Effects:
         return point
 
     async def _launch_when_ready(self, step: Step, point: ResumePoint) -> None:
-        generation = step.generation
-        try:
-            async with asyncio.timeout(AGENTS_READY_S):
-                await step.all_ready.wait()
-        except TimeoutError:
-            if step is self._step:
+        generation, began = step.generation, time.monotonic()
+        while not step.all_ready.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGENTS_READY_S):
+                    await step.all_ready.wait()
+            if step is not self._step:
+                return
+            if step.all_ready.is_set():
+                break
+            if step.ready or not await self._is_slurms_fault(began):
                 self._post(inputs.StartTimedOut(generation))
-            return
+                return
+            if (await self._allocation.outlook()).answered:
+                detail = f"no agent came in {time.monotonic() - began:.0f} s: Slurm was away"
+                self._post(inputs.NodeFailed("", detail, environment=True))
+                return
+            self._journal.write(
+                ev.Warned("start", "Slurm does not answer: the start of the agents waits for it")
+            )
         self._allocation.keep_step(step.processes)
         if step.leaving.is_set():
             return
@@ -339,7 +391,8 @@ class Effects:
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
         if step is self._step:
-            self._post(inputs.StartTimedOut(generation))
+            # Of a user's loop nobody knows when each of its ranks speaks.
+            self._post(inputs.StartTimedOut(generation, all_ranks=not self._config.trainer.is_guest))
 
     async def _on_link(self, link: AgentLink) -> None:
         task = asyncio.current_task()
@@ -468,13 +521,26 @@ class Effects:
 
     async def _verify(self, name: str) -> None:
         read = partial(read_back, self._paths, name, self._epoch, self._keys, self._verdicts.read)
-        found = await asyncio.to_thread(read)
+
+        async def readable() -> ReadBack:
+            found = await asyncio.to_thread(read)
+            if found.unreadable:
+                raise OSError(found.detail)
+            return found
+
+        def say(error: Exception, pause_s: float) -> None:
+            self._journal.write(ev.Warned("storage", f"{error}: read again in {pause_s:.0f} s"))
+
+        try:
+            found = await patiently(readable, lambda: self.exit is not None, say)
+        except OSError as error:
+            found = ReadBack(False, str(error), unreadable=True)
         # The nodes may hold a whole second copy: it is fetched before the policy hears that the save is lost.
-        if not found.good and not found.pruned and self._config.checkpoint.local_dir:
+        if not (found.good or found.pruned or found.unreadable) and self._config.checkpoint.local_dir:
             self._journal.write(ev.Corrupt(name, found.detail))
             if await self._bring_home(""):
                 found = await asyncio.to_thread(read)
-        self._post(inputs.Verified(name, found.good, found.detail, found.pruned))
+        self._post(inputs.Verified(name, found.good, found.detail, found.pruned, found.unreadable))
         if found.good:
             self._mover.wake()
 
@@ -488,9 +554,9 @@ class Effects:
     async def _ask_cause(self, trigger: str) -> None:
         self._post(await self._allocation.cause(trigger))
 
-    async def _requeue(self, avoid: tuple[str, ...], delay_s: int | None) -> None:
+    async def _requeue(self, action: act.Requeue) -> None:
         self._spawn(self._standby.drop())
-        self._post(await requeue(self._allocation, self._config, self._paths, self._journal, avoid, delay_s))
+        self._post(await requeue(self._allocation, self._config, self._paths, self._journal, action))
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself

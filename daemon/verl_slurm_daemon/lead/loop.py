@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from verl_slurm.base.errors import Fenced, VerlSlurmError
+from verl_slurm.base.errors import Fenced, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
 from verl_slurm.base.paths import RunPaths
@@ -36,7 +36,13 @@ from verl_slurm.dataset.fingerprint.record import check_dataset
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.outages import Outages
-from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts, unfit_starts
+from verl_slurm.journal.folds.progress import (
+    failed_starts,
+    short_starts,
+    stranger_restarts,
+    stuck_restarts,
+    unfit_starts,
+)
 from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
@@ -52,7 +58,15 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.code import check_code
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.hooks import Hooks
-from verl_slurm_daemon.lead.start import PAUSES_S, SIGNALS, prepare, say_again, start_failed
+from verl_slurm_daemon.lead.start import (
+    ENVIRONMENT,
+    SIGNALS,
+    patiently,
+    prepare,
+    say_again,
+    spoken,
+    start_failed,
+)
 from verl_slurm_daemon.processes import bury_orphans, listen
 
 __all__ = ["keep_threads", "run_lead"]
@@ -82,7 +96,11 @@ class Lead:
     """
 
     def __init__(
-        self, paths: RunPaths, config: RunConfig, allocation: Allocation, failed: OSError | None = None
+        self,
+        paths: RunPaths,
+        config: RunConfig,
+        allocation: Allocation,
+        failed: OSError | SlurmMissing | None = None,
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._failed = failed
@@ -143,32 +161,34 @@ class Lead:
         return code
 
     async def _take_run(self) -> Epoch | None:
-        """Takes the run; returns None if storage does not allow it, with the error in `self._failed`.
+        """Takes the run; returns None if storage or Slurm does not allow it, with the error in `self._failed`.
 
         Raises:
             Fenced: another attempt has it, and lives.
             CheckpointCorrupt: its owner cannot be determined.
         """
-        for pause in () if self._failed else (*PAUSES_S, None):
+
+        async def take() -> Epoch:
+            former = await self._refuse_if_owned()
+            return take_epoch(
+                self._paths,
+                after=former,  # two leads that both found it over: one of them gets it
+                job_id=self._allocation.job_id,
+                restart=self._allocation.restart,
+                cluster=self._allocation.cluster,
+                slurm=_slurm_cluster() if self._allocation.cluster == "slurm" else "",
+            )
+
+        if self._failed is None:
             try:
-                former = await self._refuse_if_owned()
-                return take_epoch(
-                    self._paths,
-                    after=former,  # two leads that both found it over: one of them gets it
-                    job_id=self._allocation.job_id,
-                    restart=self._allocation.restart,
-                    cluster=self._allocation.cluster,
-                    slurm=_slurm_cluster() if self._allocation.cluster == "slurm" else "",
-                )
-            except OSError as error:
+                return await patiently(take, self._is_signalled, say_again)
+            except ENVIRONMENT as error:
                 self._failed = error
-                # A signal is in the queue: Slurm may want the nodes, so this start does not wait any longer.
-                if pause is None or not self._events.empty():
-                    break
-                say_again(error, pause)
-                await asyncio.sleep(pause)
-                self._failed = None
         return None
+
+    def _is_signalled(self) -> bool:
+        """Returns whether a signal is in the queue: Slurm may want the nodes, so a start does not wait any longer."""
+        return not self._events.empty()
 
     async def _begins(self, mine: Epoch, journal: Journal, effects: Effects) -> None:
         """Records that this attempt owns the run from here on."""
@@ -305,27 +325,45 @@ class Lead:
     async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:
             return start_failed(self._paths, self._allocation, self._failed)
+
+        def say(error: Exception, pause_s: float) -> None:
+            journal.write(ev.Warned("start", f"{error}: tries again in {pause_s:.0f} s"))
+
         try:
-            # Before the run is touched: a task of a chain, or a successor, whose predecessor was cancelled must not
-            # continue it.
-            if cancelled := await self._allocation.cancelled_before():
-                return inputs.Over(ExitCode.CANCELLED, cancelled)
-            stuck = stuck_restarts(read_events(self._paths))
-            # Counted in the journal over all attempts: a requeue does not renew this limit.
-            if stuck >= self._config.daemon.no_progress_limit:
-                journal.write(ev.Held(stuck, "every restart crashed at the same place"))
-                return inputs.Over(
-                    ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new"
-                )
-            return await self._begin(journal, effects)
-        except OSError as error:
+            return await patiently(lambda: self._first_try(journal, effects), self._is_signalled, say)
+        except ENVIRONMENT as error:
             return start_failed(self._paths, self._allocation, error)
+
+    async def _first_try(self, journal: Journal, effects: Effects) -> inputs.Input:
+        # Before the run is touched: a task of a chain, or a successor, whose predecessor was cancelled must not
+        # continue it.
+        if cancelled := await self._allocation.cancelled_before():
+            return inputs.Over(ExitCode.CANCELLED, cancelled)
+        events, limit = read_events(self._paths), self._config.daemon.no_progress_limit
+        stuck, short = stuck_restarts(events), short_starts(events)
+        # Counted in the journal over all attempts: a requeue does not renew this limit.
+        if stuck >= limit:
+            journal.write(ev.Held(stuck, "every restart crashed at the same place"))
+            return inputs.Over(
+                ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new"
+            )
+        if short >= limit:
+            limit_s = (await self._allocation.outlook()).limit_s
+            known = "" if limit_s is None else f", {limit_s / 60:.0f} min,"
+            job = self._allocation.job_id
+            reason = (
+                f"{short} starts in a row reached the job's time limit{known} before their ranks trained: "
+                f"scontrol update JobId={job} TimeLimit=MINUTES (an administrator), then scontrol release {job}"
+            )
+            return inputs.TooShort(short, reason)
+        return await spoken(self._begin(journal, effects), "the look at data, image and code", journal)
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:
         """Checks the conditions for starting ranks.
 
         Raises:
             OSError: storage does not answer.
+            SlurmMissing: Slurm does not.
         """
         notices: list[str] = []
         await asyncio.to_thread(check_image, self._config)
@@ -340,7 +378,9 @@ class Lead:
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
             journal.write(ev.Warned("metrics", problem))
         events = read_events(self._paths)
-        return inputs.Ready(self._config.speakers, stranger_restarts(events), unfit_starts(events))
+        mine = self._allocation
+        failed = failed_starts(events, mine.job_id, mine.restart)
+        return inputs.Ready(self._config.speakers, stranger_restarts(events), unfit_starts(events), failed)
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""
@@ -360,10 +400,17 @@ class Lead:
 
     async def _watch_the_clock(self) -> None:
         """Finds what no signal reported: a warning from before we listened, or one that was lost with a dead step."""
-        lead_s = self._config.slurm.signal_lead_s
+        said = False
         while True:
             outlook = await self._allocation.outlook()
-            left = outlook.seconds_left
+            left, lead_s = outlook.seconds_left, outlook.lead_s or self._config.slurm.signal_lead_s
+            if outlook.lead_s and not said and self._journal is not None:
+                said = True
+                text = (
+                    f"the job's time limit, {outlook.limit_s:.0f} s, is short for slurm.signal_lead_s="
+                    f"{self._config.slurm.signal_lead_s}: each attempt saves {lead_s:.0f} s before its end"
+                )
+                self._journal.write(ev.Warned("time limit", text))
             near = outlook.preempted or (left is not None and left <= lead_s)
             model = self._model
             # A save for a requested requeue has no deadline; when the time limit comes near, it gets one.

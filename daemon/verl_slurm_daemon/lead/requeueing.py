@@ -11,6 +11,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.bad_nodes import recalled
@@ -26,13 +27,12 @@ async def requeue(
     config: RunConfig,
     paths: RunPaths,
     journal: Journal,
-    avoid: tuple[str, ...],
-    delay_s: int | None = None,
+    wanted: act.Requeue,
 ) -> RequeueAnswered:
     """Returns Slurm's final answer to the request. Asks until there is one."""
     # The job stays while Slurm is away or gives no answer that counts: leaving ends the run's job, staying costs at
     # most the rest of the grace time. Slurm's KILL ends the loop.
-    while isinstance(answer := await allocation.requeue(delay_s), str):
+    while isinstance(answer := await allocation.requeue(wanted.delay_s, hold=wanted.hold), str):
         journal.write(ev.Requeue(False, answer))
         await asyncio.sleep(_ASK_AGAIN_S)
     accepted = answer.exit_code is ExitCode.REQUEUED
@@ -41,7 +41,7 @@ async def requeue(
     # (22.05.8).
     if accepted:
         with contextlib.suppress(OSError):  # the journal cannot be read, so no node is avoided
-            await _avoid(allocation, config, paths, journal, avoid)
+            await _avoid(allocation, config, paths, journal, wanted.avoid)
     return answer
 
 

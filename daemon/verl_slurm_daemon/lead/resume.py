@@ -30,8 +30,9 @@ from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Resume
 from verl_slurm.runtime_state.segment import HEAD_BYTES
+from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead.start import PAUSES_S, say_again
+from verl_slurm_daemon.lead.start import say_again
 from verl_slurm_daemon.lead.tier_child import restore_newest
 from verl_slurm_daemon.lead.verdicts import Verifier, read_all
 
@@ -88,6 +89,7 @@ def find_resume_point(
     Raises:
         KeyRefused: what is left to resume from needs a key that is not there.
         TierError: a tier that has one does not answer.
+        OSError: storage does not answer, or not with all bytes of the newest checkpoint.
     """
 
     def checked(path: Path) -> Verdict:
@@ -146,7 +148,7 @@ async def wait_for_checkpoints(
         CheckpointsLost: the run has had a checkpoint and has none that can be used.
         InterruptedError: the restart was ended meanwhile.
     """
-    for pause in (*PAUSES_S, None):
+    for pause in (*IN_PLACE_S, None):
         point = await asyncio.to_thread(find)
         if point.name:
             return point
@@ -219,11 +221,13 @@ class ReadBack(msgspec.Struct, frozen=True):
     Attributes:
         detail: the findings, one line.
         pruned: not good, but gone: the run has newer ones, and retention removed this one during the read.
+        unreadable: not good, because storage did not give all of its bytes: that proves no damage.
     """
 
     good: bool
     detail: str
     pruned: bool = False
+    unreadable: bool = False
 
 
 def read_back(
@@ -241,7 +245,7 @@ def read_back(
     if verdict.damaged:
         require_epoch(paths, epoch)
         move_to_quarantine(paths.checkpoints / name, [str(problem) for problem in verdict.problems])
-    return ReadBack(False, verdict.one_line())
+    return ReadBack(False, verdict.one_line(), unreadable=verdict.unreadable)
 
 
 def _was_pruned(paths: RunPaths, name: str) -> bool:

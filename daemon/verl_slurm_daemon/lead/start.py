@@ -1,28 +1,30 @@
 """Prepares a lead's start: the configuration, the directories, and storage that takes a file.
 
-Storage that is full, read-only or silent costs no run. The lead waits for it as long as `PAUSES_S` lasts.
-After that the start has failed, and the policy has the job requeued: `failed_starts` counts such starts, and
-`policy` says how long each waits.
+Storage that is full, read-only or silent, and a Slurm that is away, cost no run. The lead waits for storage as long as
+`IN_PLACE_S` lasts, and for Slurm until it answers (`patiently`). After that the start has failed, and the policy has
+the job requeued: `failed_starts` counts such starts, and `policy` says how long each waits.
 """
 
+import asyncio
 import errno
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import ConfigError, SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.events import Warned
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.progress import failed_starts
 from verl_slurm.slurm.environment import SlurmJob
@@ -30,17 +32,32 @@ from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfile
 from verl_slurm_daemon.allocation.local import HostfileAllocation, LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
+from verl_slurm_daemon.decide.delays import IN_PLACE_S, SLURM_AWAY_S
 from verl_slurm_daemon.decide.inputs import StartFailed
+from verl_slurm_daemon.journal import Journal
 
-__all__ = ["PAUSES_S", "SIGNALS", "Ground", "prepare", "say_again", "start_failed"]
+__all__ = [
+    "ENVIRONMENT",
+    "SIGNALS",
+    "Ground",
+    "failed_code",
+    "patiently",
+    "prepare",
+    "say_again",
+    "spoken",
+    "start_failed",
+]
 
-PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
-"""Between tries in place: half a minute in all. A busy file server may need that, and a place in a full
-cluster is worth it.
-"""
+T = TypeVar("T")
+
+ENVIRONMENT = (OSError, SlurmMissing)
+"""Errors that say nothing about the run: storage that fails, a node without processes, a Slurm that is away."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals that a lead handles. Blocked until it listens, so that none is lost or fatal."""
 _LOOK_S = 0.2
+_LAST_WAIT_S = 15.0
+"""For storage, once a signal has come: KillWait may run, and a requeue is still to be asked for."""
+_FIRST_WORD_S = 60.0
 _NOT_KNOWN = 3
 """Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
 _CODES = {
@@ -90,7 +107,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
 
     config, failed = RunConfig(), None
     # ---- try until storage answers, the pauses are over, or a signal comes
-    for pause in (*PAUSES_S, None):
+    for pause in (*IN_PLACE_S, None):
         try:
             config, failed = attempt(), None
             break
@@ -129,6 +146,68 @@ def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
             ) from None
 
 
+async def patiently(
+    work: Callable[[], Coroutine[Any, Any, T]],
+    interrupted: Callable[[], bool],
+    say: Callable[[Exception, float], None],
+) -> T:
+    """Returns the result of `work`, tried again while storage fails (half a minute) or Slurm does not answer.
+
+    Args:
+        interrupted: Slurm may want the nodes, or the user the end: no more tries.
+        say: is told of each wait.
+
+    Raises:
+        OSError, SlurmMissing: of the last try.
+    """
+    tries = 0
+    while True:
+        try:
+            return await _or_interrupted(work(), interrupted)
+        except ENVIRONMENT as error:
+            # While Slurm is away it takes no requeue either, and no other job gets the nodes.
+            if interrupted() or (tries >= len(IN_PLACE_S) and isinstance(error, OSError)):
+                raise
+            pause = IN_PLACE_S[tries] if tries < len(IN_PLACE_S) else SLURM_AWAY_S
+            say(error, pause)
+        tries += 1
+        until = time.monotonic() + pause
+        while not interrupted() and time.monotonic() < until:  # noqa: ASYNC110 - signals wait in a queue
+            await asyncio.sleep(_LOOK_S)
+
+
+async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[], bool]) -> T:
+    """Raises OSError: storage had not answered when Slurm wanted the nodes, or the user the end."""
+    task, since = asyncio.ensure_future(work), None
+    while not task.done():
+        await asyncio.wait([task], timeout=_LOOK_S)
+        since = (since or time.monotonic()) if interrupted() else None
+        if since is not None and time.monotonic() - since > _LAST_WAIT_S and not task.done():
+            task.cancel()
+            raise TimeoutError(errno.ETIMEDOUT, "storage did not answer, and a signal came")
+    return task.result()
+
+
+async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
+    """Returns the result of `work`; says now and then that it still waits for it."""
+
+    async def say() -> None:
+        pause = _FIRST_WORD_S
+        while True:
+            await asyncio.sleep(pause)
+            # In a thread, and first: where the journal itself does not answer, a write would stop the lead's loop.
+            await asyncio.to_thread(os.stat, journal.paths.events)
+            text = f"{what} is not done after {pause:.0f} s: storage is slow, or does not answer; the start waits"
+            journal.write(Warned("start", text))
+            pause *= 2
+
+    words = asyncio.create_task(say())
+    try:
+        return await work
+    finally:
+        words.cancel()
+
+
 def say_again(error: Exception, pause_s: float) -> None:
     """Writes to the lead's log: the journal may be on the storage that fails."""
     with suppress(OSError, ValueError):
@@ -136,15 +215,21 @@ def say_again(error: Exception, pause_s: float) -> None:
         sys.stdout.flush()
 
 
-def start_failed(paths: RunPaths, allocation: Allocation, error: OSError) -> StartFailed:
+def start_failed(paths: RunPaths, allocation: Allocation, error: OSError | SlurmMissing) -> StartFailed:
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
         # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
         before = failed_starts(read_events(paths), allocation.job_id, allocation.restart)
     except OSError:
         before = _NOT_KNOWN
-    code = _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
-    return StartFailed(str(error), before, code)
+    return StartFailed(str(error), before, failed_code(error))
+
+
+def failed_code(error: OSError | SlurmMissing) -> ExitCode:
+    """Returns the code to end with at last, where no job can be held."""
+    if isinstance(error, SlurmMissing):
+        return error.exit_code
+    return _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
 
 
 def _interrupted(seconds: float) -> bool:

@@ -16,12 +16,12 @@ class Decision:
 
     Attributes:
         action: verify: check `name` and ask again. use: resume from `name`. fresh: start from the beginning. refuse:
-            neither; `name` is in the way and a person must look.
+            neither; `name` is in the way and a person must look. wait: the same, but storage may give it later.
         set_aside: names that are damaged beyond doubt.
         reasons: one line for each checkpoint that was judged, newest first, and one for the outcome.
     """
 
-    action: Literal["verify", "use", "fresh", "refuse"]
+    action: Literal["verify", "use", "fresh", "refuse", "wait"]
     name: str | None
     set_aside: tuple[str, ...]
     reasons: tuple[str, ...]
@@ -34,8 +34,8 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
         infos: the entries of the run's checkpoint directory, in any order.
         verdicts: results of the verifications so far.
 
-    A damaged checkpoint is skipped and set aside. One that cannot be read now, or that others may write, is skipped and
-    left in place.
+    A damaged checkpoint is skipped and set aside. One that others may write is skipped and left in place. One that
+    cannot be read now is waited for.
     """
     candidates = sorted(
         # Torn ones, too: a final name whose manifest is damaged is judged and set aside, not passed over in silence.
@@ -48,7 +48,7 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
     damaged: list[str] = []
     doubtful: list[str] = []
 
-    def decision(action: Literal["verify", "use", "fresh", "refuse"], name: str | None) -> Decision:
+    def decision(action: Literal["verify", "use", "fresh", "refuse", "wait"], name: str | None) -> Decision:
         return Decision(action=action, name=name, set_aside=tuple(damaged), reasons=tuple(reasons))
 
     for info in candidates:
@@ -64,6 +64,10 @@ def decide_resume(infos: Sequence[CheckpointInfo], verdicts: Mapping[str, Verdic
         if any(p.kind == "version" for p in verdict.problems):
             reasons.append(f"{info.name} is newer than this code: nothing older is used in its place")
             return decision("refuse", info.name)
+        # Nor is this: an error of storage is no damage, and passes.
+        if verdict.unreadable:
+            reasons.append(f"{info.name} cannot be read now: nothing older is used in its place")
+            return decision("wait", info.name)
         (damaged if verdict.damaged else doubtful).append(info.name)
     # Not `fresh`: starting over would throw away what may be good.
     if doubtful:

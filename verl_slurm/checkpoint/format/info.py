@@ -60,6 +60,11 @@ class Verdict:
         return bool(self.problems) and all(p.kind == "key" for p in self.problems)
 
     @property
+    def unreadable(self) -> bool:
+        """Returns whether the system refused to read some of it, which may pass."""
+        return any(p.kind == "unreadable" for p in self.problems)
+
+    @property
     def damaged(self) -> bool:
         """Returns whether its bytes differ beyond doubt from those that were committed; nothing else permits setting it
         aside."""

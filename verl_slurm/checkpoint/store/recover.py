@@ -1,5 +1,6 @@
 """Carries out `restore.decide_resume`: verifies, sets aside, checks the schema, and names what to load."""
 
+import errno
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -68,6 +69,7 @@ def choose_resume(
         CheckpointCorrupt: an explicit one does not verify; or with `auto`, those left cannot be judged.
         KeyRefused: the same, for one that was not made with our key.
         NotFound: an explicit one does not exist.
+        OSError: storage does not give all bytes of the one to resume from: it proves no damage, and may pass.
         ConfigError: an explicit one is partial.
     """
     if resume_from is None:
@@ -125,8 +127,10 @@ def _auto(paths: RunPaths, move_damaged: bool, verifier: Callable[[Path], Verdic
     )
     if decision.action == "fresh" or decision.name is None:
         return fresh
-    # `refuse` is raised after the damaged ones are set aside: the next start need not read them again.
+    # Raised after the damaged ones are set aside: the next start need not read them again.
     verdict = verdicts[decision.name]
+    if decision.action == "wait":
+        raise _not_readable(verdict)
     if decision.action == "refuse":
         raise _refusal(by_name[decision.name], verdict)
     return _use(fresh, by_name[decision.name], verdict)
@@ -145,6 +149,8 @@ def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verd
         )
     verdict = verifier(path)
     # Neither replaced by an older one nor set aside: the user named this one, and it may be another run's.
+    if verdict.unreadable:
+        raise _not_readable(verdict)
     if not verdict.ok:
         raise _refusal(path, verdict)
     reasons = (verdict.one_line(), f"checkpoint.resume_from names {path}")
@@ -167,6 +173,11 @@ def _use(choice: ResumeChoice, path: Path, verdict: Verdict) -> ResumeChoice:
     require_full(verdict.manifest, path)
     check_schema(saved, current_schema(), where=path)
     return replace(choice, name=path.name, path=path, manifest=verdict.manifest)
+
+
+def _not_readable(verdict: Verdict) -> OSError:
+    remedy = "nothing older is used in its place; checkpoint.resume_from=NAME goes on from an older one"
+    return OSError(errno.EIO, f"{verdict.one_line()}; {remedy}")
 
 
 def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | SchemaMismatch:

@@ -133,7 +133,7 @@ _SENTENCES: dict[type[ev.Event], str] = {
     ev.Successor: "job {0.job_id} is queued to follow job {0.after}",
     ev.Started: "job {0.job_id} runs on {0.nodes}, attempt {0.attempt}",
     ev.Fenced: "another attempt has taken over, this one leaves with {0.exit_code}|reason",
-    ev.Held: "HELD after {0.stuck} restarts without anything new|reason",
+    ev.Held: "HELD after {0.stuck} starts without anything new|reason",
     ev.Avoid: "nodes|detail",
     ev.StartOverruled: "Slurm overruled the start at {0.wanted} by {0.eligible}: the next requeue asks for a later one",
     ev.Gone: "job {0.job_id} is {0.state} and its daemon said nothing more",

@@ -7,25 +7,28 @@ from verl_slurm.journal.events import (
     Crash,
     Done,
     Event,
+    FirstRollout,
+    Held,
     Orphaned,
     Restart,
     Started,
     StartFailed,
     Submitted,
     Training,
+    Verified,
 )
 
-__all__ = ["failed_starts", "stranger_restarts", "stuck_restarts", "unfit_starts"]
+__all__ = ["failed_starts", "short_starts", "stranger_restarts", "stuck_restarts", "unfit_starts"]
 
 
 def stuck_restarts(events: Iterable[Event]) -> int:
     """How many restarts in a row, up to now, came to nothing: nothing new to show, and ended by a fault.
 
     A restart's `progress` is what it started from (newest verified checkpoint, rollouts in the ledger); one was
-    fruitless where a later one starts from the same. Faults are crashes, a lead that was killed (`orphaned`), a
-    service that could not be started again, and a time limit that came before the ranks trained. A preempted or
-    requeued restart is no fault. An attempt that storage stopped is counted by `failed_starts`, a restart that met a
-    stranger by `stranger_restarts`. A new submission resets the count.
+    fruitless where a later one starts from the same. Faults are crashes, a lead that was killed (`orphaned`), and a
+    service that could not be started again. A preempted or requeued restart is no fault. What the environment stopped
+    has counts of its own: storage and Slurm (`failed_starts`), a time limit (`short_starts`), a stranger
+    (`stranger_restarts`). A new submission resets the count.
     """
     return _fruitless(events)[0]
 
@@ -35,24 +38,34 @@ def stranger_restarts(events: Iterable[Event]) -> int:
     return _fruitless(events)[1]
 
 
-def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
-    stuck, strangers, last, trained = 0, 0, None, False
+def short_starts(events: Iterable[Event]) -> int:
+    """The same for attempts that reached the job's time limit before their ranks trained. A job that was held for it,
+    and released, begins to count anew.
+    """
+    return _fruitless(events)[2]
+
+
+def _fruitless(events: Iterable[Event]) -> tuple[int, int, int]:
+    stuck, strangers, short, last, trained = 0, 0, 0, None, False
     for event in events:
         match event:
             case Submitted():
-                stuck, strangers, last = 0, 0, None
+                stuck, strangers, short, last = 0, 0, 0, None
+            case Held():
+                short = 0
             case Restart(progress=progress):
                 # A later restart that starts from something else proves that the ones before it came to something.
                 if progress != last:
-                    stuck, strangers, last = 0, 0, progress
+                    stuck, strangers, short, last = 0, 0, 0, progress
                 trained = False
             case Training():
                 trained = True
             # Before the other crashes: no fault of the program's, and with a limit of its own.
             case Crash(kind="stranger"):
                 strangers += 1
-            # Nor is a node that is lost, and has a spare one in its place.
-            case Crash(replaced=True):
+            # Nor is a node that is lost, and has a spare one in its place; nor storage that failed a rank, or a Slurm
+            # that was away.
+            case Crash(replaced=True) | Crash(kind="environment"):
                 pass
             case Crash() | Orphaned():
                 stuck += 1
@@ -60,8 +73,8 @@ def _fruitless(events: Iterable[Event]) -> tuple[int, int]:
             case Cause(cause="service"):
                 stuck += 1
             case Cause(cause="time_limit") if not trained:
-                stuck += 1
-    return stuck, strangers
+                short += 1
+    return stuck, strangers, short
 
 
 def unfit_starts(events: Iterable[Event]) -> int:
@@ -77,18 +90,22 @@ def unfit_starts(events: Iterable[Event]) -> int:
 
 
 def failed_starts(events: Iterable[Event], job_id: str, requeues: int) -> int:
-    """How many attempts before this one could not begin, in a row.
+    """How many attempts before this one storage or Slurm stopped, in a row, with nothing new in between.
 
-    One that could write to the journal says so. One that could not is missed there, but Slurm has counted it.
+    One that could write to the journal says so. One that could not is missed there, but Slurm has counted it. A job
+    that was held for it, and released, begins to count anew.
 
     Args:
         requeues: how often Slurm has requeued the job.
     """
-    failed, last = 0, -1
+    failed, last, progress = 0, -1, None
     for event in events:
         match event:
-            case Submitted() | Restart() | Done():
+            case Submitted() | FirstRollout() | Verified() | Done() | Held():
                 failed = 0
+            # Not each restart: ranks may start, and meet the storage that fails before anything new is done.
+            case Restart() if event.progress != progress:
+                failed, progress = 0, event.progress
             case StartFailed():
                 failed += 1
             case Started() if event.job_id == job_id:
