@@ -275,14 +275,14 @@ def _waits(run: RunPaths, *, leaves: bool = False, mounts: bool = False) -> Resu
 def test_a_directory_of_checkpoints_that_is_not_mounted_is_waited_for(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(resume, "IN_PLACE_S", (0.0, 0.0))
     assert _waits(run, mounts=True).name == "step_000004"
 
 
 def test_a_run_whose_checkpoints_stay_away_is_refused_with_what_was_judged(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resume, "PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(resume, "IN_PLACE_S", (0.0, 0.0))
     with pytest.raises(CheckpointsAbsent, match="verified step_000004"):
         _waits(run)
     assert read_events(run)[-1]["reason"] == "there is no checkpoint yet"
