@@ -18,6 +18,7 @@ OF_THEIR_OWN = {
     "test_processes.py",
     "daemon/test_launcher.py",
     "slurm/test_client.py",
+    "submit/test_programs.py",
     "hostile/test_search_path.py",
 }
 

@@ -13,6 +13,7 @@ from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error, require_never_saved
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.journal.steps import append_step
@@ -39,7 +40,7 @@ def run(tmp_path: Path) -> RunPaths:
 
 def ledger(paths: RunPaths, epoch: int, *steps: int) -> None:
     private_dir(paths.ledger)
-    data = head(epoch, 0) + b"".join(frame(step, 0, b"rollout") for step in steps)
+    data = head(epoch, 0) + b"".join(frame(run_id(paths), step, 0, b"rollout") for step in steps)
     paths.ledger_segment(epoch, 0).write_bytes(data)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.journals import append_event
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 
@@ -255,6 +256,7 @@ def test_another_attention_is_another_run(workplace: Path, cli: Cli) -> None:
     paths = RunPaths(workplace / "runs" / "demo")
     paths.ledger.mkdir(exist_ok=True)
     (paths.ledger / "epoch_000001.rank_0000.ledger").write_bytes(bytes(4096))
+    append_event(paths, "started", attempt=1)
     result = cli(*words, "model.attn_implementation=eager")
     assert result.code == ExitCode.CONFIG
     assert "model.attn_implementation: 'auto' -> 'eager'" in result.error

@@ -14,6 +14,7 @@ from tests.faults.disk import crash_states
 from tests.faults.tracing import Tracer
 from tests.ledger_stats import ledger_stats
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, load
@@ -71,7 +72,8 @@ def test_a_power_cut_loses_at_most_the_record_that_was_being_made_durable_and_a_
 ) -> None:
     monkeypatch.setattr(ledger, "BackgroundSync", _Late)
     root = tmp_path / "real"
-    root.mkdir()
+    (root / "run").mkdir(parents=True)
+    run_id(RunPaths(root / "run"))  # as a lead does
     with Tracer(root) as tracer:
         _journal(RunPaths(root / "run"), tracer)
     seen = set()

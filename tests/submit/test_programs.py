@@ -108,6 +108,16 @@ def test_what_cannot_be_seen_from_here_is_said_and_not_called_good(here: Path) -
         assert said in note
 
 
+def test_no_code_of_the_configurations_pythonpath_is_run(here: Path) -> None:
+    (here / "lib").mkdir()
+    (here / "lib" / "sitecustomize.py").write_text(f"open({str(here / 'ran')!r}, 'w')\n")
+    (here / "lib" / "only_here.py").write_text(f"open({str(here / 'ran')!r}, 'w')\n")
+    (here / "needs.py").write_text("import only_here\n")
+    found = check_guest(started_by("needs.py", env={"PYTHONPATH": str(here / "lib")}))
+    assert found.notes == []
+    assert not (here / "ran").exists()
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["at the top", "in the function"])
 def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: bool) -> None:
     line, blank = "import vs_not_there, json", "    " if inside else ""

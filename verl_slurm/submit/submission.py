@@ -54,6 +54,7 @@ from verl_slurm.submit.checks.preflight import (
     gpu_note,
     source_note,
 )
+from verl_slurm.submit.checks.programs import python_not_run
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
 from verl_slurm.submit.checks.resume_point import ResumeFound, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
@@ -165,10 +166,12 @@ def plan_submission(
     runs = Moves.of(paths).config(config) if code == "run" else config
     # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
     if config.trainer.is_guest:
-        good, notes = check_guest(runs)
+        with python_not_run(not_run):
+            good, notes = check_guest(runs)
         checked += good
     else:
-        inputs, notes = check_inputs(runs, written.model.path)
+        with python_not_run(not_run):
+            inputs, notes = check_inputs(runs, written.model.path)
         notes += check_family(config)
         checked += [f"{name} {taken}" for name, taken in inputs]
     check_resume_from(config)
@@ -231,7 +234,8 @@ def plan_submission(
     if taken.record.trees:
         checked.append(f"code {'; '.join(taken.lines())}")
     if config.trainer.backend == "verl":
-        good, doubtful = check_verl(config, paths, committed)
+        with python_not_run(not_run):
+            good, doubtful = check_verl(config, paths, committed)
         checked, notes = [*checked, *good], [*notes, *doubtful]
     # The newest committed checkpoint tells what one takes, so room and deadlines are asked after the run was looked at.
     if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):

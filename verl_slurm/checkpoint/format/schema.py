@@ -88,9 +88,9 @@ class OlderLayout(NamedTuple):
 
 OLDER_LAYOUTS = (
     OlderLayout(
-        schema_id="e4c9c98db561aaaffa3a0bfa7438ea08c860e54ede2d2f694c6e1b538d81bd6c",
-        read_by="96d1be38d6327542ec6ed989b8dba974286d26b235aefa60ee4e3359fb2fcd0d",
-        why="a manifest may name a guest (`Manifest.guest`); nothing that was there has changed",
+        schema_id="96d1be38d6327542ec6ed989b8dba974286d26b235aefa60ee4e3359fb2fcd0d",
+        read_by="088b5603f0d7160590ce288eb8e733cd5208f4b210b0757bc7fc6fbdbd13bf4c",
+        why="a manifest names its algorithm (`Manifest.algorithm`); nothing that was there has changed",
     ),
 )
 """A test compares these entries with the layout of this code."""

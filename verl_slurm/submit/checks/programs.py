@@ -8,6 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
@@ -26,6 +28,7 @@ __all__ = [
     "check_program",
     "check_source",
     "program_behind",
+    "python_not_run",
     "ranks_search",
     "why_unseen",
 ]
@@ -187,14 +190,43 @@ def _module(config: RunConfig, words: Sequence[str]) -> Found:
     return Found(["program"], [])
 
 
+_NOT_RUN: ContextVar[str] = ContextVar("why the ranks' Python is not run", default="")
+
+
+@contextmanager
+def python_not_run(reason: str) -> Iterator[None]:
+    """Leaves the ranks' Python alone in all checks below, and gives the reason (`rank_environment.why_not_run`).
+
+    Args:
+        reason: empty: it is run.
+    """
+    token = _NOT_RUN.set(reason)
+    try:
+        yield
+    finally:
+        _NOT_RUN.reset(token)
+
+
 def ranks_search(config: RunConfig) -> list[str]:
     """Returns the directories in which the ranks' Python looks for modules, as far as this machine can tell."""
-    return list(look(python_of(config.slurm) or sys.executable, _environ(config)).search)
+    own = _own_python_path(config)
+    if _NOT_RUN.get():
+        return own
+    return [*own, *look(python_of(config.slurm) or sys.executable, _environ(config)).search]
+
+
+def _own_python_path(config: RunConfig) -> list[str]:
+    return [
+        place for place in str(config.env.get("PYTHONPATH", "")).split(os.pathsep) if place.startswith("/")
+    ]
 
 
 def _environ(config: RunConfig) -> dict[str, str]:
-    # `env` wins over what the job inherits.
-    return os.environ | {name: str(value) for name, value in config.env.items() if name == "PYTHONPATH"}
+    # The configuration's PYTHONPATH wins in the job. Here Python would run a `sitecustomize` from it, so its
+    # directories are looked through without Python's help.
+    return {
+        name: value for name, value in os.environ.items() if name not in config.env or name != "PYTHONPATH"
+    }
 
 
 def why_unseen(config: RunConfig) -> str:
@@ -202,9 +234,11 @@ def why_unseen(config: RunConfig) -> str:
     slurm = config.slurm
     if slurm.container is not None:
         return "they are the container's"
+    if not_run := _NOT_RUN.get():
+        return not_run
     if slurm.modules or slurm.setup:
         return f"{'slurm.modules' if slurm.modules else 'slurm.setup'} may bring them on the nodes"
-    places = _environ(config).get("PYTHONPATH", "").split(os.pathsep)
+    places = str((os.environ | config.env).get("PYTHONPATH", "")).split(os.pathsep)
     gone = [place for place in places if place.startswith("/") and not os.path.exists(place)]
     return f"PYTHONPATH has {gone[0]}, which is not on this machine" if gone else ""
 
@@ -225,13 +259,12 @@ def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Se
         return Found(
             [], [f"not looked at: the modules of {what} ({', '.join(names)}): {unseen}"] if names else []
         )
-    wanted = [
-        name
-        for name in dict.fromkeys(names)
-        if not beside or PathFinder.find_spec(name, list(beside)) is None
-    ]
+    near = [*beside, *_own_python_path(config)]
+    wanted = [name for name in dict.fromkeys(names) if not near or PathFinder.find_spec(name, near) is None]
     if not wanted:
         return Found([], [])
+    if not_run := _NOT_RUN.get():
+        return Found([], [f"not looked at: the modules of {what} ({', '.join(wanted)}): {not_run}"])
     python = python_of(config.slurm) or sys.executable
     answer = look(python, _environ(config), wanted)
     if not answer.python:
