@@ -11,8 +11,9 @@ from unittest.mock import patch
 import msgspec
 import psutil
 import pytest
+from verl_slurm_daemon.lead.start import require_mounted
 
-from tests.builders import write_config
+from tests.builders import run_config, write_config
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from tests.local_runs import lead, until
@@ -252,3 +253,22 @@ def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) 
     (crash,) = told(paths, "crash")
     assert (crash["kind"], crash["node"]) == ("node", None)
     assert "1 of 2 agents had not come" in str(crash["detail"])
+
+
+@pytest.mark.parametrize("away", ["data.root", "data.eval_root", "model.path"])
+@pytest.mark.parametrize("how", ["missing", "empty"])
+def test_a_place_that_is_not_mounted_any_more_is_storage_that_is_away(
+    tmp_path: Path, away: str, how: str
+) -> None:
+    places = {key: tmp_path / key for key in ("data.root", "data.eval_root", "model.path")}
+    for place in places.values():
+        place.mkdir()
+        (place / "file").touch()
+    data = {"root": str(places["data.root"]), "eval_root": str(places["data.eval_root"])}
+    config = run_config(path=str(places["model.path"]), **data)
+    require_mounted(config)
+    (places[away] / "file").unlink()
+    if how == "missing":
+        places[away].rmdir()
+    with pytest.raises(FileNotFoundError, match=f"{away} was there when the run started"):
+        require_mounted(config)

@@ -63,6 +63,7 @@ from verl_slurm_daemon.lead.start import (
     SIGNALS,
     patiently,
     prepare,
+    require_mounted,
     say_again,
     spoken,
     start_failed,
@@ -366,6 +367,8 @@ class Lead:
             SlurmMissing: Slurm does not.
         """
         notices: list[str] = []
+        if any(isinstance(event, ev.Restart) for event in read_events(self._paths)):
+            await asyncio.to_thread(require_mounted, self._config)
         await asyncio.to_thread(check_image, self._config)
         root = data_root(self._config)
         if root is not None:

@@ -23,6 +23,7 @@ from verl_slurm.base.files import private_dir, share_output
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.config.load import load_own
+from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Warned
 from verl_slurm.journal.files import read_events
@@ -43,6 +44,7 @@ __all__ = [
     "failed_code",
     "patiently",
     "prepare",
+    "require_mounted",
     "say_again",
     "spoken",
     "start_failed",
@@ -206,6 +208,38 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
         return await work
     finally:
         words.cancel()
+
+
+def require_mounted(config: RunConfig) -> None:
+    """Checks that what a run has trained with is there at all.
+
+    A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
+
+    Args:
+        config: of a run that ranks were started for before. At the first start a wrong path is more likely.
+
+    Raises:
+        FileNotFoundError: a place is missing, or empty.
+    """
+    places: dict[str, Path | str | None] = {"data.root": data_root(config)}
+    if not config.trainer.is_guest:
+        places |= {"data.eval_root": config.data.eval_root, "model.path": config.model.path}
+    if (container := config.slurm.container) is not None and container.digest is not None:
+        places |= {"slurm.container.image": container.image}
+    for key, place in places.items():
+        if place is not None and os.path.isabs(place) and _is_away(place):
+            what = f"{key} was there when the run started, and is now missing or empty; is its file system mounted?"
+            raise FileNotFoundError(errno.ENOENT, what, str(place))
+
+
+def _is_away(place: Path | str) -> bool:
+    try:
+        with os.scandir(place) as entries:
+            return next(entries, None) is None
+    except NotADirectoryError:
+        return False
+    except FileNotFoundError:
+        return True
 
 
 def say_again(error: Exception, pause_s: float) -> None:
