@@ -37,6 +37,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     path = tmp_path / "my.yaml"
     path.write_text(
         f"name: taken\nrun_dir: {tmp_path}/runs/{{name}}\n"
@@ -159,8 +160,10 @@ def test_older_steps_of_another_number_of_ranks_are_left_out_by_name(
 
 
 def test_a_run_that_is_not_verls_is_refused(cli: Cli, verl_dir: Path, config: Path) -> None:
+    program = config.parent / "x.py"
+    program.touch()
     config.write_text(
-        f"name: x\nrun_dir: {config.parent}/x\ntrainer: {{backend: command, command: ['{__file__}']}}\n"
+        f"name: x\nrun_dir: {config.parent}/x\ntrainer: {{backend: command, command: [{program}]}}\n"
     )
     assert "trainer.backend: verl" in cli("adopt", verl_dir, config).error
 

@@ -11,7 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.journals import append_event
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 
 pytestmark = pytest.mark.slow
@@ -37,6 +39,7 @@ def begin(run: Path) -> None:
     """Give the run a rollout, as the ranks would: it has begun."""
     (run / "ledger").mkdir(mode=0o700)
     (run / "ledger" / "epoch_000001.rank_0000.ledger").write_bytes(bytes(100))
+    append_event(RunPaths(run), "started", attempt=1)
 
 
 def test_a_run_is_made_private_and_told_to_its_end(workplace: Path, cli: Cli) -> None:
