@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, json_option
@@ -211,9 +211,9 @@ def submit(
                 *plan.inputs,
                 *(("code", line) for line in plan.code.lines()),
                 ("run directory", done.run_dir),
-                ("follow it", f"verl-slurm watch {done.run_dir}"),
-                ("its state", f"verl-slurm status {done.run_dir}"),
-                ("end it", f"verl-slurm cancel {done.run_dir}"),
+                ("follow it", f"verl-slurm watch {shell_word(done.run_dir)}"),
+                ("its state", f"verl-slurm status {shell_word(done.run_dir)}"),
+                ("end it", f"verl-slurm cancel {shell_word(done.run_dir)}"),
             ]
         )
         if done.changed:
