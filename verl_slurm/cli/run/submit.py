@@ -158,17 +158,23 @@ def submit(
         other = "--wait" if wait else "--cluster local"
         raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
 
-    plan = plan_submission(
-        config,
-        list(overrides),
-        verl=ctx.meta[_VERL],
-        # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
-        cluster="slurm" if prepare_only else cluster,
-        ask_slurm=not prepare_only,
-        code=code,
-        dry_run=dry_run,
-        begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
-    )
+    bar = render.Bar()
+    if not force_resume:  # which may ask: a bar would write over the question
+        bar.show("checking the configuration, the inputs and Slurm")
+    try:
+        plan = plan_submission(
+            config,
+            list(overrides),
+            verl=ctx.meta[_VERL],
+            # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
+            cluster="slurm" if prepare_only else cluster,
+            ask_slurm=not prepare_only,
+            code=code,
+            dry_run=dry_run,
+            begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
+        )
+    finally:
+        bar.close()
     plan.require_steps_to_do()
     # In a dry run nothing is recorded, so no question is asked: the changes are shown.
     confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None

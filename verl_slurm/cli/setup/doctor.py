@@ -146,7 +146,7 @@ async def _ask_slurm(config: RunConfig, drill: bool, preempt_by: str | None, wai
         from verl_slurm.doctor.cluster_rules import kill_wait_s
         from verl_slurm.doctor.fire_drill import fire_drill
 
-        bar = render.Bar()
+        bar = render.Bar(tells=True)
         try:
             findings += await fire_drill(
                 config,
