@@ -91,6 +91,7 @@ BY_NAME = {
     "demo.py",  # its own run
     "base/memory.py",  # /proc and /sys
     "base/mounts.py",  # /proc
+    "base/packages.py",  # its own metadata
     "base/processes.py",  # /proc
     "doctor/fire_drill.py",  # its own directory
     "submit/checks/inputs.py",  # the package's own sources
