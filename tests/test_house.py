@@ -55,10 +55,43 @@ def test_paths_are_renamed_by_files_rename() -> None:
                 assert ast.unparse(node) == "os.rename", f"{_name(path)}:{node.lineno}: files.rename"
 
 
+_COMMAND = re.compile(r"\b(verl-slurm|chmod|mkdir|mv|rm) [a-z0-7+-]+[^`;,:]*$|(?<!\w)(mkdir -p|mv|rm) $")
+_QUOTED = re.compile(r"(shell_word|shlex\.quote)\(")
+
+
+def _unquoted(source: str) -> list[str]:
+    """Returns the values that a source prints as words of a command without quoting them."""
+    found = []
+    for text in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr)):
+        said = ""
+        for part in text.values:
+            if isinstance(part, ast.Constant):
+                said += part.value
+            elif isinstance(part, ast.FormattedValue):
+                if _COMMAND.search(said) and not _QUOTED.match(ast.unparse(part.value)):
+                    found.append(f"{said}{{{ast.unparse(part.value)}}}")
+                said += "WORD"
+    return found
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_a_printed_command_quotes_its_words(path: Path) -> None:
+    """A path may have blanks: what is printed to be copied has to run as it stands."""
+    assert [said for said in _unquoted(path.read_text()) if "' --cluster local'" not in said] == []
+
+
+@pytest.mark.parametrize(
+    "line", ['f"`verl-slurm status {run.root}`"', 'f"rm {x}"', 'f"verl-slurm logs --all {x}"']
+)
+def test_an_unquoted_word_of_a_command_is_found(line: str) -> None:
+    assert len(_unquoted(line)) == 1
+
+
 BY_NAME = {
     "demo.py",  # its own run
     "base/memory.py",  # /proc and /sys
     "base/mounts.py",  # /proc
+    "base/packages.py",  # its own metadata
     "base/processes.py",  # /proc
     "doctor/fire_drill.py",  # its own directory
     "submit/checks/inputs.py",  # the package's own sources

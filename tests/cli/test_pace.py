@@ -13,6 +13,7 @@ import pytest
 from tests.many_runs import make_run
 from tests.terminal import on_a_terminal
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.cli.show import render
 from verl_slurm.cli.show.pace import (
     Curve,
     bar,
@@ -187,3 +188,13 @@ def test_a_followed_run_has_one_line_that_is_drawn_again(run: RunPaths) -> None:
     assert "\r\x1b[K██▉░░░░░░░░░  step 24/100" in shown.text
     assert "13 min 56 s left" in shown.text
     assert "1 spare" in shown.text
+
+
+def test_long_work_tells_each_of_its_kinds_once_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bar = render.Bar(tells=True)
+    for text in ("reading", "writing (1 GB)", "writing (2 GB)"):
+        bar.show(text)
+    render.Bar().show("not asked for")
+    assert capsys.readouterr().err == "verl-slurm: reading\nverl-slurm: writing (1 GB)\n"

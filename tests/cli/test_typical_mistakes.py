@@ -206,6 +206,12 @@ def test_a_path_in_a_yaml_goes_by_the_directory_of_the_yaml(workplace: Path, cli
     assert "model.path: model is not beside the YAML, and was found in the working directory" in result.err
     assert "data.root: " not in result.err
     assert f"run directory {workplace / 'runs' / 'demo'}" in result.err, "an output goes by the caller"
+    assert "exists beside the YAML" not in result.err
+    other = place / "runs" / "demo"
+    other.mkdir(parents=True, mode=0o700)
+    (other / "run.yaml").touch(0o600)
+    again = cli("submit", "elsewhere/config.yaml", "--cluster", "local", "--dry-run")
+    assert f"{other} exists beside the YAML; run_dir={other} means it" in again.err
 
 
 @pytest.mark.scenario("USE14")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.config.reward_spec import RewardSpec, check_function, parse_reward, source_file
+from verl_slurm.config.reward_spec import RewardSpec, check_function, nearest_form, parse_reward, source_file
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,20 @@ def test_the_forms_there_are(text: str, spec: RewardSpec) -> None:
 )
 def test_what_is_none_of_them(text: str) -> None:
     assert parse_reward(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("my.py:score", "write python:my.py:score"),
+        ("pkg.my:score", "write python:pkg.my:score"),
+        ("python:my.py", "write python:my.py:FUNCTION"),
+        ("clasifier:x", ""),
+        ("", ""),
+    ],
+)
+def test_a_reward_without_its_kind_is_told_how_to_be_written(text: str, hint: str) -> None:
+    assert nearest_form(text) == hint
 
 
 def _python(name: str, function: str = "score") -> RewardSpec:

@@ -88,6 +88,14 @@ def test_a_slurm_that_does_not_answer_leaves_assumptions_and_a_line() -> None:
     assert inputs["crashes_per_day"].basis == "checkpoint.expected_mtbi_h"
 
 
+def test_a_small_state_is_not_taken_for_one_whose_size_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(facts, "checkpoint_size", lambda config, committed: (1_270_000, 8, "an estimate"))
+    found, _ = facts.from_storage(run_config(), RunPaths(tmp_path), lambda place: pytest.fail("not worth it"))
+    assert complete(found, run_config())["emergency_s"].value < 5
+
+
 def test_a_large_state_is_saved_as_fast_as_the_storage_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

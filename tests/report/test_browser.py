@@ -50,6 +50,10 @@ def test_the_page_fits_its_window_and_draws_every_chart(name: str, browser: Any,
         assert opened.said == []
         assert opened.requests == [one.as_uri()]
         assert page.evaluate("document.documentElement.scrollWidth") == WIDTHS[name]
+        rows = page.evaluate(
+            "[...document.querySelectorAll('td.w')].map(e => e.parentElement.getBoundingClientRect().height)"
+        )
+        assert max(rows) < 60, "a text out of sight makes no row high"
         drawn = page.evaluate(
             "[...document.querySelectorAll('.chart')].map(e => e.querySelectorAll('svg path').length)"
         )

@@ -53,6 +53,14 @@ def test_nothing_is_said_of_a_run_that_sets_nothing_up() -> None:
     assert show_rank_environment(config()) == ""
 
 
+def test_a_directory_that_is_no_environment_is_not_to_be_made_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such Python environment") as caught:
+        find_python(str(tmp_path), Places(tmp_path))
+    assert "venv" not in caught.value.remedy
+    with pytest.raises(ConfigError, match="-m venv"):
+        find_python(str(tmp_path / "new"), Places(tmp_path))
+
+
 @pytest.mark.parametrize("tail", ["", "/", "/bin", "/bin/activate", "/bin/python"])
 def test_a_virtual_environment_is_found_by_any_path_that_people_have_at_hand(
     tmp_path: Path, tail: str

@@ -24,6 +24,7 @@ import msgspec
 from verl_slurm.base.bounded import SMALL, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, Fenced
 from verl_slurm.base.files import create_file, private_dir, write_file
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 
@@ -142,7 +143,7 @@ def _claim(paths: RunPaths, mine: Epoch) -> Epoch:
                 "another job took this run at the same moment",
                 where=paths.root,
                 found=f"attempt {there.epoch} of job {there.job_id}, process {there.pid} on {there.host}",
-                remedy=f"verl-slurm status {paths.root}",
+                remedy=f"verl-slurm status {shell_word(paths.root)}",
             )
         # An unreadable claim names no owner. The next number closes it, whoever it was, without asking how old it is.
         mine = msgspec.structs.replace(mine, epoch=mine.epoch + 1)

@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.base.errors import PermissionRefused
+from verl_slurm.base.one_line import shell_word
 
 __all__ = [
     "append_line",
@@ -208,7 +209,7 @@ def require_safe_folder(folder: Path, what: str, remedy: str = "") -> None:
             where=folder,
             found=_mode_and_owner(info),
             expected=f"a directory of uid {os.geteuid()} or root that others cannot write to, or a sticky one (1777)",
-            remedy=f"chmod go-w {folder}" + (f", or {remedy}" if remedy else ""),
+            remedy=f"chmod go-w {shell_word(folder)}" + (f", or {remedy}" if remedy else ""),
         )
 
 
@@ -276,7 +277,7 @@ def require_own(
             where=where,
             found=_mode_and_owner(info),
             expected=f"a {kind} of uid {os.geteuid()} that others cannot write to",
-            remedy=f"{remedy}; if it is yours: chmod go-w {where}",
+            remedy=f"{remedy}; if it is yours: chmod go-w {shell_word(where)}",
         )
 
 
@@ -448,7 +449,7 @@ def read_private(path: Path) -> bytes:
                 where=path,
                 found=f"mode {mode:04o}, uid {info.st_uid}",
                 expected=f"mode 0600, uid {os.geteuid()}",
-                remedy=f"chmod 600 {path}",
+                remedy=f"chmod 600 {shell_word(path)}",
             )
         if info.st_size > _MAX_PRIVATE:
             raise PermissionRefused(

@@ -6,10 +6,12 @@ is ESC [ as one character), line and paragraph separators, marks that turn the d
 surrogates.
 """
 
+import os
 import re
+import shlex
 from typing import Any
 
-__all__ = ["counted", "json_line", "printable", "span"]
+__all__ = ["counted", "json_line", "printable", "shell_word", "span"]
 
 _PLAIN = re.compile(r"[ -~]*")
 
@@ -38,6 +40,11 @@ def printable(text: str) -> str:
     if _PLAIN.fullmatch(text):
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def shell_word(path: "str | os.PathLike[str]") -> str:
+    """Returns a path as one word of a command that is printed to be copied."""
+    return shlex.quote(os.fspath(path))
 
 
 def json_line(value: object) -> bytes:

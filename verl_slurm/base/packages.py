@@ -1,15 +1,20 @@
 """Tells which extra of verl-slurm installs a missing package: the core installs without torch.
 
-Pure, except that it looks for a package without importing it.
+It looks for packages without importing them.
 """
 
+import json
+import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
+import verl_slurm
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 
-__all__ = ["PackageMissing", "require_packages"]
+__all__ = ["PackageMissing", "install_command", "require_packages"]
 
 _EXTRAS = {
     "trainer": "torch transformers numpy msgpack zstandard huggingface_hub safetensors tensorboard",
@@ -21,6 +26,32 @@ _EXTRAS = {
 _EXTRA_OF = {package: extra for extra, packages in _EXTRAS.items() for package in packages.split()}
 
 
+def install_command(extra: str, python: str = sys.executable) -> str:
+    """Returns the command that installs verl-slurm with an extra from where this one came: its checkout, the wheel
+    that pip recorded, or the index."""
+    source = _local_source()
+    what = f"{source}[{extra}]" if source else f"verl-slurm[{extra}]=={verl_slurm.__version__}"
+    return f"{shell_word(python)} -m pip install {shell_word(what)}"
+
+
+def _local_source() -> str:
+    """Returns the checkout or the wheel that this was installed from, if it is still there; otherwise an empty text."""
+    checkout = Path(__file__).resolve().parents[2]
+    if (checkout / "pyproject.toml").is_file():
+        return str(checkout)
+    from importlib import metadata
+    from urllib.parse import unquote, urlsplit
+
+    try:
+        # PEP 610: pip writes it for whatever did not come from an index.
+        record = json.loads(metadata.distribution("verl-slurm").read_text("direct_url.json") or "{}")
+        url = urlsplit(record.get("url", ""))
+    except (metadata.PackageNotFoundError, OSError, ValueError, AttributeError):
+        return ""
+    path = unquote(url.path)
+    return path if url.scheme == "file" and os.path.exists(path) else ""
+
+
 class PackageMissing(VerlSlurmError):
     """An extra of verl-slurm is not installed in this environment."""
 
@@ -30,7 +61,7 @@ class PackageMissing(VerlSlurmError):
         super().__init__(
             f"{wanted_by} needs the package {package}, which is not installed",
             where=sys.executable,
-            remedy=f"{sys.executable} -m pip install 'verl-slurm[{_EXTRA_OF.get(package, 'all')}]'",
+            remedy=install_command(_EXTRA_OF.get(package, "all")),
         )
 
     @classmethod

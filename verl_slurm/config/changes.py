@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.config.elastic import require_same_step
 from verl_slurm.config.load import differences
 from verl_slurm.config.schema import RunConfig
@@ -106,7 +107,8 @@ def refuse_changes(
             expected="the same values (only slurm, daemon, observability, checkpoint, env and the shape of the ranks "
             f"may change{steps})",
             remedy="take the changes back; or train on in a new run with them: name=NEW "
-            f"checkpoint.resume_from={run_dir}/checkpoints/NAME (`verl-slurm checkpoints {run_dir}` lists the names)",
+            f"{shell_word(f'checkpoint.resume_from={run_dir}/checkpoints/NAME')} "
+            f"(`verl-slurm checkpoints {shell_word(run_dir)}` lists the names)",
         )
     return [key for key, _, _ in changes]
 

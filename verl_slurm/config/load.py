@@ -19,7 +19,7 @@ import msgspec
 from verl_slurm.base.bounded import CONFIG, TooMuch, read_fd, read_regular
 from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused, together
 from verl_slurm.base.files import require_own
-from verl_slurm.base.one_line import json_line
+from verl_slurm.base.one_line import json_line, shell_word
 from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks.shared import check
@@ -170,7 +170,9 @@ def _no_run(path: Path) -> NotFound:
         "not a run directory",
         where=path.parent,
         expected=f"a file {path.name} in it",
-        remedy="see the runs with `verl-slurm list DIR`",
+        remedy=f"`verl-slurm list {shell_word(path.parent)}` shows the runs below it"
+        if any(path.parent.glob("*/run.yaml"))
+        else "see the runs with `verl-slurm list DIR`",
     )
 
 

@@ -23,7 +23,16 @@ from verl_slurm.base.bounded import SOURCE, read_regular
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.one_line import counted
 
-__all__ = ["FORMS", "RewardSpec", "bindings", "check_function", "names_of", "parse_reward", "source_file"]
+__all__ = [
+    "FORMS",
+    "RewardSpec",
+    "bindings",
+    "check_function",
+    "names_of",
+    "nearest_form",
+    "parse_reward",
+    "source_file",
+]
 
 FORMS = "rule:NAME, classifier:DIR, python:MODULE:FUNCTION or python:FILE.py:FUNCTION"
 
@@ -64,6 +73,14 @@ def parse_reward(text: str) -> RewardSpec | None:
     name, _, function = rest.rpartition(":")
     good = name.endswith(".py") or _MODULE.fullmatch(name) is not None
     return RewardSpec("python", name, function) if good and function.isidentifier() else None
+
+
+def nearest_form(text: str) -> str:
+    """Returns how to write what is none of the forms, where that can be told; otherwise an empty text."""
+    named = text.removeprefix("python:")
+    spec = parse_reward(f"python:{named}:FUNCTION" if named.endswith(".py") else f"python:{named}")
+    # A word without a dot before the colon may be a misspelled `rule` or `classifier`.
+    return f"write {spec}" if spec is not None and "." in spec.name else ""
 
 
 def source_file(spec: RewardSpec, path: Sequence[str] | None = None) -> Path:

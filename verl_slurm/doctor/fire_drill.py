@@ -22,6 +22,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.node_rules import DrillRecord, judge_drill, judge_nodes
@@ -77,7 +78,7 @@ async def fire_drill(
             return [
                 bad("fire drill", problem, "look at `squeue --me` and at the partition's state; try again")
             ]
-        show("warning the batch process")
+        show(f"job {job} runs on {counted(nodes, 'node')}; warning its batch process")
         warned = time.time()
         await client.signal_batch(job, "USR1")
         await _until(lambda: _seen(directory, "batch", _WARNING) is not None, _SIGNAL_S)
@@ -89,7 +90,7 @@ async def fire_drill(
             jobs.append(await _queue(client, _rival_argv(config, directory, preempt_by, where)))
         else:
             await client.requeue(job, config.daemon.requeue_delay_s, own_restarts=0)
-        show("waiting for Slurm to start it again")
+        show(f"waiting until {_clock(wait_s + kill_wait_s)} at most for Slurm to start it again")
         # ---- the requeued job reports, and the records are judged
         again = directory / "again"
         await _until(again.exists, wait_s + kill_wait_s)
@@ -152,7 +153,7 @@ async def _start(
     client: SlurmClient, job: int, directory: Path, nodes: int, wait_s: float, show: Callable[[str], None]
 ) -> str:
     """Waits until every node has reported; returns why not, or an empty text."""
-    deadline = time.monotonic() + wait_s
+    deadline, until = time.monotonic() + wait_s, _clock(wait_s)
     while time.monotonic() < deadline:
         # batch.alive: the batch process has begun to take signals.
         if len(list(directory.glob("node-*.json"))) >= nodes and (directory / "batch.alive").exists():
@@ -164,9 +165,15 @@ async def _start(
             log = directory / "batch.log"
             said = log.read_text(errors="replace").strip().splitlines() if log.exists() else []
             return f"the job ended by itself: {facts.state} {said[-1] if said else ''}".strip()
-        show(f"job {job}: {facts.state.lower()} {facts.reason or ''}".strip())
+        shown = " ".join(word for word in (facts.state.lower(), facts.reason) if word)
+        show(f"job {job}: {shown}; waiting for it until {until}")
         await asyncio.sleep(_LOOK_S)
     return f"job {job} did not start within {wait_s:.0f} s"
+
+
+def _clock(seconds: float) -> str:
+    """Returns the time of day in so many seconds."""
+    return time.strftime("%H:%M:%S", time.localtime(time.time() + seconds))
 
 
 async def _until(there: Callable[[], bool], patience_s: float) -> None:

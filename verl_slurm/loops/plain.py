@@ -29,6 +29,7 @@ import msgspec
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.commit import sweep
@@ -300,7 +301,7 @@ def _take_the_run(run_dir: Path) -> _Start:
             "a daemon serves this run",
             where=paths.lead_address,
             expected="a directory of its own for a loop that is started by hand",
-            remedy=f"verl-slurm status {paths.root}; if its job is dead, remove that file",
+            remedy=f"verl-slurm status {shell_word(paths.root)}; if its job is dead, remove that file",
         )
     # The commands (`status`, `checkpoints`, `prune`) read a run's settings here, also of one without a daemon.
     if not paths.run_yaml.exists():

@@ -10,7 +10,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import expected_save, kill_wait_s, lost_after_s
 from verl_slurm.doctor.places import PlaceReport, probe_place
-from verl_slurm.plan.inputs import Known
+from verl_slurm.plan.inputs import Known, assumed
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.room import checkpoint_size
 
@@ -83,7 +83,7 @@ def from_storage(
     num_bytes, _, basis = size
     found = {"state_bytes": Known(float(num_bytes), "doctor", basis)}
     if num_bytes < _WORTH_TRYING:
-        return found, []
+        return found | {"durable_s": assumed(1.0, "small: the speed of storage hardly matters")}, []
     report = probe(paths.checkpoints)
     if report.problem:
         return found, [f"the storage was not tried: {report.problem}"]

@@ -12,7 +12,7 @@ import msgspec
 from verl_slurm import __version__
 from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.newest import Newest
 from verl_slurm.checkpoint.store.run_config import keys_for
@@ -57,7 +57,9 @@ def require_traces(paths: RunPaths) -> RunPaths:
             "not a run directory",
             where=paths.root,
             expected=f"one of {', '.join(trace.name for trace in traces)}",
-            remedy="give the run directory that submit printed; `verl-slurm list` shows those below runs/",
+            remedy=f"it has runs below it: give one of them, or {shell_word(paths.root)}/* for all"
+            if any(paths.root.glob("*/run.yaml"))
+            else "give the run directory that submit printed; `verl-slurm list` shows those below runs/",
         )
     return paths
 

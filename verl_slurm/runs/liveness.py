@@ -15,6 +15,7 @@ import psutil
 from verl_slurm.base.errors import Fenced, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy, read_epoch
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -276,7 +277,7 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
             "a job of the run is queued of which its journal does not know",
             where=paths.root,
             found=f"job {unknown[-1]}",
-            remedy=f"it trains the run when it starts; `verl-slurm cancel {paths.root}` ends it",
+            remedy=f"it trains the run when it starts; `verl-slurm cancel {shell_word(paths.root)}` ends it",
         )
 
 
@@ -291,8 +292,9 @@ def _refuse_living_job(paths: RunPaths, events: Sequence[Event], job: Submission
             "the run lives on another Slurm cluster",
             where=paths.root,
             found=f"job {job.job_id}, which has not ended; {other}",
-            remedy=f"`verl-slurm cancel {paths.root}` on {job.slurm}, then submit here; if there is no {job.slurm} any "
-            f"more, a new run goes on from this one's checkpoint: name=NEW checkpoint.resume_from={newest}",
+            remedy=f"`verl-slurm cancel {shell_word(paths.root)}` on {job.slurm}, then submit here; "
+            f"if there is no {job.slurm} any more, a new run goes on from this one's checkpoint: "
+            f"name=NEW {shell_word(f'checkpoint.resume_from={newest}')}",
         )
     if ended:
         # submitit's local controller lives a moment longer than the end that its lead has recorded.
@@ -305,5 +307,6 @@ def _refuse_living_job(paths: RunPaths, events: Sequence[Event], job: Submission
             "the run has a job already",
             where=paths.root,
             found=f"job {job.job_id}, {state.state}",
-            remedy=f"`verl-slurm watch {paths.root}` follows it, `verl-slurm cancel {paths.root}` ends it",
+            remedy=f"`verl-slurm watch {shell_word(paths.root)}` follows it, "
+            f"`verl-slurm cancel {shell_word(paths.root)}` ends it",
         )

@@ -12,6 +12,7 @@ from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_copy
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
@@ -119,7 +120,7 @@ def last_job(paths: RunPaths) -> Submission:
         raise NotFound(
             "the run has no job yet",
             where=paths.root,
-            remedy=f"verl-slurm submit {paths.root}",
+            remedy=f"verl-slurm submit {shell_word(paths.root)}",
         )
     return with_cluster(found, read_status(paths))
 

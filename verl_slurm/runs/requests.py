@@ -7,6 +7,7 @@ import signal
 import psutil
 
 from verl_slurm.base.errors import NotFound, SlurmRefused
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
@@ -95,7 +96,7 @@ def _wish_for_requeue(run: RunPaths, number: int, state: str) -> str:
     # By the lead, since Slurm's own requeue leaves KillWait to save. To the batch process alone: in a step the signal
     # would reach every process, and end those without a handler.
     asyncio.run(client.signal_batch(number, signal.SIGUSR2.name.removeprefix("SIG")))
-    return f"its daemon saves first; verl-slurm watch {run.root} shows it"
+    return f"its daemon saves first; verl-slurm watch {shell_word(run.root)} shows it"
 
 
 def _requeue_now(run: RunPaths, number: int) -> str:
@@ -115,7 +116,9 @@ def _requeue_now(run: RunPaths, number: int) -> str:
 
 
 def _not_requeued(run: RunPaths, facts: JobFacts, found: str) -> SlurmRefused:
-    other = f"see `verl-slurm status {run.root}`; a job that is over starts with verl-slurm submit"
+    other = (
+        f"see `verl-slurm status {shell_word(run.root)}`; a job that is over starts with verl-slurm submit"
+    )
     return SlurmRefused(
         "the job was not requeued",
         where=facts.job_id,
@@ -151,12 +154,14 @@ def _require_living(run: RunPaths, by_hand: str) -> str:
     if state.over:
         word = glance(run.root).word  # a scheduler forgets its jobs, the journal does not
         came_to = word.outcome if isinstance(word, Ended) and word.is_final else state.state
-        more = f"`verl-slurm submit {run.root} train.steps=N` goes on to more steps"
+        more = f"`verl-slurm submit {shell_word(run.root)} train.steps=N` goes on to more steps"
         raise NotFound(
             "the run has no living job",
             where=run.root,
             found=f"job {job.job_id}, {came_to}",
-            remedy=more if came_to == "done" else f"`verl-slurm submit {run.root}` starts it again",
+            remedy=more
+            if came_to == "done"
+            else f"`verl-slurm submit {shell_word(run.root)}` starts it again",
         )
     return state.state
 
@@ -223,7 +228,9 @@ def _signal_local(run: RunPaths, number: signal.Signals) -> None:
 
     found = leads(run, last_job(run))
     if not found:
-        raise NotFound("the run's process is gone", where=run.root, remedy=f"verl-slurm submit {run.root}")
+        raise NotFound(
+            "the run's process is gone", where=run.root, remedy=f"verl-slurm submit {shell_word(run.root)}"
+        )
     for lead in found:
         try:
             lead.send_signal(number)

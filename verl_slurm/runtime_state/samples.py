@@ -26,6 +26,7 @@ import msgspec
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, NotFound
 from verl_slurm.base.files import append_line, rename
 from verl_slurm.base.keys import Keyring
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import RUN_ID, run_id
 from verl_slurm.runtime_state.sealing import open_record, seal_record
@@ -180,7 +181,7 @@ def _parse(line: bytes, keys: Keyring | None, path: Path, own: str | None) -> St
                 where=path,
                 found=f"run id {outside.run}",
                 expected=f"run id {own}, as {path.with_name('run_id')} says",
-                remedy=f"move the file out of the run: mv {path} ELSEWHERE",
+                remedy=f"move the file out of the run: mv {shell_word(path)} ELSEWHERE",
             )
         if isinstance(outside, StepSamples):
             # With a key, any writer of the file could have made a line without a seal.

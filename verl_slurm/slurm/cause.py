@@ -178,7 +178,7 @@ def _running(
     if trigger == "requeue_wish":
         return Cause(kind="operator_requeue", evidence=f"{shown}: a requeue was asked for")
     if trigger == "warning":
-        return Cause(kind="operator", evidence=f"{shown}: a warning that Slurm has no reason for")
+        return Cause(kind="operator", evidence=f"{shown}: a save was asked for, and Slurm shows no reason")
     # Slurm's own TERM comes with COMPLETING or a PreemptTime; this one was sent by a person or a program.
     if trigger == "term":
         return Cause(kind="operator", evidence=f"{shown}: a TERM that is not Slurm's end of the job")

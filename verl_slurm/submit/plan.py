@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.record import CodeFile, CodeRecord
@@ -75,7 +75,7 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
                 found=self.done,
                 expected="steps to do",
                 remedy="raise train.steps to go on, or give a new run another name; "
-                f"`verl-slurm verify {self.run_dir}` tells whether its checkpoints are whole",
+                f"`verl-slurm verify {shell_word(self.run_dir)}` tells whether its checkpoints are whole",
             )
 
 

@@ -45,6 +45,12 @@ class Places:
         """Resolves `run_dir`."""
         return os.path.abspath(self._caller / Path(text).expanduser())
 
+    def run_beside(self, run_dir: str) -> str:
+        """Returns the run that is beside the YAML, if this one is to be new because the caller is elsewhere."""
+        there = os.path.abspath(self._beside / Path(run_dir).expanduser())
+        is_other = not self._is_given("run_dir") and there != self.output(run_dir)
+        return there if is_other and os.path.lexists(os.path.join(there, "run.yaml")) else ""
+
     def path(self, key: str, text: str) -> str:
         """Returns the absolute path of an input.
 

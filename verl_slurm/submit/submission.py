@@ -16,6 +16,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
 from verl_slurm.base.files import open_to_group, private_dir
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -201,6 +202,11 @@ def plan_submission(
     new_run, begun, done = not paths.run_yaml.exists(), False, ""
     committed: list[CheckpointInfo] = []
     found = ResumeFound()
+    if new_run and (other := places.run_beside(written.run_dir.replace("{name}", config.name))):
+        word = shell_word(f"run_dir={other}")
+        notes.append(
+            f"a new run, since run_dir goes by where you are: {other} exists beside the YAML; {word} means it"
+        )
     if not new_run:
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         begun = has_begun(paths) or bool(former_checkpoint(paths, config))

@@ -15,6 +15,7 @@ from pathlib import Path
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
 from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.info import Verdict
@@ -190,7 +191,7 @@ def _fetch(
     raise NotFound(
         "no tier that answers has this checkpoint whole",
         where=name,
-        remedy=f"verl-slurm tiers {paths.root}",
+        remedy=f"verl-slurm tiers {shell_word(paths.root)}",
     )
 
 

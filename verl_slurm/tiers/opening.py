@@ -8,6 +8,8 @@ from importlib.metadata import entry_points
 
 from verl_slurm.base.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.base.files import private_dir
+from verl_slurm.base.one_line import shell_word
+from verl_slurm.base.packages import install_command
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.config.checks.tiers import is_s3
@@ -68,7 +70,7 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
         except VerlSlurmError as error:
             tiers.append(OpenTier(config=tier, run=run, backend=None, problem=error.one_line()))
         except ImportError as error:
-            problem = f"{error.name} is not installed: pip install 'verl-slurm[s3]'"
+            problem = f"{error.name} is not installed: {install_command('s3')}"
             tiers.append(OpenTier(config=tier, run=run, backend=None, problem=problem))
     return tiers
 
@@ -92,7 +94,7 @@ def mover_lock(paths: RunPaths) -> Iterator[None]:
             raise TierError(
                 "another mover of this run is at work",
                 where=paths.tier_lock,
-                remedy=f"wait for it; verl-slurm tiers {paths.root}",
+                remedy=f"wait for it; verl-slurm tiers {shell_word(paths.root)}",
             ) from None
         except OSError:
             pass  # a file system without locks, as Lustre without `-o flock`

@@ -19,6 +19,7 @@ from typing import Literal
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.files import open_new
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.verl.shards import Identity, identity_of, trust_problem
 
@@ -118,7 +119,7 @@ def _require_judged(fd: int, path: Path, judged: Identity, how: How) -> None:
             where=path,
             found=found,
             expected="what was read and judged before",
-            remedy=f"see that nothing writes there (chmod -R go-w {path.parent}), and adopt again",
+            remedy=f"see that nothing writes there (chmod -R go-w {shell_word(path.parent)}), and adopt again",
         )
 
 

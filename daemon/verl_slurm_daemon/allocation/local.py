@@ -10,6 +10,7 @@ from typing import Literal
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
@@ -66,7 +67,7 @@ class LocalAllocation:
 
     async def requeue(self, delay_s: int | None = None, *, hold: bool = False) -> RequeueAnswered | str:
         if hold:
-            said = f"nothing holds a job here: `verl-slurm submit {self._paths.root}` goes on"
+            said = f"nothing holds a job here: `verl-slurm submit {shell_word(self._paths.root)}` goes on"
             return RequeueAnswered(ExitCode.REQUEUE_FAILED, said)
         await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
         return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")

@@ -19,6 +19,7 @@ import psutil
 from verl_slurm.base.errors import NotFound, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
@@ -258,7 +259,7 @@ class SlurmAllocation:
         if outcome.kind == "forbidden" and self._config.slurm.successor and alone:
             return await self._follow(outcome.detail, hold)
         if not outcome.will_run_again:
-            said = f"{said}; `verl-slurm submit {self._paths.root}` goes on"
+            said = f"{said}; `verl-slurm submit {shell_word(self._paths.root)}` goes on"
         code = ExitCode.REQUEUED if outcome.will_run_again else ExitCode.REQUEUE_FAILED
         return RequeueAnswered(code, said)
 

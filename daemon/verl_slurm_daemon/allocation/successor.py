@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from verl_slurm.base.files import create_file, private_dir, write_file
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
@@ -82,7 +83,7 @@ async def queue_successor(
     # afterany: what Slurm calls this job's end does not tell whether the run is done.
     mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
     words = [*sbatch_options(config), *mine, *(["--hold"] if hold else []), str(script)]
-    remedy = f"verl-slurm submit {paths.root}"
+    remedy = f"verl-slurm submit {shell_word(paths.root)}"
     number = str(
         await client.submit(words, "the job that was to follow this one", where=job_id, remedy=remedy)
     )

@@ -27,6 +27,7 @@ import msgspec
 from verl_slurm.base.errors import Fenced, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.config.roles import data_root
@@ -302,7 +303,7 @@ class Lead:
                 "another job works on this run",
                 where=self._paths.root,
                 found=alive,
-                remedy=f"wait for it, or end it on its cluster: verl-slurm cancel {self._paths.root}",
+                remedy=f"wait for it, or end it on its cluster: verl-slurm cancel {shell_word(self._paths.root)}",
             )
         return owner
 

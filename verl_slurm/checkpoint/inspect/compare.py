@@ -17,6 +17,7 @@ import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import Manifest
@@ -57,7 +58,9 @@ def newest_checkpoint(run: Path) -> Path:
     """
     committed = [i.path for i in list_checkpoints(RunPaths(run)) if i.kind == "committed"]
     if not committed:
-        raise NotFound("the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {run}")
+        raise NotFound(
+            "the run has no checkpoint yet", where=run, remedy=f"verl-slurm status {shell_word(run)}"
+        )
     return committed[0].resolve()
 
 

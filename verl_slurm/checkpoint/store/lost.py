@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_slurm.base.bounded import RECORD, SMALL, TooMuch, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost
 from verl_slurm.base.fence import read_epoch
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -64,7 +64,7 @@ def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> Checkpo
         trace: from `former_checkpoint`.
     """
     absent = not names_in(paths.run, paths.checkpoints)
-    again = f"`verl-slurm submit {paths.root} --force-resume`, or submit under a new name"
+    again = f"`verl-slurm submit {shell_word(paths.root)} --force-resume`, or submit under a new name"
     return (CheckpointsAbsent if absent else CheckpointsLost)(
         "no checkpoint can be used, in a run that has had one: it does not begin again by itself",
         where=paths.checkpoints,

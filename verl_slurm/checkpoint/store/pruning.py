@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.decide.retention import PrunePlan, plan_prune
@@ -77,7 +78,9 @@ def look(
     committed = sorted((i for i in infos if i.kind == "committed"), key=lambda i: i.order, reverse=True)
     if not committed:
         raise NotFound(
-            "the run has no checkpoint yet", where=paths.root, remedy=f"verl-slurm status {paths.root}"
+            "the run has no checkpoint yet",
+            where=paths.root,
+            remedy=f"verl-slurm status {shell_word(paths.root)}",
         )
     # Read back, every byte: removing older ones relies on it.
     good, bad = _newest_good(committed, verifier)
@@ -86,7 +89,7 @@ def look(
             "no checkpoint verifies, so none is removed",
             where=paths.root,
             found=bad[0],
-            remedy=f"verl-slurm verify {paths.root}",
+            remedy=f"verl-slurm verify {shell_word(paths.root)}",
         )
     # Entries that were put there in another way are not ours to remove.
     aside = [i for i in infos if i.kind == "quarantined" and quarantine_too and is_set_aside(i.path)]

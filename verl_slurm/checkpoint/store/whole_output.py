@@ -15,6 +15,7 @@ from typing import NoReturn
 
 from verl_slurm.base.errors import NotFound, PermissionRefused
 from verl_slurm.base.files import rename
+from verl_slurm.base.one_line import shell_word
 
 __all__ = ["require_free", "whole_output"]
 
@@ -38,7 +39,9 @@ def require_free(out: Path, checkpoint: Path, what: str) -> None:
         )
     if not out.parent.is_dir():
         raise NotFound(
-            "the directory to write into is not there", where=out.parent, remedy=f"mkdir -p {out.parent}"
+            "the directory to write into is not there",
+            where=out.parent,
+            remedy=f"mkdir -p {shell_word(out.parent)}",
         )
     # A link to an empty directory is refused, too: the rename would replace the link.
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):

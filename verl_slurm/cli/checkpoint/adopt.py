@@ -9,6 +9,7 @@ import click
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import require_safe_folder
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -143,11 +144,15 @@ def _require_directory(directory: Path) -> Path:
         raise NotFound("no such directory", where=directory, expected="verl's trainer.default_local_dir")
     if step_of(here.name) is not None:
         raise NotFound(
-            "one step of verl, not its directory", where=directory, remedy=f"verl-slurm adopt {here.parent}"
+            "one step of verl, not its directory",
+            where=directory,
+            remedy=f"verl-slurm adopt {shell_word(here.parent)}",
         )
     if (here / MANIFEST).exists():
         raise NotFound(
-            "a checkpoint of a run already", where=directory, remedy=f"verl-slurm verify {here.parent.parent}"
+            "a checkpoint of a run already",
+            where=directory,
+            remedy=f"verl-slurm verify {shell_word(here.parent.parent)}",
         )
     if not any(step_of(path.name) is not None for path in here.iterdir()):
         raise NotFound(
@@ -256,7 +261,7 @@ def _say(
         render.line(f"without a checksum of their own, taken as they are: {shown}")
     _say_tracker(tracker, repaired=repaired, dry_run=dry_run)
     if plan is not None and not dry_run and any(one["state"] in ("adopted", "there") for one in listed):
-        render.line(f"go on with: verl-slurm submit {plan.run_dir}")
+        render.line(f"go on with: verl-slurm submit {shell_word(plan.run_dir)}")
 
 
 def _say_tracker(tracker: Tracker, *, repaired: bool, dry_run: bool) -> None:

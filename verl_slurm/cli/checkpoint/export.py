@@ -95,7 +95,7 @@ def export(
         is_first_model=model is None,
         weight_decay=_number(config.get("train.weight_decay")),
     )
-    bar = render.Bar(enabled=not as_json)
+    bar = render.Bar(enabled=not as_json, tells=True)
     if not as_json:
         # On standard error, and before the verification: that alone may take a minute without another word.
         render.warning(f"exporting {directory.name}, {manifest.num_bytes / 1e6:.1f} MB, to {out}")

@@ -5,6 +5,7 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.cli.options import RUN, exits, json_option
@@ -173,7 +174,9 @@ def fetch_back(run: RunPaths, name: str | None, as_json: bool) -> None:
     # Without NAME alone: a name that no tier has is refused by `fetch` itself.
     if fetched.name is None:
         raise NotFound(
-            "no tier has a checkpoint of this run", where=run.root, remedy=f"verl-slurm tiers {run.root}"
+            "no tier has a checkpoint of this run",
+            where=run.root,
+            remedy=f"verl-slurm tiers {shell_word(run.root)}",
         )
     value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name)}
     render.answer(value, *fetched.reasons, as_json=as_json)

@@ -10,7 +10,7 @@ import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.format.info import CheckpointInfo
@@ -274,7 +274,9 @@ def _checkpoints_of(place: Path) -> list[Path]:
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
         found = [info.path for info in infos if not info.name.startswith(".")]
         if not found:
-            raise NotFound("the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {place}")
+            raise NotFound(
+                "the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {shell_word(place)}"
+            )
         return found
     if not place.is_dir():
         raise NotFound(
@@ -307,7 +309,7 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
                 "not a checkpoint's name",
                 where=place,
                 expected="one like step_000012, with --run",
-                remedy=f"`verl-slurm checkpoints {run.root}` lists them",
+                remedy=f"`verl-slurm checkpoints {shell_word(run.root)}` lists them",
             )
         return _checkpoints_of(run.checkpoints / place)[0].resolve()
 

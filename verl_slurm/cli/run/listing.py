@@ -132,7 +132,7 @@ def told_facts(run: Glance) -> dict[str, Any]:
         "status": run.status,
         "checkpoint": msgspec.to_builtins(run.checkpoint),
         "lost_checkpoint": run.lost or None,
-        "last_cause": story.tell(run.cause) if run.cause else None,
+        "last_cause": story.tell(story.for_people(run.cause)) if run.cause else None,
         # Of the newest job alone: an end is none any more once the run was submitted or started again.
         "outcome": ended.outcome if ended is not None and ended.is_final else None,
         "ended": None if ended is None else story.tell(ended),

@@ -14,6 +14,7 @@ import click
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
@@ -161,7 +162,9 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
         if path.exists():
             return path
         raise NotFound(
-            "the job has printed nothing yet", where=path, remedy=f"see `verl-slurm status {run.root}`"
+            "the job has printed nothing yet",
+            where=path,
+            remedy=f"see `verl-slurm status {shell_word(run.root)}`",
         )
     suffix = f".node_{node or 0:04d}.{'agent.' if agent else ''}log"
     who = "agent has written" if agent else "ranks have printed"
@@ -174,7 +177,7 @@ def _newest(run: RunPaths, node: int | None, agent: bool, service: str | None) -
         f"no {who} there",
         where=run.logs,
         expected=f"a file that ends in {suffix}",
-        remedy=f"`verl-slurm logs --all {run.root}` lists what there is",
+        remedy=f"`verl-slurm logs --all {shell_word(run.root)}` lists what there is",
     )
 
 

@@ -12,7 +12,7 @@ import click
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits, json_option
 from verl_slurm.cli.show import render
@@ -144,7 +144,8 @@ def _configured(source: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunP
                 "a run is planned as it is",
                 where=paths.root,
                 found=" ".join(overrides),
-                remedy=f"verl-slurm plan CONFIG --like {paths.root} plans another configuration by its times",
+                remedy=f"verl-slurm plan CONFIG --like {shell_word(paths.root)} plans another configuration "
+                "by its times",
             )
         return load_resolved(paths.run_yaml), paths
     return absolute(load(source, overrides), Places(Path.cwd(), source)), None

@@ -7,6 +7,7 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.options import RUN, Whole, exits, json_option, key_option
@@ -110,7 +111,7 @@ def _none_kept(run: RunPaths) -> NotFound:
         )
     elif not config.rollout.keep_samples:
         found = "rollout.keep_samples: 0"
-        remedy = f"verl-slurm submit {run.root} rollout.keep_samples=16 keeps them from the next start on"
+        remedy = f"verl-slurm submit {shell_word(run.root)} rollout.keep_samples=16 keeps them from the next start on"
     else:
         found, remedy = "no step that has ended since samples are kept", "wait until the first step has ended"
     return NotFound("the run has no samples", where=run.root, found=found, remedy=remedy)

@@ -47,7 +47,7 @@ def serve(place: Path, port: int, as_json: bool) -> None:
 
     async def until_ended() -> None:
         # Without the time, which the story has in front: the table has a column of its own.
-        server = Server(place, lambda event: story.tell(event).partition("  ")[2])
+        server = Server(place, lambda event: story.tell(story.for_people(event)).partition("  ")[2])
         serving = asyncio.create_task(server.run(port, ready))
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, serving.cancel)

@@ -10,7 +10,7 @@ import click
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.lost import former_checkpoint
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
@@ -96,7 +96,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     snapshot = facts["status"]
     lines: list[tuple[str, object]] = [("run", facts["run_dir"])]
     if facts["job_id"] is None:
-        lines.append(("job", facts["unknown_job"] or f"none yet; verl-slurm submit {run.root}"))
+        lines.append(("job", facts["unknown_job"] or f"none yet; verl-slurm submit {shell_word(run.root)}"))
     else:
         detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
         state = f"{facts['job_state']}{detail}"
@@ -138,7 +138,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         lines.append(("ended", facts["ended"]))
     # A lead that is killed writes no end.
     elif facts["job_over"]:
-        lines.append(("ended", f"without a word of its daemon; see verl-slurm logs {run.root}"))
+        lines.append(("ended", f"without a word of its daemon; see verl-slurm logs {shell_word(run.root)}"))
     render.fields(lines, STATE_COLOURS)
     # The newest ones; --json has them all.
     if outages.each and num_interruptions:
@@ -233,9 +233,8 @@ def _unknown_job(run: RunPaths, events: list[Event]) -> str:
         return f"not known: {error.one_line()}"
     if not unknown:
         return ""
-    return (
-        f"{unknown[-1]}, which the journal does not name: it is queued; verl-slurm cancel {run.root} ends it"
-    )
+    ends = f"verl-slurm cancel {shell_word(run.root)} ends it"
+    return f"{unknown[-1]}, which the journal does not name: it is queued; {ends}"
 
 
 def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
@@ -305,7 +304,7 @@ def _checkpoint_words(run: RunPaths, checkpoint: dict[str, Any] | None, verified
         with suppress(OSError, VerlSlurmError):
             config = load_resolved(run.run_yaml)
             if trace := former_checkpoint(run, config, by_hand=not run.logs.exists()):
-                return f"LOST ({trace}); verl-slurm submit {run.root} names the ways on"
+                return f"LOST ({trace}); verl-slurm submit {shell_word(run.root)} names the ways on"
         return "none yet"
     size = checkpoint["num_bytes"] / 1e6
     # The newest checkpoint need not be the last one that was read back: a save may have come since.

@@ -11,7 +11,7 @@ import click
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, json_option
@@ -158,17 +158,23 @@ def submit(
         other = "--wait" if wait else "--cluster local"
         raise click.UsageError(f"--prepare-only queues nothing: it does not go with {other}.")
 
-    plan = plan_submission(
-        config,
-        list(overrides),
-        verl=ctx.meta[_VERL],
-        # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
-        cluster="slurm" if prepare_only else cluster,
-        ask_slurm=not prepare_only,
-        code=code,
-        dry_run=dry_run,
-        begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
-    )
+    bar = render.Bar()
+    if not force_resume:  # which may ask: a bar would write over the question
+        bar.show("checking the configuration, the inputs and Slurm")
+    try:
+        plan = plan_submission(
+            config,
+            list(overrides),
+            verl=ctx.meta[_VERL],
+            # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
+            cluster="slurm" if prepare_only else cluster,
+            ask_slurm=not prepare_only,
+            code=code,
+            dry_run=dry_run,
+            begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
+        )
+    finally:
+        bar.close()
     plan.require_steps_to_do()
     # In a dry run nothing is recorded, so no question is asked: the changes are shown.
     confirm = partial(_confirm, yes=yes or dry_run) if force_resume else None
@@ -211,9 +217,9 @@ def submit(
                 *plan.inputs,
                 *(("code", line) for line in plan.code.lines()),
                 ("run directory", done.run_dir),
-                ("follow it", f"verl-slurm watch {done.run_dir}"),
-                ("its state", f"verl-slurm status {done.run_dir}"),
-                ("end it", f"verl-slurm cancel {done.run_dir}"),
+                ("follow it", f"verl-slurm watch {shell_word(done.run_dir)}"),
+                ("its state", f"verl-slurm status {shell_word(done.run_dir)}"),
+                ("end it", f"verl-slurm cancel {shell_word(done.run_dir)}"),
             ]
         )
         if done.changed:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.submit.checks.code import TreesRead
@@ -68,8 +68,8 @@ def submit_sweep(
         render.fields(
             [
                 ("queued", counted(len(told), "run")),
-                ("follow them", f"verl-slurm watch {above}"),
-                ("their state", f"verl-slurm list {above}"),
+                ("follow them", f"verl-slurm watch {shell_word(above)}"),
+                ("their state", f"verl-slurm list {shell_word(above)}"),
             ]
         )
     return ExitCode.OK

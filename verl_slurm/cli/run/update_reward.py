@@ -6,6 +6,7 @@ import click
 
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
@@ -93,7 +94,7 @@ def update_reward(
         render.warning(f"the run's job could not be told: {problem}")
     said = {"run_dir": str(run.root), "request": request.number, "reward": reward, "when": when}
     said |= {"warm_start_steps": warm_start_steps, "problem": problem}
-    text = f"{reward} is asked for: {when}; follow it with verl-slurm status {run.root}"
+    text = f"{reward} is asked for: {when}; follow it with verl-slurm status {shell_word(run.root)}"
     render.answer(said, text, as_json=as_json)
 
 

@@ -9,7 +9,7 @@ import click
 
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
@@ -49,7 +49,9 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
         return follow_run(paths, offset, on_event, on_status)
     except KeyboardInterrupt:
         bottom.close()
-        render.warning(f"no longer following; the run goes on. Again: verl-slurm watch {paths.root}")
+        render.warning(
+            f"no longer following; the run goes on. Again: verl-slurm watch {shell_word(paths.root)}"
+        )
         raise
     finally:
         # The line is ended in any case, before another error prints below it.

@@ -1,7 +1,9 @@
 """`verl-slurm devcluster`: a real Slurm of several nodes on this machine, to try things on."""
 
+import os
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -16,6 +18,7 @@ from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
+from verl_slurm.devcluster.state import read_state
 from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
 __all__ = ["devcluster"]
@@ -42,12 +45,25 @@ class _Gpus(ParamType[int | str]):
         return "auto" if value == "auto" else Whole(min=0).convert(value, param, ctx)
 
 
+def _of_this_shell(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Takes the cluster that Slurm's own commands mean in this shell, if it is an embedded one that was started."""
+    conf = Path(os.environ.get("SLURM_CONF", ""))
+    # A start makes a cluster, wherever the shell's last one was.
+    if value is not None or ctx.info_name == "start" or conf.name != "slurm.conf":
+        return value
+    with suppress(OSError):  # it may lie anywhere
+        return conf.parent if read_state(conf.parent) is not None else None
+    return None
+
+
 _DIR = click.option(
     "--dir",
     "directory",
     type=click.Path(path_type=Path, readable=False, file_okay=False),
     envvar=DEVCLUSTER_VARIABLE,
-    help="Where the cluster lives. [default: ~/.cache/verl-slurm/devcluster, or $VERL_SLURM_DEVCLUSTER]",
+    callback=_of_this_shell,
+    help="Where the cluster lives. [default: $VERL_SLURM_DEVCLUSTER, or the cluster that `devcluster env` has chosen "
+    "in this shell, or ~/.cache/verl-slurm/devcluster]",
 )
 
 

@@ -8,6 +8,7 @@ import click
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import load_keys
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -131,7 +132,7 @@ async def _ask_slurm(config: RunConfig, drill: bool, preempt_by: str | None, wai
     bad_nodes = recall(conf.get("ClusterName", ""))
     place = folder(conf.get("ClusterName", ""))
     findings += [
-        warn("bad node", node.told, f"your runs avoid it; rm {place / node.node}.json lets them use it again")
+        warn("bad node", node.told, f"your runs avoid it; rm {shell_word(place / node.node)}.json ends that")
         for node in bad_nodes.nodes
     ]
     findings += [warn("bad node", problem, "this record is passed over") for problem in bad_nodes.problems]
@@ -145,7 +146,7 @@ async def _ask_slurm(config: RunConfig, drill: bool, preempt_by: str | None, wai
         from verl_slurm.doctor.cluster_rules import kill_wait_s
         from verl_slurm.doctor.fire_drill import fire_drill
 
-        bar = render.Bar()
+        bar = render.Bar(tells=True)
         try:
             findings += await fire_drill(
                 config,

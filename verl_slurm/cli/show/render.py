@@ -281,17 +281,26 @@ class Progress:
 
 
 class Bar:
-    """A bar for long work, on standard error if that is a terminal; removed when the work is done."""
+    """A bar for long work, on standard error if that is a terminal; removed when the work is done.
 
-    def __init__(self, *, enabled: bool = True) -> None:
+    Args:
+        tells: also elsewhere, a line for each kind of work: for what takes minutes, and may be watched through a pipe.
+    """
+
+    def __init__(self, *, enabled: bool = True, tells: bool = False) -> None:
         # On standard error: standard output may be a pipe while somebody watches.
         self._enabled = enabled and sys.stderr.isatty()
+        self._tells = enabled and tells and not self._enabled
         self._shown: Any = None
         self._task: Any = None
         self._text = ""
 
     def show(self, text: str, done: int = 0, total: int = 0) -> None:
         """Shows the present work, and how much of it is done; `total` 0: unknown."""
+        kind = text.partition(" (")[0]  # what is in brackets are its numbers
+        if self._tells and kind != self._text:
+            self._text = kind
+            warning(text)
         if not self._enabled:
             return
         from rich.console import Console

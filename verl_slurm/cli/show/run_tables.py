@@ -19,11 +19,15 @@ INTERRUPTIONS_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")
 
 
 def interruption_words(facts: Mapping[str, Any]) -> str:
-    """Formats `3 times (2 preemption, 1 crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was lost`."""
+    """Formats `3 times (2x preemption, 1x crash): 4 min 12 s in all, 3 min 2 s of it in the queue; no token was
+    lost`.
+    """
     if not facts["count"]:
         return "never"
     counts = Counter(row["cause"] for row in facts["each"])
-    causes = ", ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in counts.most_common())
+    # No plural is formed: causes are of all kinds of words, as `node lost`. A single one needs no number.
+    each = [(cause.replace("_", " "), count) for cause, count in counts.most_common()]
+    causes = each[0][0] if len(each) == 1 else ", ".join(f"{count}x {cause}" for cause, count in each)
     times = "once" if facts["count"] == 1 else f"{facts['count']} times"
     words = (
         f"{times} ({causes}): {span(facts['seconds'])} in all, {span(facts['queue_s'])} of it in the queue"

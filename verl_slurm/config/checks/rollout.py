@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
+from verl_slurm.base.packages import install_command
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import RunConfig
 
@@ -105,7 +106,7 @@ def require_engine(config: RunConfig) -> None:
             where="rollout.engine",
             found="vllm",
             remedy=(
-                "on GPUs `pip install 'verl-slurm[vllm]'`, on CPUs `make vllm` and then"
+                f"on GPUs `{install_command('vllm')}`, on CPUs `make vllm` and then"
                 " .venv-vllm/bin/python -m verl_slurm.cli submit ...; or set rollout.engine=hf"
             ),
         )

@@ -18,7 +18,7 @@ from verl_slurm.config.checks.services import service_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
 from verl_slurm.config.elastic import allowed_nodes
-from verl_slurm.config.reward_spec import FORMS, parse_reward
+from verl_slurm.config.reward_spec import FORMS, nearest_form, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 
@@ -103,7 +103,8 @@ def _names(config: RunConfig) -> Iterator[Complaint]:
         )
     reward = config.model.reward
     if parse_reward(reward) is None:
-        yield Complaint("model.reward", repr(reward), FORMS, "e.g. model.reward: rule:arithmetic")
+        remedy = nearest_form(reward) or "e.g. model.reward: rule:arithmetic"
+        yield Complaint("model.reward", repr(reward), FORMS, remedy)
 
 
 def _shape(config: RunConfig) -> Iterator[Complaint]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl_slurm.base.bounded import Limit, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import DataError, DatasetDrift
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.choice import choose
 from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
@@ -131,7 +131,9 @@ def _small(path: Path) -> bytes:
 
 def _unreadable(path: Path, error: OSError | TooMuch) -> DataError:
     found = error.strerror if isinstance(error, OSError) else error
-    return DataError("a data file cannot be read", where=path, found=found, remedy=f"chmod u+r {path}")
+    return DataError(
+        "a data file cannot be read", where=path, found=found, remedy=f"chmod u+r {shell_word(path)}"
+    )
 
 
 def _read(path: Path, recorded: Content | None) -> bytes:

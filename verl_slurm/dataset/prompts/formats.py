@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO
 
 from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.base.packages import install_command
 
 __all__ = ["MAX_ROW_CHARS", "Place", "records"]
 
@@ -226,7 +227,6 @@ def _too_long(where: str) -> DataError:
     )
 
 
-_INSTALL = "pip install 'verl-slurm[data]'"
 _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 1 << 20
 
@@ -246,7 +246,7 @@ def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Itera
         raise DataError(
             "pyarrow is not installed, which reads this file",
             where=name,
-            remedy=f"{_INSTALL}, or convert the file to .jsonl",
+            remedy=f"{install_command('data')}, or convert the file to .jsonl",
         ) from None
     number = 0
     try:

@@ -14,7 +14,7 @@ import msgspec
 
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import DataError
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
 from verl_slurm.dataset.prompts.directory import data_files, no_rows
@@ -112,7 +112,10 @@ def look_at(wanted: Wanted) -> Look:
             ) from None
         except OSError as error:
             raise DataError(
-                "a data file cannot be read", where=path, found=error.strerror, remedy=f"chmod u+r {path}"
+                "a data file cannot be read",
+                where=path,
+                found=error.strerror,
+                remedy=f"chmod u+r {shell_word(path)}",
             ) from None
     missing.refuse(rows)
     # The rest of the last batch.

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, DataError
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, read_template
 from verl_slurm.dataset.prompts.choice import is_data, splits_of
@@ -56,7 +56,7 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str
                 "a data file cannot be read",
                 where=path,
                 found=os.strerror(errno.EACCES),
-                remedy=f"chmod u+r {path}",
+                remedy=f"chmod u+r {shell_word(path)}",
             )
     found = _look(_wanted(config, key))
     kind = "conversations" if found.conversations else "prompts"

@@ -19,7 +19,7 @@ from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.config.hooks import HOOKS, HooksConfig
 from verl_slurm.config.load import load_resolved
-from verl_slurm.config.reward_spec import FORMS, check_function, parse_reward, source_file
+from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.program.programs import file_of_verl
@@ -317,7 +317,11 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     spec = parse_reward(text)
     if spec is None:
         raise ConfigError(
-            "no such reward", where="model.reward", found=text, expected=FORMS, remedy="set model.reward"
+            "no such reward",
+            where="model.reward",
+            found=text,
+            expected=FORMS,
+            remedy=nearest_form(text) or "set model.reward",
         )
     if spec.kind == "rule" and spec.name not in RULES:
         raise ConfigError(

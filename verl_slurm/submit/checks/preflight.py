@@ -25,7 +25,7 @@ from verl_slurm.base.errors import (
 )
 from verl_slurm.base.files import read_private, require_safe_way, unsafe_on_the_way
 from verl_slurm.base.keys import load_keys
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_same_models
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
@@ -198,7 +198,7 @@ def check_resume_from(config: RunConfig) -> None:
             where=path,
             found="a run's directory" if committed else "a directory without a manifest",
             expected="the directory of one checkpoint",
-            remedy=f"set checkpoint.resume_from={path}/checkpoints/{committed[0]}"
+            remedy=f"set {shell_word(f'checkpoint.resume_from={path}/checkpoints/{committed[0]}')}"
             if committed
             else "`verl-slurm checkpoints RUN` lists those of a run",
         ) from None

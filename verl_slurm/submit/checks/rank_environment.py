@@ -18,6 +18,7 @@ import verl_slurm
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.files import read_private, unsafe_on_the_way
+from verl_slurm.base.packages import install_command
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.runtimes import agents_inside
 from verl_slurm.slurm.rank_setup import python_of, setup_script
@@ -64,7 +65,10 @@ def find_python(text: str, places: Places) -> str:
             "no such Python environment",
             where=f"slurm.python={text}",
             found=f"no program {directory}/bin/python",
-            remedy=f"python -m venv {shlex.quote(directory)}, or give the directory of another environment",
+            # What is there and is no environment is not to be filled with one.
+            remedy="give the directory of an environment, which has bin/python"
+            if os.path.lexists(directory)
+            else f"python -m venv {shlex.quote(directory)}, or give the directory of another environment",
         )
     return directory
 
@@ -208,14 +212,14 @@ def _check_python(config: RunConfig, python: str, packages: list[str]) -> str:
             where=where,
             found=found.get("verl-slurm", "none"),
             expected=verl_slurm.__version__,
-            remedy=f"{python} -m pip install 'verl-slurm[trainer]=={verl_slurm.__version__}'",
+            remedy=install_command("trainer", python),
         )
     if missing := [name for name in packages if name not in found]:
         raise ConfigError(
             "the ranks' Python lacks a package",
             where=where,
             found=f"no {', '.join(missing)}",
-            remedy=f"{python} -m pip install 'verl-slurm[trainer]'",
+            remedy=install_command("trainer", python),
         )
     return f"Python {python} with " + ", ".join(f"{name} {version}" for name, version in found.items())
 

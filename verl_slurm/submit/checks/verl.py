@@ -21,7 +21,7 @@ from verl_slurm.base.errors import (
     VerlSlurmError,
     together,
 )
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.specification import MANIFEST
@@ -383,7 +383,7 @@ def _elsewhere(path: Path) -> tuple[Path, int, int] | None:
             where="checkpoint.resume_from",
             found=path,
             expected="a checkpoint of a run",
-            remedy=f"verl-slurm adopt {path.parent} RUN, and checkpoint.resume_from=auto",
+            remedy=f"verl-slurm adopt {shell_word(path.parent)} RUN, and checkpoint.resume_from=auto",
         )
     try:
         # Its numbers alone: the lead verifies every byte before it resumes from there.
