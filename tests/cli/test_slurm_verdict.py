@@ -53,7 +53,7 @@ def test_a_dry_run_is_a_list_with_a_line_for_each_thing_checked(
     good = [line for line in result.err.splitlines() if line.startswith("verl-slurm:   good  ")]
     assert len(good) >= 6
     assert any("sbatch --test-only: " in line for line in good)
-    assert all(len(line) < 200 for line in result.err.splitlines())
+    assert all(len(line) < 200 for line in good)
     assert result.out.startswith("#!"), "the script alone is on standard output"
 
 

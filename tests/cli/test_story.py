@@ -90,7 +90,7 @@ def test_the_line_at_the_bottom_fits_the_terminal(
 def test_text_from_outside_cannot_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     render.line("a\x1b]0;title\x07b\nc\u2028d")
     render.raw_line(b"\tred \x1b[31m\xff")
-    render.table(["name"], [["x\x1b[2J"]])
+    render.table(["name\x1b[2J"], [["x\x1b[2J"]])
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "\u2028" not in out

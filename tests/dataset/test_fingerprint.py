@@ -184,3 +184,18 @@ def test_the_digest_is_what_it_always_was(tmp_path: Path) -> None:
         "file\0\u00e9\0" + f"0\0{sha[b'']}\n"
     )
     assert fingerprint(tmp_path).digest == hashlib.sha256(text.encode()).hexdigest()
+
+
+def test_without_its_record_a_run_is_held_to_what_its_checkpoint_was_trained_on(
+    root: Path, tmp_path: Path
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    digest = check_dataset(paths, root).digest
+    paths.fingerprint.unlink()
+    check_dataset(paths, root, trained_on=digest)
+    paths.fingerprint.unlink()
+    (root / "new.jsonl").write_text("{}\n")
+    with pytest.raises(DatasetDrift, match="names the files, is gone"):
+        check_dataset(paths, root, trained_on=digest)
+    assert not paths.fingerprint.exists()

@@ -147,3 +147,9 @@ def test_a_classifier_without_one_score_is_refused(tmp_path: Path, said: dict[st
     (tmp_path / "config.json").write_bytes(msgspec.json.encode({"model_type": "qwen2"} | said))
     with pytest.raises(VerlSlurmError, match=why):
         check_reward(f"classifier:{tmp_path}")
+
+
+def test_a_source_of_deep_attributes_is_read_in_a_moment(here: Path) -> None:
+    deep = "x = (" + "+".join(["a"] * 900) + ").y\n"
+    (here / "deep.py").write_text(deep + f"x = ([{'0,' * 900}]){'.a' * 150}\n" * 100)
+    assert check_guest(started_by("deep.py")).good == ["program"]

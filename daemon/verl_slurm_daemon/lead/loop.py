@@ -30,6 +30,7 @@ from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.store.lost import data_digest
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.image import check_image
@@ -373,7 +374,11 @@ class Lead:
         await asyncio.to_thread(check_image, self._config)
         root = data_root(self._config)
         if root is not None:
-            await asyncio.to_thread(check_dataset, self._paths, root, notice=notices.append)
+            # The record names the files; without it the newest checkpoint still tells whether they are the same.
+            known = (
+                "" if self._paths.fingerprint.exists() else await asyncio.to_thread(data_digest, self._paths)
+            )
+            await asyncio.to_thread(check_dataset, self._paths, root, trained_on=known, notice=notices.append)
         for text in notices:
             journal.write(ev.Notice("data", text))
         for event in await asyncio.to_thread(check_code, self._paths, self._config):

@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.base.bounded import RECORD, SMALL, TooMuch, decode_json, read_regular
-from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost
+from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost, VerlSlurmError
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -20,6 +20,7 @@ from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.tree import names_in
+from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
@@ -28,7 +29,7 @@ from verl_slurm.journal.steps import every_row
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, open_segment, scan
 from verl_slurm.runtime_state.segment_files import segments
 
-__all__ = ["former_checkpoint", "lost_error", "require_never_saved"]
+__all__ = ["data_digest", "former_checkpoint", "lost_error", "require_never_saved"]
 
 _RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
@@ -179,6 +180,15 @@ def _by_progress(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event])
             # The loss of a node may cost the first record, and leaves the segment's name.
             if gone or (isinstance(event, ev.FirstRollout) and not found):
                 return "rollouts were recorded, and the ledger has none"
+    return ""
+
+
+def data_digest(paths: RunPaths) -> str:
+    """Returns the digest of the data in the newest checkpoint whose manifest can be read; empty: none has one."""
+    for info in list_checkpoints(paths):
+        if info.kind == "committed":
+            with suppress(OSError, VerlSlurmError):
+                return read_manifest(info.path).dataset_fingerprint
     return ""
 
 

@@ -162,6 +162,8 @@ def table(
     else:
         listed = list(rows)
         columns = {name: [row[index] for row in listed] for index, name in enumerate(headings)}
+    # The names of a run's numbers are headings, and the run may be a stranger's.
+    columns = {safe(name): cells for name, cells in columns.items()}
     numeric = {
         name
         for name, cells in columns.items()

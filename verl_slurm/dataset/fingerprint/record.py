@@ -46,6 +46,7 @@ __all__ = [
     "look",
     "read",
     "remember",
+    "require_trained_on",
     "survey",
     "write",
 ]
@@ -196,12 +197,17 @@ def look(
 
 
 def check_dataset(
-    paths: RunPaths, root: Path | str, *, notice: Callable[[str], None] = lambda text: None
+    paths: RunPaths,
+    root: Path | str,
+    *,
+    trained_on: str = "",
+    notice: Callable[[str], None] = lambda text: None,
 ) -> Fingerprint:
     """Compares the data at `root` with what the run started with; records it if there is no record yet. Runs at every
     start.
 
     Args:
+        trained_on: the digest in the newest checkpoint, for a run that has lost its record; empty: not known.
         notice: called for a hash cache that cannot be read or stored.
 
     Raises:
@@ -215,6 +221,7 @@ def check_dataset(
         if text:
             notice(text)
     if recorded is None:
+        require_trained_on(seen.found, trained_on, root)
         write(paths, seen.found)
     elif difference := drift(recorded, seen.found):
         raise DatasetDrift(
@@ -225,6 +232,22 @@ def check_dataset(
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
         )
     return seen.found
+
+
+def require_trained_on(found: Fingerprint, trained_on: str, root: Path | str) -> None:
+    """Compares data with the digest that a checkpoint holds, where no record names the files any more.
+
+    Raises:
+        DatasetDrift: it is other data.
+    """
+    if trained_on and found.digest != trained_on:
+        raise DatasetDrift(
+            "the data set is not the one that the newest checkpoint has been trained on",
+            where=root,
+            found=f"digest {found.digest[:16]}; RUN/.dataset_fingerprint, which names the files, is gone",
+            expected=f"digest {trained_on[:16]}",
+            remedy="restore the data and that file, or accept the change with verl-slurm submit --force-resume",
+        )
 
 
 def _read_tree(root: Path, lines: list[str], known: Digests) -> tuple[Fingerprint, list[str], int, Digests]:

@@ -297,10 +297,17 @@ def check_imports(
     Raises:
         ConfigError: a module is missing.
     """
-    if any(isinstance(node, ast.Attribute) and ast.unparse(node) == "sys.path" for node in ast.walk(tree)):
+    if any(map(_is_search_path, ast.walk(tree))):
         return Found([], [f"not looked at: what {file} imports, since it changes sys.path"])
     names = list(dict.fromkeys(_imports(tree.body, function)))
     return check_modules(config, names, str(file), beside) if names else Found([], [])
+
+
+def _is_search_path(node: ast.AST) -> bool:
+    match node:
+        case ast.Attribute(value=ast.Name(id="sys"), attr="path"):
+            return True
+    return False
 
 
 def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[str]:

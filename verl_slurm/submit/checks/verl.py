@@ -271,7 +271,7 @@ def _check_tools(config: RunConfig, where: str, place: Path) -> list[str]:
         raise DataError(
             "a file that verl reads cannot be read", where=f"{where}: {place}", found=error
         ) from None
-    names = re.findall(r"^[\s-]*class_name:\s*[\"']?([A-Za-z_]\w*)\.[\w.]+", text, re.MULTILINE)
+    names = re.findall(r"^[ \t-]*class_name:\s*[\"']?([A-Za-z_]\w*)\.[\w.]+", text, re.MULTILINE)
     return check_modules(config, names, str(place)).notes if names else []
 
 
