@@ -556,7 +556,7 @@ def table_rows() -> Sequence[bytes]:
 def data_rows() -> Sequence[bytes]:
     return [
         b'{"prompt": "1 + 1 =", "answer": "2"}\n',
-        b'{"prompt": "a", "answer": "", "more": [1, {"x": null}]}\n',
+        b'{"prompt": "a", "answer": "b", "more": [1, {"x": null}]}\n',
     ]
 
 

@@ -130,7 +130,7 @@ def test_samples_that_are_not_there_are_one_line(run: RunPaths, samples: Samples
     assert code == ExitCode.NOT_FOUND
     assert "found step 9, expected steps 1 to 2" in text
     guest = tmp_path / "guest.yaml"
-    guest.write_text(f"trainer: {{backend: command, command: [-m, x]}}\nrun_dir: {tmp_path}/guest\n")
+    guest.write_text(f"trainer: {{backend: command, command: [-m, json.tool]}}\nrun_dir: {tmp_path}/guest\n")
     assert main(["submit", str(guest), "--prepare-only"]) == ExitCode.OK
     for place, found in (
         (prepared(tmp_path / "new").root, "no step that has ended since samples are kept"),
