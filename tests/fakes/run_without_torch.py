@@ -46,9 +46,12 @@ requeue*) : > %(box)s/requeued;;
     [ -e %(box)s/ends ] && read -r end < %(box)s/ends
     # it starts again soon, as it was asked to
     eligible=$(($(date +%%s)+3))
+    # It has run for an hour until then: a short time limit would shorten the lead time.
+    start=$((eligible-3600))
+    [ $restarts = 1 ] && start=$eligible
     echo "JobId=7 JobName=x"
     echo "   JobState=RUNNING Reason=None Dependency=(null)"
-    echo "   Requeue=1 Restarts=$restarts EligibleTime=$eligible StartTime=$eligible EndTime=$end"
+    echo "   Requeue=1 Restarts=$restarts EligibleTime=$eligible StartTime=$start EndTime=$end"
     echo "   PreemptTime=$preempted"
     echo "   UserId=ada(1000) Partition=p TimeLimit=00:10:00 ExitCode=0:0 NumNodes=1";;
 "show node") echo "NodeName=n1 NodeAddr=127.0.0.1 NodeHostName=n1 State=ALLOCATED CPUTot=2";;

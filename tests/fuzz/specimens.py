@@ -550,7 +550,7 @@ def trackers() -> Sequence[bytes]:
 
 
 def table_rows() -> Sequence[bytes]:
-    return [b"1 + 1 =,2\n", b'"a, b\r\nc",""\n"x ""y""",7\n']
+    return [b"1 + 1 =,2\n", b'"a, b\r\nc","""q"""\n"x ""y""",7\n']
 
 
 def data_rows() -> Sequence[bytes]:
