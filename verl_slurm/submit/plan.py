@@ -80,7 +80,7 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster) -> str:
-    """Returns what will be trained, in numbers. Behind each value that nobody wrote stands `(default)`.
+    """Returns what will be trained, in numbers. `(default)` follows each value that was left out.
 
     Args:
         given: dotted keys of the file and of the command line.

@@ -391,7 +391,7 @@ class Effects:
             )
         await asyncio.sleep(self._config.daemon.start_timeout_s)  # a due time, not a poll: see StartTimedOut
         if step is self._step:
-            # Of a user's loop nobody knows when each of its ranks speaks.
+            # A user's loop does not say when each of its ranks speaks.
             self._post(inputs.StartTimedOut(generation, all_ranks=not self._config.trainer.is_guest))
 
     async def _on_link(self, link: AgentLink) -> None:
