@@ -142,7 +142,10 @@ def mark(text: str) -> None:
 
 
 def rank(root: str, epoch: str, resume: str) -> None:
+    import numpy as np
+
     from verl_slurm.base.paths import RunPaths
+    from verl_slurm.runtime_state.ledger import Ledger
     from verl_slurm.trainer.measures import console
     from verl_slurm.wire import messages as say
     from verl_slurm.wire.client import RankClient
@@ -151,6 +154,9 @@ def rank(root: str, epoch: str, resume: str) -> None:
     paths, step = RunPaths(root), int(resume[5:11]) if resume else 0
     line = RankClient.connect(Path(os.environ[CONTROL_VARIABLE]))
     line.send(say.RankStarted(rank=0, pid=os.getpid()))
+    # A run that said it had rollouts, and has no ledger, does not begin again by itself.
+    with Ledger(paths, int(epoch), 0) as ledger:
+        ledger.append(step, 0, {"response": np.zeros(1, np.int32)})
     line.send(
         say.Progress(rank=0, step=step, phase="generate", index=0, safe_points=1, new_rollouts=1, metrics={})
     )
