@@ -236,14 +236,14 @@ fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED
 	VERL_SLURM_HTTP_FUZZ=$(or $(HTTP),100000) $(BIN)/python -m pytest -q tests/wire/test_http_fuzz.py
 
 faults: $(READY) ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
-	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
+	VERL_SLURM_FAULTS=1 VERL_SLURM_VARIANTS=1 $(BIN)/python -m pytest -q -s tests/faults
 
 families: $(READY) ## every model family of docs/models.md: a step of PPO and of GRPO, and interrupted (some minutes)
 	VERL_SLURM_FAMILIES=all $(BIN)/python -m pytest -p no:cacheprovider -q -s tests/trainer/test_families.py tests/trainer/test_family_runs.py tests/trainer/parallel/test_cut_families.py
 
 gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'
-	$(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
+	VERL_SLURM_VARIANTS=1 $(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
 # A peer that cannot be installed here is left out, and the benchmark says so.

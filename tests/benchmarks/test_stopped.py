@@ -63,6 +63,7 @@ def _samples(part: Path) -> list[object]:
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_stopped_benchmark_goes_on_behind_its_last_whole_part(tmp_path: Path) -> None:
     out, partial = tmp_path / "out.json", tmp_path / "out.json.partial"
     argv = [sys.executable, "-m", "benchmarks.save", "--gib", "0.004", "--reps", "1", "--quiet-s", "0"]

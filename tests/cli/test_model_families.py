@@ -184,6 +184,7 @@ def test_pickled_weights_are_refused_with_a_command_that_converts_them(
 @pytest.mark.long
 @pytest.mark.torch
 @pytest.mark.scenario("USE10")
+@pytest.mark.variant
 def test_the_command_of_the_refusal_makes_a_model_that_is_taken(workplace: Path, cli: Cli) -> None:
     build = """
 import sys, torch

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.lanes import with_variants
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.main import COMMANDS
@@ -14,23 +15,23 @@ from verl_slurm.cli.main import COMMANDS
 pytestmark = [pytest.mark.scenario("USE19"), pytest.mark.slow]
 _AT_WORK = (
     "status RUN",
-    "status RUN --json",
+    "watch RUN --json",
     "list .",
+    "nonsense",
+    "status RUN --json",
     "list . --json",
     "list RUN",
     "checkpoints RUN",
     "watch RUN",
-    "watch RUN --json",
     "prune RUN --dry-run",
     "config",
     "config train",
-    "nonsense",
     "status nowhere",
     "devcluster status --dir nothing",
 )
-# Every help goes the same way: three often, the others by `make soak`.
+# Every help goes the same way: one often, the others by `make soak`.
 _HELP = [
-    pytest.param(f"{name} --help", marks=[pytest.mark.soak] if at >= 3 else [])
+    pytest.param(f"{name} --help", marks=[pytest.mark.soak] if at >= 1 else [])
     for at, name in enumerate(COMMANDS)
 ]
 
@@ -60,7 +61,9 @@ def run(place: Path, words: str, stdout: int | None) -> subprocess.CompletedProc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [*_HELP, "--help", "--version", *_AT_WORK])
+@pytest.mark.parametrize(
+    "words", [*_HELP, *with_variants("--help", "--version"), *with_variants(*_AT_WORK, keep=4)]
+)
 def test_a_closed_full_or_unread_output_ends_a_command_quietly(place: Path, words: str) -> None:
     usual = run(place, words, subprocess.DEVNULL)
     closed = run(place, words, None)

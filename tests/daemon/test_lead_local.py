@@ -118,6 +118,7 @@ with patch("verl_slurm_daemon.lead.loop.check_dataset", side_effect=stale):
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "train.steps=1")
     argv = [sys.executable, "-c", _STALE_ONCE, "lead", "--run", str(paths.root)]
@@ -162,6 +163,7 @@ def test_a_second_lead_of_a_living_run_is_refused_and_harms_nothing(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_lead_and_agent_show_their_numbers_while_they_live(tmp_path: Path) -> None:
     one = ("distributed.nodes=1", "distributed.dp_size=1", "observability.metrics_port=0")
     paths = prepared(tmp_path / "run", *one)

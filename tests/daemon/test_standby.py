@@ -69,6 +69,7 @@ def test_a_killed_rank_is_replaced_by_one_that_stood_by_and_the_run_ends_bit_for
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_one_that_died_meanwhile_is_started_anew(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
     process = lead(paths)
@@ -82,6 +83,7 @@ def test_one_that_died_meanwhile_is_started_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_an_agent_that_stands_by_and_dies_costs_those_that_train_nothing(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
     process = lead(paths)
@@ -97,6 +99,7 @@ def test_an_agent_that_stands_by_and_dies_costs_those_that_train_nothing(tmp_pat
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_cancel_leaves_nothing_that_stands_by(tmp_path: Path) -> None:
     paths = prepared(tmp_path / "run", "daemon.standby_after_s=0")
     process = lead(paths)

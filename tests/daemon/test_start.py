@@ -153,6 +153,7 @@ else:
     "known_by",
     [pytest.param("the ranks that were started", marks=pytest.mark.long), "the newest checkpoint alone"],
 )
+@pytest.mark.variant
 def test_an_edited_run_yaml_is_refused_with_its_keys_before_ranks_start(
     tmp_path: Path, known_by: str
 ) -> None:
@@ -196,6 +197,7 @@ def test_a_loop_that_is_done_is_started_again_by_its_job_without_ranks(tmp_path:
 
 @pytest.mark.long
 @pytest.mark.scenario("USE01")
+@pytest.mark.variant
 def test_a_done_loop_whose_last_checkpoint_is_damaged_is_trained_again(tmp_path: Path) -> None:
     paths = guest_run(tmp_path / "run")
     committed(paths, 2)

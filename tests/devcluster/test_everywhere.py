@@ -90,6 +90,7 @@ def test_a_root_that_may_set_its_groups_gets_no_filter(monkeypatch: pytest.Monke
     "place", ["an ordinary user", pytest.param("a container's root", marks=pytest.mark.soak)]
 )
 @pytest.mark.scenario("GPU1", "EMB1")
+@pytest.mark.variant
 def test_the_demo_proves_its_run_unharmed_as(place: str, home: Path) -> None:
     """`make demo` itself, with fewer steps."""
     argv = [sys.executable, "-m", "verl_slurm.cli", "demo", "--dir", str(home / "demo"), *QUICK]

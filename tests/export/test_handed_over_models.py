@@ -35,7 +35,7 @@ def change(model: Path, **said: object) -> None:
 @pytest.mark.long
 @pytest.mark.scenario("SEC06")
 @pytest.mark.parametrize(
-    "name", with_variants("chat_template.jinja", "config.json", "tokenizer_config.json", "vocab.txt", keep=2)
+    "name", with_variants("chat_template.jinja", "config.json", "tokenizer_config.json", "vocab.txt")
 )
 def test_a_link_out_of_a_model_directory_is_not_followed(
     checkpoint: Path, model: Path, tmp_path: Path, name: str
@@ -142,7 +142,11 @@ def good(checkpoint: Path, trained: Any, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.scenario("SEC09")
 # One of each way in which a config may be beyond its checkpoint.
 @pytest.mark.parametrize(
-    "said", [name if name in USUAL else pytest.param(name, marks=pytest.mark.soak) for name in HOSTILE]
+    "said",
+    [
+        *with_variants(*USUAL, keep=2),
+        *(pytest.param(name, marks=pytest.mark.soak) for name in HOSTILE if name not in USUAL),
+    ],
 )
 def test_a_config_beyond_its_checkpoint_is_refused_in_little_memory_and_time(
     checkpoint: Path, model: Path, good: Measured, tmp_path: Path, said: str
@@ -211,6 +215,7 @@ def test_a_config_that_names_a_kernel_of_the_hub_is_exported_without_it(
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC13")
+@pytest.mark.variant
 def test_export_and_compare_make_no_compile_cache_under_a_name_that_anybody_can_have_made(
     checkpoint: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,8 @@ from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import load_runtime_state
 
-pytestmark = [pytest.mark.torch, pytest.mark.long]
+# On a CPU `tests/trainer/test_loop.py` shows the same in CI; `make gpu` runs all of it.
+pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.variant]
 
 BF16 = "bfloat16"
 

@@ -73,6 +73,7 @@ def first_log(paths: RunPaths, epoch: int, node_id: int) -> tuple[datetime, floa
 
 
 @pytest.mark.scenario("K02", "K03")
+@pytest.mark.variant
 def test_hosts_whose_clocks_are_twenty_minutes_and_a_day_apart_are_interrupted_and_end_alike(
     library: Path, straight: RunPaths, tmp_path: Path
 ) -> None:

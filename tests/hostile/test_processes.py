@@ -346,6 +346,7 @@ CYCLING = ("daemon.backoff_s=0.01", "daemon.crash_budget=2000", "checkpoint.keep
 
 @pytest.mark.long
 @pytest.mark.scenario("P11")
+@pytest.mark.variant
 def test_starts_one_after_the_other_leave_nothing_behind(tmp_path: Path) -> None:
     stage = Stage(tmp_path, *CYCLING)
     try:

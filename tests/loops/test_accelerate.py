@@ -13,6 +13,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.long]
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
 
+@pytest.mark.variant
 def test_a_sharded_trainer_that_was_stopped_ends_bit_for_bit_alike(tmp_path: Path) -> None:
     Run(tmp_path / "straight"), Run(tmp_path / "stopped")
     two_ranks(WORKER, str(tmp_path), "huggingface")

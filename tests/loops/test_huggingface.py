@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.fakes.daemon import Daemon
+from tests.lanes import with_variants
 from tests.loops.frames_kit import Run, save, stop
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.checkpoint.store.verify import verify
@@ -126,12 +127,12 @@ def test_asked_to_stop_it_saves_at_the_end_of_the_step_and_leaves(tmp_path: Path
 @pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
-    [
+    with_variants(
         {"dataloader_num_workers": 1},
         {"gradient_accumulation_steps": 2, "max_steps": 6},
         {"max_steps": -1, "num_train_epochs": 2},
         PLATEAU,
-    ],
+    ),
     ids=["max-steps-and-workers", "accumulated", "epochs", "plateau"],
 )
 def test_a_run_stopped_at_any_step_ends_bit_for_bit_as_if_it_had_not_been(

@@ -55,6 +55,7 @@ def test_the_tokenizer_is_read_back_as_bytes(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_the_warm_started_model_has_a_reward_to_climb(tmp_path: Path) -> None:
     """Sampled as the quick start samples: right in form, seldom right in value; greedy, mostly right."""
     config = load(QUICKSTART, [])

@@ -64,6 +64,7 @@ def test_a_state_that_swells_when_it_is_decoded_is_compared_in_little_memory(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_hole_in_the_place_of_a_state_is_not_read_into_memory(tmp_path: Path, good: Measured) -> None:
     a, b = saved(tmp_path / "a"), saved(tmp_path / "b")
     put(a, STATE, None)
@@ -102,6 +103,7 @@ def test_tensors_that_share_their_bytes_are_refused_before_they_are_read(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_large_tensors_of_two_layouts_are_compared_element_by_element(tmp_path: Path) -> None:
     rows, wide = np.arange(5 * 2_000_000, dtype=np.float32).reshape(5, 2_000_000), 9_000_000
     rows[2, 3] = np.nan

@@ -16,6 +16,7 @@ exec /bin/bash {template} {base}/run$SLURM_ARRAY_TASK_ID
 
 
 @pytest.mark.scenario("L14")
+@pytest.mark.variant
 def test_a_task_of_an_array_is_requeued_and_no_other(
     cluster: DevCluster, twin: LiveRun, tmp_path: Path
 ) -> None:

@@ -190,6 +190,7 @@ def _disk(request: pytest.FixtureRequest, tmp_path: Path, case: str) -> Path:
 
 @pytest.mark.long
 @pytest.mark.scenario("FLT-A", "FLT-B", "FLT-H")
+@pytest.mark.variant
 def test_a_plain_loop_whose_environment_fails_ends_with_the_weights_of_its_twin(
     cluster: DevCluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -44,6 +44,7 @@ def shown(run: LiveRun) -> dict[str, bytes]:
 
 
 @pytest.mark.scenario("M08")
+@pytest.mark.variant
 def test_no_secret_shows_in_what_slurm_tells_of_a_job_or_in_what_the_job_leaves(
     run: LiveRun, cluster: DevCluster, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ from verl_slurm.slurm.requeue_rules import names_expedite
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
+@pytest.mark.variant
 def test_an_expedited_job_that_loses_a_node_starts_again_before_all_others(
     make_cluster: Callable[..., DevCluster], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

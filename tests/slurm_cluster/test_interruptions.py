@@ -166,6 +166,7 @@ def test_everything_killed_on_a_node_without_the_lead_is_restarted_in_place(
 
 @pytest.mark.long
 @pytest.mark.scenario("P02")
+@pytest.mark.variant
 def test_everything_killed_on_the_leads_node_is_requeued_by_the_other_agent(
     run: LiveRun, twin: LiveRun
 ) -> None:
@@ -208,6 +209,7 @@ def test_a_lead_that_dies_after_its_ranks_is_requeued_by_the_other_agent(run: Li
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_an_srun_that_is_killed_before_the_lead_takes_no_agent_with_it(run: LiveRun, twin: LiveRun) -> None:
     """Its shepherd would have Slurm KILL the agents of all nodes, and nobody would be left to ask."""
     run.submit()

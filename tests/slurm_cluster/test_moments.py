@@ -205,6 +205,7 @@ def test_a_batch_process_that_is_killed_is_a_failure(job: Job) -> None:
     assert cause.kind == "failed", cause.evidence
 
 
+@pytest.mark.variant
 def test_a_node_that_is_lost_is_named(job: Job) -> None:
     job.submit()
     lost = job.other_node()

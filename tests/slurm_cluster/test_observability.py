@@ -37,6 +37,7 @@ def page(run: LiveRun, instance: str) -> dict[tuple[str, str], float]:
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_the_numbers_go_on_over_a_preemption_and_an_alert_makes_the_job_save(
     run: LiveRun, cluster: DevCluster, tmp_path: Path
 ) -> None:

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long, NEEDS_SLUR
 
 
 @pytest.mark.scenario("L01", "EMB3")
+@pytest.mark.variant
 def test_a_job_of_a_higher_qos_preempts_a_run_which_saves_and_resumes(
     make_cluster: Callable[..., DevCluster], twin: LiveRun, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevClu
 
 
 @pytest.mark.scenario("L11")
+@pytest.mark.variant
 def test_a_copy_on_nodes_that_do_not_come_back_is_not_waited_for(
     cluster: DevCluster, twin: LiveRun, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_a_lost_first_node_is_requeued_by_the_agents_of_the_others(
     assert run.facts().restarts == 1
 
 
+@pytest.mark.variant
 def test_a_run_goes_on_smaller_in_the_same_job_and_larger_in_the_next(
     run: LiveRun, cluster: DevCluster, nodes: Nodes
 ) -> None:

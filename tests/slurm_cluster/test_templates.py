@@ -95,6 +95,7 @@ def test_a_chain_goes_on_with_its_next_job_where_slurm_may_not_requeue(
 
 
 @pytest.mark.scenario("L07")
+@pytest.mark.variant
 def test_a_job_that_may_not_be_requeued_is_followed_by_another(cluster: DevCluster, tmp_path: Path) -> None:
     run = LiveRun(cluster, tmp_path / "run", *LONGER)
     sbatch(run, "--no-requeue", "multi_node.sbatch")

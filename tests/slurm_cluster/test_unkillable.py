@@ -49,6 +49,7 @@ def freezer() -> Iterator[Freezer]:
 
 
 @pytest.mark.scenario("L15")
+@pytest.mark.variant
 def test_an_unkillable_rank_is_said_holds_nobody_up_and_the_next_life_resumes(
     make_cluster: Callable[..., DevCluster], freezer: Freezer, twin: LiveRun, tmp_path: Path
 ) -> None:

@@ -48,6 +48,7 @@ def in_force(run: LiveRun) -> dict[str, object]:
     return found["reward"]  # type: ignore[return-value]
 
 
+@pytest.mark.variant
 def test_a_reward_replaced_in_flight_and_another_while_queued_end_bit_for_bit_like_their_twin(
     run: LiveRun, cluster: DevCluster, tmp_path: Path
 ) -> None:

@@ -215,7 +215,14 @@ def _best(paths: RunPaths) -> dict[str, Rank]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[*(_VLLM if case.vllm else []), *([pytest.mark.soak] if case.often else [])])
+        pytest.param(
+            name,
+            marks=[
+                *(_VLLM if case.vllm else []),
+                *([pytest.mark.soak] if case.often else []),
+                *([] if name.endswith("all") else [pytest.mark.variant]),
+            ],
+        )
         for name, case in CASES.items()
     ],
 )

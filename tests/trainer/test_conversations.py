@@ -84,6 +84,7 @@ def samples(run: RunPaths, capfd: pytest.CaptureFixture[str]) -> Samples:
 
 @pytest.mark.long
 @pytest.mark.scenario("USE08")
+@pytest.mark.variant
 def test_a_run_trains_on_conversations_by_a_chat_template(run: RunPaths, samples: Samples) -> None:
     code, text = samples("--json", "--limit", "100")
     assert code == ExitCode.OK

@@ -35,10 +35,11 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(7200 if ALL else 1800), pyt
 REPOSITORY = Path(__file__).resolve().parents[2]
 # What differs in its layers, its positions or its weights from the others here.
 USUAL = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama-tied", "opt", "qwen3")
-USUAL = USUAL if os.environ.get("VERL_SLURM_VARIANTS") else ("deepseek_v3", "gpt2")
+VARIANTS = bool(os.environ.get("VERL_SLURM_VARIANTS"))
+USUAL = USUAL if VARIANTS else ("gpt2",)
 TRAINED = tuple(TINY) if ALL else USUAL
 TWINS = tuple(TINY) if ALL else tuple(name for name in ("gpt2", "gemma3_text", "gpt_oss") if name in USUAL)
-VARIED = tuple(TINY) if ALL else ("gpt2",)
+VARIED = tuple(TINY) if ALL else ("gpt2",) if VARIANTS else ()
 PPO = train_config(steps=1, sizes=(4, 2, 2), ppo_epochs=1)
 GRPO = msgspec.structs.replace(PPO, algorithm="grpo", kl_in="loss")
 AT_ONCE = 25
@@ -155,6 +156,7 @@ def test_stopped_and_killed_in_mid_step_a_family_ends_with_the_same_bits(
 
 @pytest.mark.scenario("USE04")
 @pytest.mark.parametrize("name", VARIED)
+@pytest.mark.variant
 def test_recomputing_layers_changes_no_bit(runs: dict[str, RunPaths], name: str) -> None:
     result = compare(_final(runs[f"{name}.ppo"]), _final(runs[f"{name}.recomputed"]))
     assert result.same, result.differing
@@ -162,6 +164,7 @@ def test_recomputing_layers_changes_no_bit(runs: dict[str, RunPaths], name: str)
 
 @pytest.mark.scenario("USE04")
 @pytest.mark.parametrize("name", VARIED)
+@pytest.mark.variant
 def test_a_family_trains_in_mixed_precision(runs: dict[str, RunPaths], name: str) -> None:
     row = _row(runs[f"{name}.mixed"])
     assert row["actor_grad_norm"] > 0
@@ -169,6 +172,7 @@ def test_a_family_trains_in_mixed_precision(runs: dict[str, RunPaths], name: str
 
 
 @pytest.mark.scenario("USE04")
+@pytest.mark.variant
 def test_a_critic_without_a_class_of_its_own_is_exported_as_its_transformer(
     runs: dict[str, RunPaths], tmp_path: Path
 ) -> None:

@@ -138,6 +138,7 @@ def test_grpo_interrupted_at_any_safe_point_ends_with_the_same_bits(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_so_does_ppo_with_several_responses_to_a_prompt_and_the_kl_in_its_loss(
     lived: dict[str, RunPaths],
 ) -> None:
@@ -194,6 +195,7 @@ def test_a_checkpoint_of_one_algorithm_is_refused_by_the_other(lived: dict[str, 
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_run_of_two_ranks_goes_on_with_one_and_keeps_its_groups(
     runs: Runs, lived: dict[str, RunPaths]
 ) -> None:

@@ -224,6 +224,7 @@ def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledger(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -245,6 +246,7 @@ def test_rollouts_that_were_refused_are_replayed_from_no_checkpoint_and_no_ledge
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
     runs: Runs, tmp_path: Path
 ) -> None:
@@ -271,6 +273,7 @@ def test_an_encrypted_run_goes_on_with_more_ranks_and_generates_nothing_twice(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_when_and_what_a_run_saves_changes_no_bit_of_it(runs: Runs, undisturbed: RunPaths) -> None:
     checkpoint = CheckpointConfig(
         cadence="young_daly", components=("actor",), include_optimizer=True, partial_every_steps=1
@@ -311,6 +314,7 @@ def test_a_killed_run_replays_its_ledger_and_ends_with_the_same_bits(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_an_encrypted_run_that_is_killed_ends_with_the_same_bits_and_none_of_them_in_the_open(
     runs: Runs, undisturbed: RunPaths, tmp_path: Path
 ) -> None:
@@ -365,6 +369,7 @@ def test_a_run_killed_before_any_checkpoint_starts_over_from_its_ledger(
 
 @pytest.mark.long
 @pytest.mark.scenario("P08")
+@pytest.mark.variant
 def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
     runs: Runs, undisturbed: RunPaths
 ) -> None:
@@ -389,6 +394,7 @@ def test_a_run_whose_last_save_fails_once_saves_again_and_ends_with_the_same_bit
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_by_hand_a_foreign_checkpoint_is_verified_before_it_is_opened(
     runs: Runs, undisturbed: RunPaths, tmp_path: Path
 ) -> None:

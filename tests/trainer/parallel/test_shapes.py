@@ -22,7 +22,7 @@ from verl_slurm.runtime_state.ledger import load
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import read_whole
 
-# The first test waits for all runs: two minutes alone, six beside the other lanes.
+# The first test waits for all runs: two minutes alone, six beside the other lanes; with variants twice as long.
 pytestmark = [pytest.mark.torch, pytest.mark.long, pytest.mark.timeout(1200)]
 
 WORKER = Path(__file__).with_name("shapes_worker.py")
@@ -48,18 +48,31 @@ def score(prompts, responses, answers):
 NONE = 0
 """Stop before anything is done: the start has loaded what there was, and that is all."""
 
-OFTEN = not os.environ.get("VERL_SLURM_SOAK")
 RARE = {
     *("long", "narrowed", "pp-recomputed", "tied", "tied-twice", "qwen3-moved", "llama", "llama-both"),
     *("mixed", "mixed-stopped", "asked"),
 }
 """Runs that `make soak` makes."""
+VARIANTS = {
+    *("four", "tp-stopped", "pp", "twice", "twice-stopped", "grpo", "grpo-moved", "counted-pp"),
+    *("qwen3", "qwen3-tp", "qwen3-tp-stopped"),
+}
+"""Runs that `make test-all` makes, too."""
+_SOAKING = bool(os.environ.get("VERL_SLURM_SOAK"))
+LEFT_OUT = set() if _SOAKING else RARE if os.environ.get("VERL_SLURM_VARIANTS") else RARE | VARIANTS
 
 
 def marked(*rows: Any) -> list[Any]:
-    """The rows of a test, those about rare runs for `make soak`."""
-    each = [row if isinstance(row, tuple) else (row,) for row in rows]
-    return [pytest.param(*row, marks=[pytest.mark.soak] if RARE & set(map(str, row)) else []) for row in each]
+    """The rows of a test, with the marks of the runs that they are about."""
+
+    def marks(row: tuple[Any, ...]) -> list[Any]:
+        names = set(map(str, row))
+        return [*[pytest.mark.soak] * bool(RARE & names), *[pytest.mark.variant] * bool(VARIANTS & names)]
+
+    return [
+        pytest.param(*row, marks=marks(row))
+        for row in (row if isinstance(row, tuple) else (row,) for row in rows)
+    ]
 
 
 # A start from nothing has these safe points in its first step where dp is 1:
@@ -126,7 +139,7 @@ def root(tiny: Path, sums_root: Path, tmp_path_factory: pytest.TempPathFactory) 
         build_family(family, root / family, tiny, std=0.02)
     for name in ("counted", "counted-pp", "asked"):
         (root / f"{name}.py").write_text(COUNTING)
-    plan = [life for life in PLAN if not (OFTEN and life["run"] in RARE)]
+    plan = [life for life in PLAN if life["run"] not in LEFT_OUT]
     argv = [sys.executable, str(WORKER), str(tiny), str(sums_root), str(root), json.dumps(plan)]
     environ = os.environ | python_path() | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=1160, check=False)
@@ -275,7 +288,7 @@ def test_a_reward_is_asked_by_one_rank_of_the_replica_and_once_for_each_response
     assert len(asked.read_text().splitlines()) == times * 16
 
 
-@pytest.mark.parametrize(("run", "like"), [("counted", "tp"), ("counted-pp", "pp")])
+@pytest.mark.parametrize(("run", "like"), marked(("counted", "tp"), ("counted-pp", "pp")))
 def test_and_the_others_train_with_what_it_said(root: Path, run: str, like: str) -> None:
     result = compare(_final(root, run), _final(root, like))
     assert result.same, result.differing
