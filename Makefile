@@ -134,8 +134,8 @@ lint: setup
 	$(BIN)/lint-imports
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
-test: setup prometheus accounting browser lint ## the tests, the real-Slurm ones included (20 minutes on two cores)
-	@$(MAKE) --no-print-directory -k -j2 test-slurm test-rest
+test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (20 minutes on two cores)
+	@$(MAKE) --no-print-directory -k -j3 lint test-slurm test-rest
 
 # The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
 LONG = long-slurm long-rest verl verl-vllm trl vllm s3 docs
