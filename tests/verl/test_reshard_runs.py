@@ -60,6 +60,7 @@ def weights(paths: RunPaths, step: int, ranks: int) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.scenario("L21")
+@pytest.mark.variant
 def test_a_run_on_two_ranks_goes_on_with_three_and_one_on_the_same_rows(
     tmp_path: Path, section: dict[str, object]
 ) -> None:
@@ -73,7 +74,7 @@ def test_a_run_on_two_ranks_goes_on_with_three_and_one_on_the_same_rows(
     for ranks, last in ((3, 4), (1, 6)):
         before = read_manifest(paths.checkpoints / f"step_{last - 2:06d}")
         paths, notes = trained(root, section, ranks, last)
-        assert f"divides it among {ranks}" in notes[0]
+        assert any(f"divides it among {ranks}" in note for note in notes), notes
         told = events(paths, "resharded")[-1]
         assert (told["name"], told["before"], told["after"]) == (before.name, before.world_size, ranks)
         # What was saved stays what it was, beside the copy that verl has read.
