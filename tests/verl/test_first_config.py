@@ -1,5 +1,6 @@
 """`init --for verl` writes what verl itself composes."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,19 @@ import pytest
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 
-pytestmark = [pytest.mark.verl, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.verl,
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("vllm") is None, reason="needs verl and vLLM together: make test-verl-vllm"),
+]
 
 
 def test_verl_takes_the_first_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "data").mkdir()
     for name in ("train.parquet", "test.parquet"):
         (tmp_path / "data" / name).write_bytes(b"")

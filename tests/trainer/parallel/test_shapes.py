@@ -190,7 +190,10 @@ def _distance(root: Path, run: str, like: str, domain: str) -> float:
     return max(float((mine[name] - other[name]).abs().max()) for name in mine)
 
 
-@pytest.mark.parametrize("run", marked("two", "tp", "twice", "mixed", "qwen3-tp"))
+@pytest.mark.parametrize(
+    "run",
+    [*marked("two", "twice", "mixed", "qwen3-tp"), pytest.param("tp", marks=pytest.mark.variant)],
+)
 def test_a_run_stopped_anywhere_ends_with_the_same_bits_in_the_same_shape(root: Path, run: str) -> None:
     result = compare(_final(root, run), _final(root, f"{run}-stopped"))
     assert result.same, result.differing
