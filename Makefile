@@ -148,7 +148,7 @@ passed-%: test-%
 	@$(BIN)/python -m tests.lanes passed $* $(COMMIT)
 
 # What CI runs of the long lanes: those that the changes since their last whole pass start, without variants.
-test-due: setup containers
+test-due: setup
 	@due=$$($(BIN)/python -m tests.lanes due) && echo "long lanes: $${due:-none: nothing has changed that they test}" && \
 	  for lane in $(LONG); do [[ " $$due " == *" $$lane "* ]] && echo "test-$$lane"; done | \
 	  xargs --no-run-if-empty $(MAKE) --no-print-directory -k -j3

@@ -22,8 +22,10 @@ PASSED = ROOT / ".ci" / "passed.toml"
 
 
 def with_variants(*cases: Any, keep: int = 1) -> list[Any]:
-    """The cases of one claim, for `parametrize`: CI runs the first `keep`, `make test-all` all of them."""
-    return [*cases[:keep], *(pytest.param(case, marks=pytest.mark.variant) for case in cases[keep:])]
+    """The cases of one claim, for `parametrize`: CI runs the first `keep`, `make test-all` all of them. A tuple has the
+    values of several parameters."""
+    rows = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [*cases[:keep], *(pytest.param(*row, marks=pytest.mark.variant) for row in rows[keep:])]
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.variant
 def test_a_stopped_benchmark_keeps_its_samples_in_a_file_that_says_so(
     tmp_path: Path, number: signal.Signals
 ) -> None:

@@ -82,6 +82,7 @@ def start(tmp_path: Path, short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> S
     return go
 
 
+@pytest.mark.variant
 def test_podman_runs_what_an_agent_starts_and_an_image_that_lacks_something_says_so(
     start: Start, tmp_path: Path
 ) -> None:

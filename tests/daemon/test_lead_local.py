@@ -61,6 +61,7 @@ def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ss") is None, reason="NOT RUN: ss -K (iproute2) needs root"
 )
+@pytest.mark.variant
 def test_a_link_that_the_kernel_ends_costs_a_start_and_nothing_of_the_training(
     straight: RunPaths, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.journals import read_events
+from tests.lanes import with_variants
 from tests.local_runs import lead, prepared
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize(
     ("body", "starts"),
     [
-        ("raise KeyError('boom')", 1),
+        pytest.param("raise KeyError('boom')", 1, marks=pytest.mark.variant),
         ("if calls.append(1) or len(calls) > 2: raise KeyError('boom')\n    return [0.0] * len(r)", 2),
     ],
     ids=["on its first call", "after it had worked"],
@@ -51,8 +52,10 @@ def test_a_reward_that_raises_ends_the_run_in_its_own_words(tmp_path: Path, body
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        ("def score(p, r, a):\n    return [float('nan')] * len(r)\n", "found nan for sample 0"),
-        ("raise KeyError('boom')\n\ndef score(p, r, a): ...\n", "KeyError: 'boom'"),
+        *with_variants(
+            ("def score(p, r, a):\n    return [float('nan')] * len(r)\n", "found nan for sample 0"),
+            ("raise KeyError('boom')\n\ndef score(p, r, a): ...\n", "KeyError: 'boom'"),
+        ),
     ],
     ids=["no number", "it does not run"],
 )

@@ -53,6 +53,7 @@ def test_a_link_out_of_a_model_directory_is_not_followed(
 
 @pytest.mark.long
 @pytest.mark.scenario("SEC06")
+@pytest.mark.variant
 def test_a_snapshot_of_hugging_faces_cache_is_taken_through_its_blobs_and_no_others(
     checkpoint: Path, model: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ import pytest
 from tests.faults.scenarios import EXHAUSTIVE, memory_directory
 from tests.faults.tracing import Call, Fault, Tracer
 from tests.faults.world import LOCAL, SHARED, World, plant, problems, tree_of
+from tests.lanes import with_variants
 from verl_slurm.checkpoint.decide.retention import plan_prune
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.local_copy import assemble, list_parts, part_problems, send_home
@@ -124,7 +125,7 @@ def test_a_write_that_takes_only_half_is_gone_on_with(memory: Path) -> None:
             _forget_but(world, step)
 
 
-@pytest.mark.parametrize("broken", [SHARED, LOCAL])
+@pytest.mark.parametrize("broken", with_variants(LOCAL, SHARED))
 def test_when_one_of_two_media_refuses_the_other_takes_the_save(memory: Path, broken: str) -> None:
     with World.at(memory / "w", two_media=True) as world:
         world.save(1)

@@ -270,7 +270,7 @@ def _guest(name: str, root: Path) -> tuple[Path, list[str]]:
 @pytest.mark.long
 @pytest.mark.scenario("SEC01")
 @pytest.mark.parametrize(
-    "name", with_variants("native", "pytorch_loop", "huggingface_trainer", "lightning_trainer", keep=2)
+    "name", with_variants("native", "pytorch_loop", "huggingface_trainer", "lightning_trainer")
 )
 def test_no_process_of_a_job_listens_but_the_lead_and_gloo(tmp_path: Path, name: str) -> None:
     config, overrides = _guest(name, tmp_path)

@@ -44,7 +44,7 @@ def whole(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "name",
     [
         *(pytest.param(name, marks=pytest.mark.soak) for name in EXAMPLES if name in OFTEN),
-        *with_variants(*(name for name in EXAMPLES if name not in OFTEN), keep=2),
+        *with_variants(*(name for name in EXAMPLES if name not in OFTEN)),
     ],
 )
 def test_an_installed_wheel_runs_each_example_to_its_end(whole: Path, tmp_path: Path, name: str) -> None:

@@ -75,6 +75,7 @@ def test_a_hole_in_the_place_of_a_state_is_not_read_into_memory(tmp_path: Path, 
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_tensor_that_is_a_hole_is_compared_in_little_memory(tmp_path: Path, good: Measured) -> None:
     a, b = saved(tmp_path / "a"), saved(tmp_path / "b")
     for side in (a, b):

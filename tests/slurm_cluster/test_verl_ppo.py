@@ -37,7 +37,10 @@ def grpo(
     end(live)
 
 
-@pytest.mark.parametrize("mode", ["sync", pytest.param("colocate_async", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("sync", marks=pytest.mark.variant), pytest.param("colocate_async", marks=pytest.mark.soak)],
+)
 def test_a_preemption_in_mid_step_is_saved_at_its_end_requeued_resumed_and_finished(
     grpo: LiveRun, cluster: DevCluster, mode: str
 ) -> None:

@@ -383,6 +383,7 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_run_whose_last_save_fails_once_saves_again_and_ends_with_the_same_bits(
     runs: Runs, undisturbed: RunPaths
 ) -> None:

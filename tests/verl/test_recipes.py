@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from tests.lanes import with_variants
 from tests.processes import python_path
 from verl_slurm.wire.environment import RECIPE_VARIABLE
 
@@ -25,7 +26,7 @@ print(json.dumps([[base.__name__ for base in cls.__mro__] for cls in found]))
 """
 
 
-@pytest.mark.parametrize("recipe", [True, False])
+@pytest.mark.parametrize("recipe", with_variants(True, False))
 def test_verls_trainers_are_ours_below_a_recipe_alone(recipe: bool) -> None:
     environ = os.environ | python_path() | {"VERL_USE_EXTERNAL_MODULES": "verl_slurm.loops.verl_ppo"}
     environ |= {RECIPE_VARIABLE: "1"} if recipe else {}

@@ -70,6 +70,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, sums: dict[str, object]) 
     return paths
 
 
+@pytest.mark.variant
 def test_asked_in_mid_step_and_killed_behind_an_epochs_end_it_ends_bit_for_bit_alike(
     straight: RunPaths, sums: dict[str, object], tmp_path: Path
 ) -> None:
