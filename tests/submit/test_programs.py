@@ -118,6 +118,47 @@ def test_no_code_of_the_configurations_pythonpath_is_run(here: Path) -> None:
     assert not (here / "ran").exists()
 
 
+SCORE = "def score(prompts, responses, answers):\n    return [0.0 for _ in prompts]\n"
+
+
+@pytest.mark.parametrize(
+    ("imported", "by_file", "by_module"),
+    [
+        ("from .judge import f", "no dots: the file is loaded by itself", ""),
+        ("from . import judge, known", "no dots", ""),
+        ("from .gone import f", "no dots", "found no gone in"),
+        ("from .judge.gone import f", "no dots", "found no judge.gone in"),
+        ("from . import gone", "no dots", "found no gone in"),
+        ("from ..judge import f", "no dots", "at most 1 dot: it is loaded as part of mine"),
+    ],
+)
+def test_a_relative_import_works_or_is_refused(
+    here: Path, imported: str, by_file: str, by_module: str
+) -> None:
+    (here / "mine").mkdir()
+    for name, text in {
+        "__init__": "known = 1\n",
+        "judge": "f = 1\n",
+        "reward": f"{imported}\n{SCORE}",
+    }.items():
+        (here / "mine" / f"{name}.py").write_text(text)
+    config = run_config(env={"PYTHONPATH": str(here)})
+    with pytest.raises(ConfigError, match=by_file) as caught:
+        check_reward(f"python:{here}/mine/reward.py:score", config)
+    assert "python:PACKAGE.MODULE:FUNCTION" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="modules beside the program are found"):
+        check_guest(started_by("mine/reward.py"))
+    module = "python:mine.reward:score"
+    program = started_by("-m", "mine.reward", env={"PYTHONPATH": str(here)})
+    if not by_module:
+        assert check_reward(module, config) == []
+        assert check_guest(program).good == ["program"]
+    else:
+        for check in (lambda: check_reward(module, config), lambda: check_guest(program)):
+            with pytest.raises(ConfigError, match=by_module):
+                check()
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["at the top", "in the function"])
 def test_a_reward_that_imports_a_missing_package_is_refused(here: Path, inside: bool) -> None:
     line, blank = "import vs_not_there, json", "    " if inside else ""

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.installed import look
@@ -186,7 +187,8 @@ def _module(config: RunConfig, words: Sequence[str]) -> Found:
         source, problem = _parsed(config, Path(origin), "trainer.command")
         if source is None:
             return Found(["program"], [problem])
-        return _joined(Found(["program"], []), check_imports(config, Path(origin), source))
+        package = name.rpartition(".")[0]
+        return _joined(Found(["program"], []), check_imports(config, Path(origin), source, package=package))
     return Found(["program"], [])
 
 
@@ -286,21 +288,83 @@ def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Se
 
 
 def check_imports(
-    config: RunConfig, file: Path, tree: ast.Module, *, function: str = "", beside: Sequence[str] = ()
+    config: RunConfig,
+    file: Path,
+    tree: ast.Module,
+    *,
+    function: str = "",
+    beside: Sequence[str] = (),
+    package: str = "",
 ) -> Found:
     """Refuses a source whose imports the ranks' Python does not have.
 
     Args:
         function: whose own imports count, too.
         beside: directories in which its neighbours are found.
+        package: in which the file is loaded; empty: it is loaded by itself.
 
     Raises:
-        ConfigError: a module is missing.
+        ConfigError: a module is missing, or a relative import cannot work.
     """
+    imports = list(_imports(tree.body, function))
+    # A program may make itself part of a package.
+    if not any(isinstance(node, ast.Name) and node.id == "__package__" for node in ast.walk(tree)):
+        for node in imports:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                _check_relative(file, node, package, beside)
     if any(map(_is_search_path, ast.walk(tree))):
         return Found([], [f"not looked at: what {file} imports, since it changes sys.path"])
-    names = list(dict.fromkeys(_imports(tree.body, function)))
-    return check_modules(config, names, str(file), beside) if names else Found([], [])
+    names = []
+    for node in imports:
+        if isinstance(node, ast.Import):
+            names += [alias.name.partition(".")[0] for alias in node.names]
+        elif node.level == 0 and node.module:
+            names.append(node.module.partition(".")[0])
+    return check_modules(config, list(dict.fromkeys(names)), str(file), beside) if names else Found([], [])
+
+
+def _check_relative(file: Path, node: ast.ImportFrom, package: str, beside: Sequence[str]) -> None:
+    """Refuses a relative import that leads out of the package of its file, or to no module."""
+    dots, depth = "." * node.level, len(package.split(".")) if package else 0
+    wanted = [node.module] if node.module else [alias.name for alias in node.names]
+    line = f"from {dots}{node.module or ''} import {', '.join(alias.name for alias in node.names)}"
+    if depth < node.level:
+        rest = f"from {node.module} import" if node.module else "import"
+        raise ConfigError(
+            "a relative import cannot work here",
+            where=f"{file}:{node.lineno}",
+            found=line,
+            expected=f"at most {counted(depth, 'dot')}: it is loaded as part of {package}"
+            if package
+            else "no dots: the file is loaded by itself, and not as part of a package",
+            remedy=f"write `{rest} ...`: modules beside the program are found"
+            if beside
+            else "write what it needs into the file itself, or name the module by its package, whose directory stands "
+            "in env.PYTHONPATH; model.reward takes python:PACKAGE.MODULE:FUNCTION",
+        )
+    folder = file.parents[node.level - 1]
+    for name in wanted:
+        places: Sequence[str] | None = [str(folder)]
+        for part in name.split("."):
+            spec = PathFinder.find_spec(part, places) if places else None
+            places = spec.submodule_search_locations if spec else None
+            if spec is None and (node.module or not _binds(folder / "__init__.py", name)):
+                raise ConfigError(
+                    "a relative import finds no module",
+                    where=f"{file}:{node.lineno}",
+                    found=f"no {name} in {folder}",
+                    expected=f"a module for `{line}`",
+                    remedy="put it there, or correct the import",
+                )
+
+
+def _binds(file: Path, name: str) -> bool:
+    """Returns whether a package itself has that name, or may have it."""
+    try:
+        tree = ast.parse(read_regular(file, SOURCE, follow=True))
+    except _UNPARSED:
+        return file.exists()
+    return bool({name, "*", "__getattr__"} & set().union(*map(names_of, bindings(tree.body))))
 
 
 def _is_search_path(node: ast.AST) -> bool:
@@ -310,26 +374,25 @@ def _is_search_path(node: ast.AST) -> bool:
     return False
 
 
-def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[str]:
-    """Yields the top-level modules of imports that run in any case: those in `if` and `try` may have a way out."""
+def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yields the imports that run in any case: those in `if` and `try` may have a way out."""
     for node in body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module.partition(".")[0]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
             yield from _imports(node.body, "")
 
 
-def check_source(config: RunConfig, key: str, file: Path, name: str = "") -> Found:
+def check_source(config: RunConfig, key: str, file: Path, name: str = "", package: str = "") -> Found:
     """Checks a Python file that a program loads: it parses, binds `name`, and finds its imports.
 
     Args:
         key: that names it, for messages.
         name: of a function or class; empty: any.
+        package: in which the file is loaded; empty: it is loaded by itself.
 
     Raises:
-        ConfigError: it binds no such name, or lacks a module.
+        ConfigError: it binds no such name, lacks a module, or has a relative import that cannot work.
         DataError: it cannot be read or parsed.
     """
     tree, problem = _parsed(config, file, key)
@@ -350,7 +413,7 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "") -> Fou
                 remedy=f"name one of them, or write {name} into it",
             )
         notes.append(f"not looked at: whether {file} has {name}, since it imports *")
-    return _joined(Found([], notes), check_imports(config, file, tree, function=name))
+    return _joined(Found([], notes), check_imports(config, file, tree, function=name, package=package))
 
 
 def _parsed(config: RunConfig, file: Path, key: str) -> tuple[ast.Module | None, str]:
