@@ -10,10 +10,18 @@ from tests.builders import cold_tier, run_config
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
-from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, ConfigError, Fenced, PermissionRefused
+from verl_slurm.base.errors import (
+    CheckpointsAbsent,
+    CheckpointsLost,
+    ConfigError,
+    Fenced,
+    PermissionRefused,
+    TierError,
+)
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.preflight import check_run_dir
 from verl_slurm.submit.plan import SubmissionPlan
@@ -37,6 +45,14 @@ def run(tmp_path: Path) -> RunPaths:
         commit(staging, manifest_of(staging), epoch_check=owns_it)
         append_event(paths, "verified", attempt=1, name=f"step_{step:06d}")
     return paths
+
+
+def test_a_run_that_lost_its_id_is_not_submitted(run: RunPaths) -> None:
+    private_dir(run.ledger)
+    run.ledger_segment(1, 0).write_bytes(head(1, 0) + frame("0" * 16, 2, 0, b"x"))
+    run.run_id.unlink(missing_ok=True)
+    with pytest.raises(TierError, match=f"echo {'0' * 16} > "):
+        plan(run)
 
 
 def damage(paths: RunPaths, step: int) -> None:

@@ -19,10 +19,9 @@ from verl_slurm.base.files import open_to_group, private_dir
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint
+from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint, require_run_id
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
@@ -209,8 +208,8 @@ def plan_submission(
             f"a new run, since run_dir goes by where you are: {other} exists beside the YAML; {word} means it"
         )
     if not new_run:
-        if paths.run_id.exists():
-            run_id(paths)  # refuses one that is none: the job would end before its journal could say so
+        # Here as well as in the lead: the job would end before its journal could say so.
+        require_run_id(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
         begun = has_begun(paths) or bool(former_checkpoint(paths, config))
         former = _former(paths, config, begun=begun)
