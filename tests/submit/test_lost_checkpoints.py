@@ -1,6 +1,9 @@
 """A run that has lost its checkpoints, submitted again."""
 
+import shlex
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,9 @@ from verl_slurm.base.errors import (
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.run_config import note_trained_with
+from verl_slurm.config.load import load_own, load_resolved
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.preflight import check_run_dir
@@ -115,3 +121,23 @@ def test_a_directory_that_another_submit_is_making_is_no_stranger(tmp_path: Path
         check_run_dir(tmp_path / "run")
     with only_submitter(RunPaths(tmp_path / "run")), pytest.raises(Fenced, match="another submit is at work"):
         check_run_dir(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b"# nothing\n", b"name: [\n"])
+def test_a_damaged_run_yaml_is_refused_with_the_copy_that_restores_it(run: RunPaths, content: bytes) -> None:
+    note_trained_with(run, load_resolved(run.run_yaml))
+    run.run_yaml.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        plan_submission(run.root, [], cluster="local")
+    command = str(caught.value.remedy).partition("`")[2].partition("`")[0]
+    subprocess.run(shlex.split(command), check=True)
+    assert plan_submission(run.root, [], cluster="local").resumes_from == "step_000002"
+
+
+@pytest.mark.parametrize("load", [load_own, load_resolved])
+def test_a_process_of_the_run_says_the_same_of_an_empty_run_yaml(
+    run: RunPaths, load: Callable[[Path], RunConfig]
+) -> None:
+    run.run_yaml.write_bytes(b"")
+    with pytest.raises(ConfigError, match="configuration is empty.*config.yaml in one of its checkpoints"):
+        load(run.run_yaml)

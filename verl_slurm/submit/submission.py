@@ -454,7 +454,7 @@ def _run_yaml_of(directory: Path) -> Path:
             remedy="see the runs with `verl-slurm list DIR`",
         )
     # A copy has the original's run id, and its run.yaml names the original's directory.
-    require_in_place(directory, load(source), "submit")
+    require_in_place(directory, load_resolved(source), "submit")
     return source
 
 
