@@ -4,6 +4,8 @@ Each check returns what it found good and notes. A note "not looked at: ..." nam
 """
 
 import ast
+import itertools
+import json
 import os
 import re
 import sys
@@ -50,6 +52,7 @@ _LAUNCHER_MODULES = re.compile(
 )
 _SHELL_FILE = re.compile(r".+\.(?:sh|bash|zsh|ksh|csh|slurm|sbatch|job|sub)")
 _TAKES_MODULES = re.compile(rf"{_PYTHON}|accelerate|torchrun|deepspeed|uvx?|composer|ft_launcher")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
 _PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
 _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
@@ -120,8 +123,9 @@ def _why_not_python(path: Path) -> str:
 
 
 def _no_program(words: Sequence[str], why: str) -> ConfigError:
-    script = _SHELL_FILE.fullmatch(words[0]) or re.fullmatch(_SHELLS, Path(words[0]).name)
-    if behind := program_behind(words):
+    behind, (variables, rest) = program_behind(words), _given_to(words)
+    script = _SHELL_FILE.fullmatch(rest[0]) or re.fullmatch(_SHELLS, Path(rest[0]).name) if rest else None
+    if behind:
         shown = ", ".join(word if _PLAIN.fullmatch(word) else f'"{word}"' for word in behind[:6])
         more = ", ..." if len(behind) > 6 else ""
         remedy = f"trainer.command: [{shown}{more}]; distributed.dp_size is the number of ranks"
@@ -132,6 +136,9 @@ def _no_program(words: Sequence[str], why: str) -> ConfigError:
         )
     else:
         remedy = 'set trainer.command to your own program and its arguments, e.g. [train.py, --lr, "1e-4"]'
+    if variables:
+        shown = ", ".join(f"{name}: {json.dumps(value)}" for name, value in variables.items())
+        remedy = f"env: {{{shown}}}, and {remedy}"
     return ConfigError(
         "no program that ranks can be started with",
         where="trainer.command",
@@ -139,6 +146,19 @@ def _no_program(words: Sequence[str], why: str) -> ConfigError:
         expected="a Python file, or -m and a module: verl-slurm starts the ranks itself",
         remedy=remedy,
     )
+
+
+def _given_to(words: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+    """Returns the variables that a command sets for its program, as `env` and shells do, and the words after the
+    first of these and `env`.
+    """
+    end = len(words) - len(program_behind(words))
+    rest = list(
+        itertools.dropwhile(lambda word: Path(word).name == "env" or _ASSIGNED.fullmatch(word), words)
+    )
+    # Without a program that is recognised, a later `a=b` may be its argument.
+    before = words[:end] if end < len(words) else words[: len(words) - len(rest)]
+    return {match[1]: match[2] for word in before if (match := _ASSIGNED.fullmatch(word))}, rest
 
 
 def program_behind(words: Sequence[str]) -> list[str]:
