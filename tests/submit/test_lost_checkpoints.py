@@ -1,5 +1,6 @@
 """A run that has lost its checkpoints, submitted again."""
 
+import re
 import shlex
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from verl_slurm.base.errors import (
     CheckpointsAbsent,
     CheckpointsLost,
     ConfigError,
+    DatasetDrift,
     Fenced,
     PermissionRefused,
     TierError,
@@ -27,11 +29,12 @@ from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.load import load_own, load_resolved
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.record import Drift
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.preflight import check_run_dir
 from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 from verl_slurm.submit.undoing import only_submitter
 
 
@@ -132,6 +135,26 @@ def test_a_damaged_run_yaml_is_refused_with_the_copy_that_restores_it(run: RunPa
     command = str(caught.value.remedy).partition("`")[2].partition("`")[0]
     subprocess.run(shlex.split(command), check=True)
     assert plan_submission(run.root, [], cluster="local").resumes_from == "step_000002"
+
+
+def test_data_that_is_accepted_without_its_record_is_shown_by_its_digests(tmp_path: Path) -> None:
+    paths, data = RunPaths(tmp_path / "run"), tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").write_text("{}\n")
+    carry_out(plan(paths, f"data.root={data}"), prepare_only=True)
+    append_event(paths, "started", attempt=1)
+    staging = stage(paths, 1)
+    commit(staging, manifest_of(staging, dataset_fingerprint="ab" * 32), epoch_check=owns_it)
+    paths.fingerprint.unlink()
+    shown: list[Drift] = []
+    with pytest.raises(DatasetDrift):
+        check_drift(plan(paths, f"data.root={data}"), lambda drift: bool(shown.append(drift)))
+    assert re.search(r"digest \w{16} now, (ab){8} in the newest checkpoint", shown[0].changed[0])
+    with pytest.raises(DatasetDrift, match="expected digest (ab){8}"):
+        check_drift(plan(paths, f"data.root={data}"))
+    carry_out(plan(paths, f"data.root={data}"), prepare_only=True, confirm_drift=lambda drift: True)
+    [accepted] = [event for event in read_events(paths) if event["event"] == "force_resume"]
+    assert accepted["changed"] == list(shown[0].changed)
 
 
 @pytest.mark.parametrize("load", [load_own, load_resolved])

@@ -409,8 +409,13 @@ def _confirmed_drift(
     seen = prints.look(paths, root, old, may_record=confirm_drift is not None)
     drift = (prints.drift(old, seen.found) or None) if old is not None else None
     # Without its record a run still knows what its newest checkpoint was trained on, if not which files these were.
-    if old is None and plan.begun and confirm_drift is None:
-        prints.require_trained_on(seen.found, data_digest(paths), root)
+    if old is None and plan.begun and (trained := data_digest(paths)) and trained != seen.found.digest:
+        if confirm_drift is None:
+            prints.require_trained_on(seen.found, trained, root)
+        digests = f"digest {seen.found.digest[:16]} now, {trained[:16]} in the newest checkpoint"
+        drift = prints.Drift(
+            changed=(f"{digests}; which files differ is not known: {paths.fingerprint} is lost",)
+        )
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
         raise DatasetDrift(
             "the data has changed since the run started",
