@@ -15,6 +15,7 @@ from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
 from verl_slurm.base.errors import (
+    CheckpointCorrupt,
     CheckpointsAbsent,
     CheckpointsLost,
     ConfigError,
@@ -23,7 +24,7 @@ from verl_slurm.base.errors import (
     PermissionRefused,
     TierError,
 )
-from verl_slurm.base.files import private_dir
+from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
 from verl_slurm.checkpoint.store.run_config import note_trained_with
@@ -155,6 +156,24 @@ def test_data_that_is_accepted_without_its_record_is_shown_by_its_digests(tmp_pa
     carry_out(plan(paths, f"data.root={data}"), prepare_only=True, confirm_drift=lambda drift: True)
     [accepted] = [event for event in read_events(paths) if event["event"] == "force_resume"]
     assert accepted["changed"] == list(shown[0].changed)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 9, b"[]"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("epoch", "then `rm .*/epoch`"),
+        ("rewards.json", "put the file back as it was"),
+        ("orchestration.json", "cp -f .*/step_000002/orchestration.json .*/orchestration.json"),
+    ],
+)
+def test_a_damaged_record_is_refused_before_a_job_is_queued(
+    run: RunPaths, name: str, way: str, content: bytes
+) -> None:
+    write_file(run.root / name, content)
+    (run.checkpoint(2) / "orchestration.json").write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match=way):
+        plan(run)
 
 
 @pytest.mark.parametrize("load", [load_own, load_resolved])

@@ -57,7 +57,7 @@ from verl_slurm.submit.checks.preflight import (
 )
 from verl_slurm.submit.checks.programs import python_not_run
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
-from verl_slurm.submit.checks.resume_point import ResumeFound, find_resume
+from verl_slurm.submit.checks.resume_point import ResumeFound, check_records, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -211,6 +211,7 @@ def plan_submission(
         # Here as well as in the lead: the job would end before its journal could say so.
         require_run_id(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+        check_records(paths, committed)
         begun = has_begun(paths) or bool(former_checkpoint(paths, config))
         former = _former(paths, config, begun=begun)
         # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
