@@ -61,14 +61,13 @@ def check_records(paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
                 _read_object(info.path / paths.orchestration.name)
                 copy = info.path / paths.orchestration.name
                 break
-        target = shell_word(paths.orchestration)
         raise CheckpointCorrupt(
             "the orchestration state cannot be read",
             where=paths.orchestration,
             found=error,
-            remedy=f"`cp -f {shell_word(copy)} {target}` puts back what the first start wrote"
+            remedy=f"`cp -f {shell_word(copy)} {shell_word(paths.orchestration)}` puts back what the first start wrote"
             if copy is not None
-            else f"`rm -f {target}`: no checkpoint has a copy to put back, and the next start writes it anew",
+            else f"`rm -f {shell_word(paths.orchestration)}`: no checkpoint has a copy; the next start writes it anew",
         ) from None
 
 
