@@ -226,7 +226,8 @@ then says that it has not been tried. Encoders, and encoders with a decoder (T5,
 With both engines a response ends at the first of these: each `eos_token_id` of `generation_config.json` (of
 `config.json` where that file is missing), as in Hugging Face's `generate`, and the tokenizer's `eos_token`. Many chat
 models end a turn with a token that only the first names. Nothing else of `generation_config.json` counts: temperature,
-`top_p`, `top_k` and penalties would sample from another distribution than the one that is trained.
+`top_p`, `top_k` and penalties would sample from another distribution than the one that is trained. `submit`
+refuses a tokenizer without an `eos_token`, one that is not in its vocabulary, and an end token beyond `vocab_size`.
 
 ## The critic of an export
 

@@ -9,12 +9,17 @@ import pytest
 
 from tests.builders import begun_run, run_config
 from tests.journals import append_event
-from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost
+from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, TierError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
-from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error, require_never_saved
+from verl_slurm.checkpoint.store.lost import (
+    former_checkpoint,
+    lost_error,
+    require_never_saved,
+    require_run_id,
+)
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.journal.steps import append_step
 from verl_slurm.runtime_state.segment import frame, head
@@ -139,3 +144,32 @@ def test_a_directory_that_may_not_be_mounted_is_told_apart(run: RunPaths) -> Non
     assert isinstance(lost_error(run, "x"), CheckpointsAbsent)
     set_aside(run)
     assert not isinstance(lost_error(run, "x"), CheckpointsAbsent)
+
+
+@pytest.mark.parametrize("text", [None, "", "0123"])
+def test_a_lost_run_id_is_refused_with_the_one_that_the_ledger_names(run: RunPaths, text: str | None) -> None:
+    number = run_id(run)
+    require_run_id(run)
+    run.run_id.unlink()
+    if text is not None:
+        run.run_id.write_text(text)
+    with pytest.raises(TierError, match=f"echo {number} > {run.run_id}"):
+        require_run_id(run)
+    with pytest.raises(TierError):  # no process makes another one
+        run_id(run)
+    shutil.rmtree(run.ledger)
+    if text is None:
+        require_run_id(run)
+        assert run_id(run) != number
+    else:
+        with pytest.raises(TierError, match="not a run's id"):
+            require_run_id(run)
+
+
+def test_a_lost_run_id_is_refused_where_tiers_hold_copies(run: RunPaths) -> None:
+    run.run_id.unlink()
+    shutil.rmtree(run.ledger)
+    private_dir(run.control)
+    run.tier_records.write_text(json.dumps({"tiers": {"cold": {"step_000003": {}}}}))
+    with pytest.raises(TierError, match=r"step_000003 was in tier cold.*PREFIX/NAME-ID"):
+        require_run_id(run)

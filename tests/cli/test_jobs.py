@@ -14,10 +14,13 @@ import pytest
 
 from tests.builders import owner
 from tests.many_runs import Kind, make_run
+from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.runs.liveness import way_on
+from verl_slurm.runs.requests import cancel_run
 from verl_slurm.slurm.parse import parse_job
 
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
@@ -113,6 +116,39 @@ def test_cancel_ends_the_job_that_slurm_ties_to_the_run(
     result = cli("cancel", run)
     assert result.code == 0, result.err
     assert asked.read_text().split()[-1] == "1"
+
+
+SILENCE = "echo 'scancel: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+
+
+def of_a_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
+    run = make_run(place / "run", "running", job_id="1")
+    job = re.sub("StdOut=.*", f"StdOut={run.root}/logs/1_0_log.out", (GOLDEN / "running.txt").read_text())
+    on_a_cluster_with(job, place, monkeypatch)
+    return run
+
+
+def test_cancel_asks_again_while_slurm_is_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = of_a_run(tmp_path, monkeypatch)
+    program, first = tmp_path / "bin" / "scancel", tmp_path / "first"
+    program.write_text(
+        f"#!/bin/sh\n[ -e {first} ] || {{ touch {first}; {SILENCE}; }}\necho $1 > {tmp_path}/asked\n"
+    )
+    assert cancel_run(run) == "1"
+    assert (tmp_path / "asked").read_text() == "1\n"
+    assert run.events.read_text().count("cancel_asked") == 1
+
+
+@pytest.mark.parametrize("program", ["scontrol", "scancel"])
+def test_a_cancel_that_slurm_never_answers_says_that_the_run_goes_on(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = of_a_run(tmp_path, monkeypatch)
+    (tmp_path / "bin" / program).write_text(f"#!/bin/sh\n{SILENCE}\n")
+    with pytest.raises(
+        SlurmMissing, match="its job goes on.*Unable to contact.*verl-slurm cancel .* again once"
+    ):
+        cancel_run(run, patience_s=0)
 
 
 @pytest.mark.scenario("SEC14")

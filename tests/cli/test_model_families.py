@@ -189,7 +189,7 @@ def test_the_command_of_the_refusal_makes_a_model_that_is_taken(workplace: Path,
     build = """
 import sys, torch
 from transformers import GPT2Config, GPT2LMHeadModel
-model = GPT2LMHeadModel(GPT2Config(vocab_size=264, n_embd=16, n_layer=1, n_head=2))
+model = GPT2LMHeadModel(GPT2Config(vocab_size=264, eos_token_id=258, n_embd=16, n_layer=1, n_head=2))
 model.config.architectures = ["GPT2LMHeadModel"]
 model.config.save_pretrained(sys.argv[1])
 torch.save(model.state_dict(), sys.argv[1] + "/pytorch_model.bin")
@@ -266,3 +266,31 @@ def test_another_attention_is_another_run(workplace: Path, cli: Cli) -> None:
     paths.run_yaml.write_text(re.sub(r".*attn_implementation.*\n", "", text))
     assert paths.run_yaml.read_text() != text
     assert cli(*words).code == 0
+
+
+@pytest.mark.scenario("USE04")
+@pytest.mark.parametrize(
+    ("files", "part"),
+    [
+        ({"config": {}, "tokenizer_config": {}}, "the tokenizer has no end-of-sequence token"),
+        ({"tokenizer_config": {"eos_token": None}}, "found eos_token_id 1 in the model's own files"),
+        ({"config": {}, "tokenizer_config": {"eos_token": ""}}, "set eos_token there to the token that ends"),
+        ({"tokenizer_config": {"eos_token": "<gone>"}}, "found eos_token '<gone>', expected a token of"),
+        ({"generation_config": {"eos_token_id": [1, 9]}}, "found token 9, expected below vocab_size=3"),
+        ({"tokenizer_config": {"eos_token": "<far>"}}, "use the tokenizer that belongs to this model"),
+        ({}, ""),
+        ({"config": {}, "tokenizer_config": {"eos_token": {"content": "<end>"}}}, ""),
+        ({"config": {}, "tokenizer_config": {}, "special_tokens_map": {"eos_token": "<end>"}}, ""),
+    ],
+)
+def test_a_model_that_cannot_end_a_response_is_refused(
+    workplace: Path, cli: Cli, files: dict[str, dict[str, object]], part: str
+) -> None:
+    _says(workplace, model_type="qwen2", vocab_size=3, **files.pop("config", {"eos_token_id": 1}))
+    added = [{"content": "<end>", "id": 1}, {"content": "<far>", "id": 3}]
+    files = {"tokenizer": {"model": {"vocab": {"a": 0}}, "added_tokens": added}} | files
+    for name, said in files.items():
+        (workplace / "model" / f"{name}.json").write_text(json.dumps(said))
+    result = cli(*DRY)
+    assert result.code == (ExitCode.DATA if part else 0), result.err
+    assert part in result.err

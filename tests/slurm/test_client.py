@@ -19,7 +19,7 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, refuse_requeue
-from verl_slurm.slurm.runner import Completed
+from verl_slurm.slurm.runner import Completed, telling
 
 GOLDEN = Path(__file__).parent / "golden"
 Stub = Callable[..., SlurmClient]
@@ -49,6 +49,17 @@ def test_a_command_that_hangs_is_killed_at_its_deadline(stub: Stub, tmp_path: Pa
         asyncio.run(client.job(1))
     pid = int((tmp_path / "pid").read_text())
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_a_command_that_is_not_answered_is_said_while_it_waits(stub: Stub, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "told")
+    text = GOLDEN / "running.txt"
+    client = stub(f"read line < {tmp_path}/told; echo $line > {tmp_path}/line; cat {text}")
+    # The command ends once the line is said.
+    with telling(lambda line: (tmp_path / "told").write_text(f"{line}\n") and None):
+        asyncio.run(client.job(1))
+    said = (tmp_path / "line").read_text()
+    assert said == "waiting for Slurm: scontrol show has not answered yet, and has up to 8 s\n"
 
 
 @pytest.mark.scenario("L13")

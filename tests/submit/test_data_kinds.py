@@ -271,7 +271,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_queueing(tmp_path: Path, su
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.enable_truncation(4)  # as some tokenizers on the hub have it
     tokenizer.save(str(model / "tokenizer.json"))
-    (model / "config.json").write_text('{"model_type": "qwen2", "num_attention_heads": 4}')
+    (model / "config.json").write_text('{"model_type": "qwen2", "num_attention_heads": 4, "eos_token_id": 0}')
     (model / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     jsonl(tmp_path / "data" / "a.jsonl", [*ROWS * 80, {"prompt": "a " * 21, "answer": "1"}])
     words = ("model.path=model", "data.max_prompt_tokens=20")

@@ -1,6 +1,10 @@
 """A run that has lost its checkpoints, submitted again."""
 
+import re
+import shlex
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +14,28 @@ from tests.builders import cold_tier, run_config
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
-from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, ConfigError, Fenced, PermissionRefused
-from verl_slurm.base.files import private_dir
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    CheckpointsAbsent,
+    CheckpointsLost,
+    ConfigError,
+    DatasetDrift,
+    Fenced,
+    PermissionRefused,
+    TierError,
+)
+from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.run_config import note_trained_with
+from verl_slurm.config.load import load_own, load_resolved
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.record import Drift
+from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.preflight import check_run_dir
 from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.submit.submission import carry_out, plan_submission
+from verl_slurm.submit.submission import carry_out, check_drift, plan_submission
 from verl_slurm.submit.undoing import only_submitter
 
 
@@ -37,6 +55,14 @@ def run(tmp_path: Path) -> RunPaths:
         commit(staging, manifest_of(staging), epoch_check=owns_it)
         append_event(paths, "verified", attempt=1, name=f"step_{step:06d}")
     return paths
+
+
+def test_a_run_that_lost_its_id_is_not_submitted(run: RunPaths) -> None:
+    private_dir(run.ledger)
+    run.ledger_segment(1, 0).write_bytes(head(1, 0) + frame("0" * 16, 2, 0, b"x"))
+    run.run_id.unlink(missing_ok=True)
+    with pytest.raises(TierError, match=f"echo {'0' * 16} > "):
+        plan(run)
 
 
 def damage(paths: RunPaths, step: int) -> None:
@@ -99,3 +125,61 @@ def test_a_directory_that_another_submit_is_making_is_no_stranger(tmp_path: Path
         check_run_dir(tmp_path / "run")
     with only_submitter(RunPaths(tmp_path / "run")), pytest.raises(Fenced, match="another submit is at work"):
         check_run_dir(tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b"# nothing\n", b"name: [\n"])
+def test_a_damaged_run_yaml_is_refused_with_the_copy_that_restores_it(run: RunPaths, content: bytes) -> None:
+    note_trained_with(run, load_resolved(run.run_yaml))
+    run.run_yaml.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        plan_submission(run.root, [], cluster="local")
+    command = str(caught.value.remedy).partition("`")[2].partition("`")[0]
+    subprocess.run(shlex.split(command), check=True)
+    assert plan_submission(run.root, [], cluster="local").resumes_from == "step_000002"
+
+
+def test_data_that_is_accepted_without_its_record_is_shown_by_its_digests(tmp_path: Path) -> None:
+    paths, data = RunPaths(tmp_path / "run"), tmp_path / "data"
+    data.mkdir()
+    (data / "a.jsonl").write_text("{}\n")
+    carry_out(plan(paths, f"data.root={data}"), prepare_only=True)
+    append_event(paths, "started", attempt=1)
+    staging = stage(paths, 1)
+    commit(staging, manifest_of(staging, dataset_fingerprint="ab" * 32), epoch_check=owns_it)
+    paths.fingerprint.unlink()
+    shown: list[Drift] = []
+    with pytest.raises(DatasetDrift):
+        check_drift(plan(paths, f"data.root={data}"), lambda drift: bool(shown.append(drift)))
+    assert re.search(r"digest \w{16} now, (ab){8} in the newest checkpoint", shown[0].changed[0])
+    with pytest.raises(DatasetDrift, match="expected digest (ab){8}"):
+        check_drift(plan(paths, f"data.root={data}"))
+    carry_out(plan(paths, f"data.root={data}"), prepare_only=True, confirm_drift=lambda drift: True)
+    [accepted] = [event for event in read_events(paths) if event["event"] == "force_resume"]
+    assert accepted["changed"] == list(shown[0].changed)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 9, b"[]"])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        ("epoch", "then `rm .*/epoch`"),
+        ("rewards.json", "put the file back as it was"),
+        ("orchestration.json", "cp -f .*/step_000002/orchestration.json .*/orchestration.json"),
+    ],
+)
+def test_a_damaged_record_is_refused_before_a_job_is_queued(
+    run: RunPaths, name: str, way: str, content: bytes
+) -> None:
+    write_file(run.root / name, content)
+    (run.checkpoint(2) / "orchestration.json").write_text("{}")
+    with pytest.raises(CheckpointCorrupt, match=way):
+        plan(run)
+
+
+@pytest.mark.parametrize("load", [load_own, load_resolved])
+def test_a_process_of_the_run_says_the_same_of_an_empty_run_yaml(
+    run: RunPaths, load: Callable[[Path], RunConfig]
+) -> None:
+    run.run_yaml.write_bytes(b"")
+    with pytest.raises(ConfigError, match="configuration is empty.*config.yaml in one of its checkpoints"):
+        load(run.run_yaml)

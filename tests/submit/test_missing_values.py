@@ -62,7 +62,33 @@ def test_a_tables_word_for_a_missing_value_is_no_prompt(tmp_path: Path, word: st
             look(tmp_path / "data", [GOOD, GOOD | {"prompt": prompt}])
 
 
-@pytest.mark.parametrize("word", [*WORDS, ["null"], [None]])
+UNSEEN = ["\u200b\u200c", "\ufeff", " \u2060\t", "\u3164", "\ufe0f"]
+
+
+@pytest.mark.parametrize("text", [*UNSEEN, "[]", "\u200bnull"])
+def test_a_prompt_of_which_nothing_is_seen_is_refused(tmp_path: Path, text: str) -> None:
+    for prompt in (text, [{"role": "user", "content": text}], [{"role": "system", "content": ""}]):
+        with pytest.raises(DataError, match="a row has no text under 'prompt'"):
+            look(tmp_path / "data", [GOOD, GOOD | {"prompt": prompt}])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("value", [[], {}, {"x": None}, [None], [[], [" "]], *UNSEEN])
+def test_an_answer_that_says_nothing_is_refused(tmp_path: Path, value: Any, kind: str) -> None:
+    if (kind, value) == ("parquet", {}):
+        return  # a column of objects without a key cannot be written
+    with pytest.raises(DataError) as caught:
+        look(tmp_path / "data", [GOOD | {"answer": value}] * 2, kind)
+    assert caught.value.what == "2 of 2 rows have no text under 'answer'"
+    assert ("as text where that is the answer" in str(caught.value.remedy)) is not isinstance(value, str)
+
+
+def test_an_answer_with_something_in_it_is_taken(tmp_path: Path) -> None:
+    values = [0, False, [0], {"x": None, "y": False}, "\u200b7"]
+    assert look(tmp_path / "data", [GOOD | {"answer": value} for value in values]).doubtful == 0
+
+
+@pytest.mark.parametrize("word", [*WORDS, ["null"], "[]", "{}"])
 def test_an_answer_that_reads_like_a_missing_value_is_said(tmp_path: Path, word: Any) -> None:
     rows = [GOOD, GOOD | {"answer": word}, GOOD | {"answer": "no"}]
     assert look(tmp_path / "data", rows).doubtful == 1

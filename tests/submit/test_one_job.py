@@ -2,6 +2,7 @@
 
 import os
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from verl_slurm.journal.files import append_event, read_events
 from verl_slurm.runs.liveness import job_state
 from verl_slurm.runs.record import last_job
 from verl_slurm.runs.requests import cancel_run
+from verl_slurm.slurm.runner import telling
+from verl_slurm.submit.checks.slurm_verdict import judge_script
 from verl_slurm.submit.executor import MayBeQueued
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.submission import carry_out, plan_submission
@@ -89,6 +92,26 @@ def test_of_two_submits_that_were_planned_at_once_one_queues_a_job(slurm: Slurm)
     with pytest.raises(Fenced, match="the run has a job already"):
         carry_out(second)
     assert slurm.times_sent == 1
+
+
+@pytest.mark.parametrize("verdict", [True, False], ids=["sbatch --test-only", "sbatch"])
+def test_an_sbatch_that_does_not_answer_is_said_while_submit_waits(slurm: Slurm, verdict: bool) -> None:
+    told = slurm.place / "told"
+    os.mkfifo(told)
+    slurm.answer = f"read line < {told}; echo Submitted batch job 7; echo Job 7 to start at noon >&2"
+    plan, said = slurm.plan(), threading.Event()
+
+    def tell(line: str) -> None:
+        if ("sbatch --test-only has" if verdict else "sbatch has") in line:
+            said.set()
+            told.write_text("\n")
+
+    with telling(tell):
+        if verdict:
+            judge_script(plan.config, "")
+        else:
+            assert carry_out(plan).job_id == "7"
+    assert said.is_set()
 
 
 @pytest.mark.parametrize(

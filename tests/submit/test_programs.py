@@ -43,7 +43,19 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("-m accelerate.commands.launch --num_processes 2 train.py", "a launcher", "[train.py]"),
         ("uv run --with trl torchrun train.py", "a launcher", "[train.py]"),
         ("srun -m cyclic python train.py", "a launcher", "[train.py]"),
-        ("env X=1 python -m mod", "a launcher", "[-m, mod]"),
+        ("env X=1 python -m mod", "a launcher", 'env: {X: "1"}, and trainer.command: [-m, mod]'),
+        (
+            "X=1 Y=a=b train.py Z=2",
+            "no Python file X=1",
+            'env: {X: "1", Y: "a=b"}, and trainer.command: [train.py,',
+        ),
+        (
+            "X=1 env Y= ./run.sh Z=2",
+            "no Python file X=1",
+            'env: {X: "1", Y: ""}, and set trainer.command to the',
+        ),
+        ("mpirun -x X=1 python train.py", "a launcher", 'env: {X: "1"}, and trainer.command: [train.py]'),
+        ("X=1", "no Python file X=1", 'env: {X: "1"}, and set trainer.command to your own program'),
         ("bash -c 'x'", "a launcher", "the Python program that the script starts"),
         ("bash run.sh", "a launcher", "the Python program that the script starts"),
         ("run.sh", "a shell script", "slurm.setup"),
@@ -116,6 +128,47 @@ def test_no_code_of_the_configurations_pythonpath_is_run(here: Path) -> None:
     found = check_guest(started_by("needs.py", env={"PYTHONPATH": str(here / "lib")}))
     assert found.notes == []
     assert not (here / "ran").exists()
+
+
+SCORE = "def score(prompts, responses, answers):\n    return [0.0 for _ in prompts]\n"
+
+
+@pytest.mark.parametrize(
+    ("imported", "by_file", "by_module"),
+    [
+        ("from .judge import f", "no dots: the file is loaded by itself", ""),
+        ("from . import judge, known", "no dots", ""),
+        ("from .gone import f", "no dots", "found no gone in"),
+        ("from .judge.gone import f", "no dots", "found no judge.gone in"),
+        ("from . import gone", "no dots", "found no gone in"),
+        ("from ..judge import f", "no dots", "at most 1 dot: it is loaded as part of mine"),
+    ],
+)
+def test_a_relative_import_works_or_is_refused(
+    here: Path, imported: str, by_file: str, by_module: str
+) -> None:
+    (here / "mine").mkdir()
+    for name, text in {
+        "__init__": "known = 1\n",
+        "judge": "f = 1\n",
+        "reward": f"{imported}\n{SCORE}",
+    }.items():
+        (here / "mine" / f"{name}.py").write_text(text)
+    config = run_config(env={"PYTHONPATH": str(here)})
+    with pytest.raises(ConfigError, match=by_file) as caught:
+        check_reward(f"python:{here}/mine/reward.py:score", config)
+    assert "python:PACKAGE.MODULE:FUNCTION" in str(caught.value.remedy)
+    with pytest.raises(ConfigError, match="modules beside the program are found"):
+        check_guest(started_by("mine/reward.py"))
+    module = "python:mine.reward:score"
+    program = started_by("-m", "mine.reward", env={"PYTHONPATH": str(here)})
+    if not by_module:
+        assert check_reward(module, config) == []
+        assert check_guest(program).good == ["program"]
+    else:
+        for check in (lambda: check_reward(module, config), lambda: check_guest(program)):
+            with pytest.raises(ConfigError, match=by_module):
+                check()
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["at the top", "in the function"])

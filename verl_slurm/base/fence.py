@@ -175,7 +175,8 @@ def read_copy(paths: RunPaths) -> Epoch | None:
             "the number of the run's attempt cannot be read",
             where=paths.epoch,
             found=error,
-            remedy=f"make sure that no job of the run lives, then remove the file ({paths.control} has the claims)",
+            remedy=f"make sure that no job of the run lives, then `rm {shell_word(paths.epoch)}`: the claims in "
+            f"{paths.control.name}/ tell the number",
         ) from error
 
 

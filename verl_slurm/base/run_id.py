@@ -6,22 +6,33 @@ import secrets
 from verl_slurm.base.bounded import SMALL, TooMuch, read_regular
 from verl_slurm.base.errors import TierError
 from verl_slurm.base.files import create_file
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 
 __all__ = ["RUN_ID", "run_id"]
 
 RUN_ID = re.compile(r"[0-9a-f]{16}")
+_EMPTY_SEGMENT = 64
+"""Bytes. A segment without a record has a head alone, and a record has more."""
 
 
 def run_id(paths: RunPaths) -> str:
-    """Returns the 16 hex digits that tell this run from others of its name; the first call makes them.
+    """Returns the 16 hex digits that tell this run from others of its name; the first call of a new run makes them.
 
     To bring a lost run directory back from its tiers, write the id (a part of every key) into a new `RUN/run_id`.
 
     Raises:
-        TierError: the file is no id.
+        TierError: the file is no id, or is lost while the ledger has records, which bear it.
     """
     if not paths.run_id.exists():
+        if any(path.stat().st_size > _EMPTY_SEGMENT for path in paths.ledger.glob("epoch_*.ledger")):
+            raise TierError(
+                "the run's id is lost, and its ledger holds records that bear it",
+                where=paths.run_id,
+                expected="16 hex digits",
+                remedy=f"`verl-slurm submit {shell_word(paths.root)}` says which; or move {paths.ledger} out of the "
+                "run, and its rollouts are sampled again",
+            )
         create_file(paths.run_id, secrets.token_hex(8).encode() + b"\n")
     try:
         text = read_regular(paths.run_id, SMALL).decode("ascii", errors="replace").strip()

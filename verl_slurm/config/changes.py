@@ -10,7 +10,7 @@ from pathlib import Path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.config.elastic import require_same_step
-from verl_slurm.config.load import differences
+from verl_slurm.config.load import differences, restoring
 from verl_slurm.config.schema import RunConfig
 
 __all__ = [
@@ -144,6 +144,14 @@ def require_in_place(directory: Path, config: RunConfig, verb: str) -> None:
         ConfigError: a copy, or a run that was moved.
     """
     made_as = Path(config.run_dir)
+    if config.run_dir == RunConfig().run_dir:
+        raise ConfigError(
+            "the run's configuration is damaged",
+            where=directory / "run.yaml",
+            found="no run_dir",
+            expected="the one that `submit` wrote",
+            remedy=restoring(directory / "run.yaml"),
+        )
     # Resolved: the same run by another link is in its place.
     if made_as.resolve() != directory.resolve():
         raise ConfigError(

@@ -20,6 +20,7 @@ from verl_slurm.base.bounded import CONFIG, TooMuch, read_fd, read_regular
 from verl_slurm.base.errors import ConfigError, NotFound, PermissionRefused, together
 from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import json_line, shell_word
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.checks.shared import check
@@ -38,6 +39,7 @@ __all__ = [
     "load_resolved",
     "override_word",
     "parse_config",
+    "restoring",
 ]
 
 # A hyphen is allowed behind the first dot: options of sbatch in `slurm.extra` have them.
@@ -128,7 +130,7 @@ def load_resolved(path: Path | str) -> RunConfig:
     path = Path(path)
     if not path.is_file():
         raise _no_run(path)
-    return load(path)
+    return _parse_run_yaml(_read(path), path)
 
 
 def load_own(path: Path) -> RunConfig:
@@ -162,7 +164,32 @@ def load_own(path: Path) -> RunConfig:
         raise _no_run(path) from None
     except TooMuch as error:
         raise ConfigError("the configuration cannot be read", where=path, found=error) from None
-    return parse_config(raw, str(path))
+    return _parse_run_yaml(raw, path)
+
+
+def _parse_run_yaml(raw: bytes, path: Path) -> RunConfig:
+    """Raises `ConfigError` with the way back to a whole one."""
+    try:
+        # Emptied, or zeros after a power cut. YAML would take no bytes for a configuration of defaults.
+        if not raw.strip(b"\0 \t\r\n"):
+            raise ConfigError(
+                "the run's configuration is empty",
+                where=path,
+                expected="the configuration that `submit` wrote",
+            )
+        return parse_config(raw, str(path))
+    except ConfigError as error:
+        error.remedy = f"{error.remedy}; or {restoring(path)}" if error.remedy else restoring(path)
+        error.args = (error.one_line(),)
+        raise
+
+
+def restoring(path: Path) -> str:
+    """Returns how to get a damaged run.yaml back."""
+    copy = RunPaths(path.parent).trained_with
+    if copy.is_file():
+        return f"`cp {shell_word(copy)} {shell_word(path)}` puts back what its newest ranks were started with"
+    return "restore it from a backup, or from config.yaml in one of its checkpoints"
 
 
 def _no_run(path: Path) -> NotFound:

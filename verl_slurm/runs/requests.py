@@ -3,10 +3,11 @@
 import asyncio
 import shutil
 import signal
+import time
 
 import psutil
 
-from verl_slurm.base.errors import NotFound, SlurmRefused
+from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
@@ -23,13 +24,44 @@ from verl_slurm.slurm.requeue_rules import RequeueOutcome
 __all__ = ["ask_for_save", "cancel_run", "requeue_run"]
 
 
-def cancel_run(run: RunPaths) -> str:
-    """Ends the job of RUN for good; returns its id.
+_PATIENCE_S = 30.0
+"""Seconds after which a request that Slurm does not answer is not begun again."""
+_PAUSE_S = 1.0
+
+
+def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
+    """Ends the job of RUN for good; returns its id. Asks again for `patience_s` while Slurm does not answer.
 
     Raises:
         NotFound: the run has no living job.
         SlurmMissing, SlurmRefused: the request failed.
     """
+    until, asked = time.monotonic() + patience_s, False
+    while True:
+        try:
+            return _cancel(run)
+        except NotFound:
+            # The request before was taken, and its answer lost.
+            if asked and cancel_asked(read_events(run)):
+                return last_job(run).job_id
+            raise
+        except SlurmMissing as error:
+            # Without its commands no second try helps.
+            if shutil.which("scontrol") is None or shutil.which("scancel") is None:
+                raise
+            asked = cancel_asked(read_events(run))
+            if time.monotonic() >= until:
+                raise SlurmMissing(
+                    "the run is not cancelled, and its job goes on",
+                    where=run.root,
+                    found=f"{error.what}: {error.where}: {error.found}",
+                    expected="an answer from slurmctld",
+                    remedy=f"`verl-slurm cancel {shell_word(run.root)}` again once `scontrol ping` answers",
+                ) from error
+        time.sleep(_PAUSE_S)
+
+
+def _cancel(run: RunPaths) -> str:
     try:
         job = last_job(run)
         # Before the journal: a job that is refused here must leave no word of a cancel.
@@ -37,7 +69,8 @@ def cancel_run(run: RunPaths) -> str:
     except NotFound as error:
         return _cancel_unknown(run, error)
     # Before the signal: the next task of a chain starts by itself, and looks for this line.
-    append_event(run, CancelAsked())
+    if not cancel_asked(read_events(run)):
+        append_event(run, CancelAsked())
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
     else:

@@ -36,7 +36,7 @@ from verl_slurm.slurm.parse import (
     parse_usable_nodes,
 )
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
-from verl_slurm.slurm.runner import Completed, run_command, slurm_words
+from verl_slurm.slurm.runner import Completed, run_command, slurm_words, waiting_for
 
 __all__ = ["SlurmClient"]
 
@@ -109,7 +109,8 @@ class SlurmClient:
         timeout_s = self._timeout_s if within_s is None else max(0.0, min(self._timeout_s, within_s))
         try:
             # In a thread: the runner blocks TERM for the command, and does without asyncio's watching of children.
-            return await asyncio.to_thread(run_command, command, self._env, timeout_s, cwd)
+            with waiting_for(" ".join(argv[:2]), timeout_s):
+                return await asyncio.to_thread(run_command, command, self._env, timeout_s, cwd)
         except RuntimeError as error:  # no thread is available
             raise SlurmMissing(
                 "Slurm cannot be asked",
@@ -298,11 +299,18 @@ class SlurmClient:
 
         Raises:
             SlurmRefused: not ours, or over already.
-            NotFound, SlurmMissing: as `job`.
+            NotFound, SlurmMissing: as `job`. The job may have been cancelled.
         """
         # Asked for its target: the number of one task of an array stands for the whole array.
         job = await self.job(job_id)
         done = await self.run(commands.cancel(job.target))
+        if done.exit_code != 0 and not is_answer(done):
+            raise SlurmMissing(
+                "Slurm does not answer",
+                where=f"scancel {job.target}",
+                found=slurm_words(done.stderr) or f"exit code {done.exit_code}",
+                remedy="see whether slurmctld is up: scontrol ping",
+            )
         if done.exit_code != 0 or "error" in done.stderr.lower():
             raise SlurmRefused(
                 "Slurm did not cancel the job",

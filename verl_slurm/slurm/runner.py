@@ -12,18 +12,53 @@ import re
 import selectors
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import msgspec
 
 from verl_slurm.base.errors import SlurmMissing
 
-__all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command", "slurm_words"]
+__all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command", "slurm_words", "telling", "waiting_for"]
 
 MAX_OUTPUT_BYTES = 2**20
 """Limit of each stream. A `scontrol show job` is 2 kB; a broken stub or wrapper is cut off here."""
 _BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP}
+
+
+_MUTE_S = 2.0
+"""Seconds for which a user may wait without a word."""
+_TELL: ContextVar[Callable[[str], None] | None] = ContextVar("who is told of waiting", default=None)
+
+
+@contextmanager
+def telling(tell: Callable[[str], None]) -> Iterator[None]:
+    """Has `tell` called with a line, from another thread, for each command below that Slurm leaves unanswered."""
+    token = _TELL.set(tell)
+    try:
+        yield
+    finally:
+        _TELL.reset(token)
+
+
+@contextmanager
+def waiting_for(command: str, timeout_s: float) -> Iterator[None]:
+    """Surrounds a command of Slurm's that may take up to `timeout_s`."""
+    tell = _TELL.get()
+    if tell is None:
+        yield
+        return
+    line = f"waiting for Slurm: {command} has not answered yet, and has up to {timeout_s:.0f} s"
+    timer = threading.Timer(_MUTE_S, tell, (line,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Completed(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from verl_slurm.runs.liveness import unknown_jobs
 from verl_slurm.slurm.batch import component_lines, sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import is_answer
-from verl_slurm.slurm.runner import Completed, slurm_words
+from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
 from verl_slurm.submit.checks.slurm_verdict import refusal
 from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
@@ -112,7 +113,8 @@ def submit_job(plan: SubmissionPlan, after: str = "") -> QueuedJob:
     before = read_events(paths)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster, after]
     command += plan.avoids
-    answer = _ask_child(command, submission_environment(os.environ, plan.config))
+    with waiting_for("sbatch", _TIMEOUT_S) if plan.cluster == "slurm" else nullcontext():
+        answer = _ask_child(command, submission_environment(os.environ, plan.config))
     if answer.job_id:
         return QueuedJob(answer.job_id, answer.notes)
     # Slurm knows whether a job has the script that was handed to it, whatever became of the answer.

@@ -19,10 +19,9 @@ from verl_slurm.base.files import open_to_group, private_dir
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint
+from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint, require_run_id
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
@@ -58,7 +57,7 @@ from verl_slurm.submit.checks.preflight import (
 )
 from verl_slurm.submit.checks.programs import python_not_run
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
-from verl_slurm.submit.checks.resume_point import ResumeFound, find_resume
+from verl_slurm.submit.checks.resume_point import ResumeFound, check_records, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -209,9 +208,10 @@ def plan_submission(
             f"a new run, since run_dir goes by where you are: {other} exists beside the YAML; {word} means it"
         )
     if not new_run:
-        if paths.run_id.exists():
-            run_id(paths)  # refuses one that is none: the job would end before its journal could say so
+        # Here as well as in the lead: the job would end before its journal could say so.
+        require_run_id(paths)
         committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+        check_records(paths, committed)
         begun = has_begun(paths) or bool(former_checkpoint(paths, config))
         former = _former(paths, config, begun=begun)
         # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
@@ -410,8 +410,13 @@ def _confirmed_drift(
     seen = prints.look(paths, root, old, may_record=confirm_drift is not None)
     drift = (prints.drift(old, seen.found) or None) if old is not None else None
     # Without its record a run still knows what its newest checkpoint was trained on, if not which files these were.
-    if old is None and plan.begun and confirm_drift is None:
-        prints.require_trained_on(seen.found, data_digest(paths), root)
+    if old is None and plan.begun and (trained := data_digest(paths)) and trained != seen.found.digest:
+        if confirm_drift is None:
+            prints.require_trained_on(seen.found, trained, root)
+        digests = f"digest {seen.found.digest[:16]} now, {trained[:16]} in the newest checkpoint"
+        drift = prints.Drift(
+            changed=(f"{digests}; which files differ is not known: {paths.fingerprint} is lost",)
+        )
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
         raise DatasetDrift(
             "the data has changed since the run started",
@@ -455,7 +460,7 @@ def _run_yaml_of(directory: Path) -> Path:
             remedy="see the runs with `verl-slurm list DIR`",
         )
     # A copy has the original's run id, and its run.yaml names the original's directory.
-    require_in_place(directory, load(source), "submit")
+    require_in_place(directory, load_resolved(source), "submit")
     return source
 
 

@@ -22,6 +22,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
+from verl_slurm.checkpoint.store.lost import require_run_id
 from verl_slurm.config.load import load_own
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
@@ -97,6 +98,7 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         config = load_own(paths.run_yaml)
         for directory in (paths.control, paths.logs, paths.ledger, paths.checkpoints):
             private_dir(directory)
+        require_run_id(paths)
         run_id(paths)  # made here, so that no two ranks make it at once
         share_output(paths.logs)
         if hostfile is not None:

@@ -1,4 +1,5 @@
-"""Tells whether a run without a checkpoint to resume from once had one: then it must not begin again in silence.
+"""Tells whether a run has lost what it cannot make again: its id, or the checkpoints that it had. A run without a
+checkpoint to resume from that once had one must not begin again in silence.
 
 Files are lost one by one: a purge takes checkpoints, a full disk the journal, a user the logs. So each trace that a
 checkpoint leaves is enough. A run that was killed before its first save has none of them, and its journal is whole.
@@ -12,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from verl_slurm.base.bounded import RECORD, SMALL, TooMuch, decode_json, read_regular
-from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost, VerlSlurmError
+from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost, TierError, VerlSlurmError
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
@@ -26,10 +27,10 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
-from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, open_segment, scan
+from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, open_segment, scan
 from verl_slurm.runtime_state.segment_files import segments
 
-__all__ = ["data_digest", "former_checkpoint", "lost_error", "require_never_saved"]
+__all__ = ["data_digest", "former_checkpoint", "lost_error", "require_never_saved", "require_run_id"]
 
 _RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
@@ -56,6 +57,54 @@ def require_never_saved(paths: RunPaths, config: RunConfig, epoch: int) -> None:
         trace = f"checkpoint.resume_from names {wanted}, and no attempt has begun from it"
     if trace:
         raise lost_error(paths, trace)
+
+
+def require_run_id(paths: RunPaths) -> None:
+    """Refuses a run whose id is lost or damaged while rollouts or copies in tiers bear it: under a new one these would
+    count as another run's.
+
+    Raises:
+        TierError: it is.
+        OSError: the storage does not answer.
+    """
+    found: object = "no such file"
+    if paths.run_id.exists():
+        try:
+            run_id(paths)
+            return
+        except TierError as error:
+            found, refused = error.found, error
+    else:
+        refused = None
+    named = ""
+    for epoch, rank, path in segments(paths):
+        fd = open_segment(path)
+        try:
+            # No record bears an empty id, so each one is told with the id that it has.
+            gaps = scan(fd, epoch, rank, "", check_from_step=_NO_PAYLOAD)
+            named = next((item.run for item in gaps if isinstance(item, Gap) and item.run), named)
+        finally:
+            os.close(fd)
+    copies = _in_tiers(paths)
+    if named:
+        raise TierError(
+            "the run's id is lost, and its ledger holds rollouts that bear it",
+            where=paths.run_id,
+            found=found,
+            expected=f"{named}, as the newest of them",
+            remedy=f"echo {named} > {shell_word(paths.run_id)}; or move {paths.ledger} out of the run, and these "
+            "rollouts are sampled again",
+        )
+    if copies and refused is None:
+        raise TierError(
+            "the run's id is lost, and copies in its tiers bear it",
+            where=paths.run_id,
+            found=f"{found}, and {copies}",
+            expected="16 hex digits",
+            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again",
+        )
+    if refused is not None:
+        raise refused
 
 
 def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> CheckpointsLost:
@@ -136,6 +185,10 @@ def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
     for name in names_in(paths.run, paths.resharded.checkpoints):
         if checkpoint_order(name) is not None:
             return f"a copy of {name} in {paths.resharded.checkpoints}"
+    return _in_tiers(paths)
+
+
+def _in_tiers(paths: RunPaths) -> str:
     with suppress(FileNotFoundError, *UNREADABLE):
         held = decode_json(
             read_regular(paths.tier_records, RECORD), dict[str, dict[str, dict[str, object]]], RECORD

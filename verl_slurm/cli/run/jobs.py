@@ -7,6 +7,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import RUN, exits, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.runs.requests import cancel_run, requeue_run
+from verl_slurm.slurm.runner import telling
 
 __all__ = ["cancel", "requeue"]
 
@@ -22,7 +23,8 @@ def cancel(run: RunPaths, as_json: bool) -> None:
     It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
     `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
     """
-    job_id = cancel_run(run)
+    with telling(render.warning):
+        job_id = cancel_run(run)
     value = {"run_dir": str(run.root), "job_id": job_id, "result": "cancelled"}
     render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
 
@@ -41,6 +43,7 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     not answer: the ranks are ended after Slurm's KillWait, saved or not. A job that is over is started again by
     `verl-slurm submit RUN`.
     """
-    job_id, detail = requeue_run(run, at_once=at_once)
+    with telling(render.warning):
+        job_id, detail = requeue_run(run, at_once=at_once)
     value = {"run_dir": str(run.root), "job_id": job_id, "result": "requeued"}
     render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)

@@ -20,6 +20,7 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import Drift
 from verl_slurm.slurm.batch import batch_script, sbatch_options
+from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.inputs import needs_building
 from verl_slurm.submit.checks.rank_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
@@ -162,17 +163,18 @@ def submit(
     if not force_resume:  # which may ask: a bar would write over the question
         bar.show("checking the configuration, the inputs and Slurm")
     try:
-        plan = plan_submission(
-            config,
-            list(overrides),
-            verl=ctx.meta[_VERL],
-            # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
-            cluster="slurm" if prepare_only else cluster,
-            ask_slurm=not prepare_only,
-            code=code,
-            dry_run=dry_run,
-            begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
-        )
+        with telling(render.warning):
+            plan = plan_submission(
+                config,
+                list(overrides),
+                verl=ctx.meta[_VERL],
+                # A script of sbatch/ is for Slurm, which need not be on the machine that prepares.
+                cluster="slurm" if prepare_only else cluster,
+                ask_slurm=not prepare_only,
+                code=code,
+                dry_run=dry_run,
+                begin_again=partial(_confirm_beginning, yes=yes or dry_run) if force_resume else None,
+            )
     finally:
         bar.close()
     plan.require_steps_to_do()
@@ -189,9 +191,12 @@ def submit(
     paths = RunPaths(plan.run_dir)
     # Before the job exists: --wait tells what is written from here on, and not the run's former ends.
     offset = paths.events.stat().st_size if paths.events.exists() else 0
-    done = carry_out(
-        plan, prepare_only=prepare_only, confirm_drift=partial(_confirm, yes=yes) if force_resume else None
-    )
+    with telling(render.warning):
+        done = carry_out(
+            plan,
+            prepare_only=prepare_only,
+            confirm_drift=partial(_confirm, yes=yes) if force_resume else None,
+        )
     # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)

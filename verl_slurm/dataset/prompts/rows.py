@@ -4,11 +4,13 @@ A key is a name at the top of the row, or a path with dots into nested columns (
 is text, or a conversation: a list of `{role, content}`, which the model's chat template turns into text. The reward
 gets an answer that is no text as JSON.
 
-A missing value is refused in every spelling: no key, null, NaN, empty or blank text. A prompt is refused as well where
-its whole text is a table's word for a missing value (`reads_missing`); as an answer, `None` may be right.
+A missing value is refused in every spelling: no key, null, NaN, empty or blank text, text of characters that are not
+seen, a list or an object of nothing else. A prompt is refused as well where its whole text is a table's word for a
+missing value (`reads_missing`); as an answer, `None` and the text `[]` may be right.
 """
 
 import json
+import unicodedata
 from collections.abc import Callable, Collection, Iterator
 from pathlib import PurePath
 from typing import Any, BinaryIO
@@ -31,6 +33,11 @@ _WORDS_FOR_MISSING = frozenset(
 """Of pandas, R, SQL, spreadsheets and JavaScript, in lower case."""
 _LONGEST_WORD = 32
 """With brackets and blanks around it."""
+_AROUND_WORDS = "[](){}\"' \t\r\n\xa0\u200b\u200c\u200d\u2060\ufeff"
+_UNSEEN = frozenset(
+    "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0" + "".join(map(chr, range(0xFE00, 0xFE10)))
+)
+"""Characters without a form that Unicode counts as letters, marks or symbols: fillers, variation selectors."""
 
 
 class MissingValue(DataError):
@@ -40,8 +47,38 @@ class MissingValue(DataError):
 
 
 def reads_missing(text: str) -> bool:
-    """Returns whether the whole text is a word for a missing value, also in brackets or quotes (`[null]`)."""
-    return len(text) <= _LONGEST_WORD and text.strip("[](){}\"' \t\r\n").lower() in _WORDS_FOR_MISSING
+    """Returns whether the whole text is a word for a missing value, also in brackets or quotes (`[null]`), or nothing
+    but these (`[]`).
+    """
+    if len(text) > _LONGEST_WORD or not text:
+        return False
+    word = text.strip(_AROUND_WORDS).lower()
+    return not word or word in _WORDS_FOR_MISSING
+
+
+def _is_blank(text: str) -> bool:
+    """Returns whether nothing of the text is seen: empty, white space, zero-width and control characters."""
+    return all(
+        char.isspace() or char in _UNSEEN or unicodedata.category(char) in ("Cc", "Cf") for char in text
+    )
+
+
+def _says_nothing(value: Any) -> bool:
+    """Returns whether a value holds only nulls, NaN and blank text, at any depth."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            rest += part.values()
+        elif isinstance(part, list | tuple):
+            rest += part
+        elif isinstance(part, str):
+            if not _is_blank(part):
+                return False
+        # NaN is a float, or a Decimal, that is not itself.
+        elif part is not None and part == part:
+            return False
+    return True
 
 
 def prompts_of(
@@ -101,7 +138,7 @@ def _value(row: dict[str, Any], key: str) -> Any:
 
 def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
     # An empty prompt has no token to start from, and `nan` is what a table writes for a prompt that it lacks.
-    if isinstance(value, str) and value.strip() and not reads_missing(value):
+    if isinstance(value, str) and not _is_blank(value) and not reads_missing(value):
         return value
     if not isinstance(value, list) or not value:
         raise _no_text(value, row, where, key, "text, or a list of {role, content}", "data.prompt_key")
@@ -122,10 +159,12 @@ def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
         if not isinstance(content, str) and "tool_calls" not in message:
             raise _no_conversation(where, key, f"message {number + 1}: {_kind(message)}")
         asked = content if message["role"] == "user" else None
-        if isinstance(asked, str) and (not asked.strip() or reads_missing(asked)):
+        if isinstance(asked, str) and (_is_blank(asked) or reads_missing(asked)):
             found = f"message {number + 1}: {_kind(asked)}"
             raise _no_text(value, row, where, key, "text from the user", "data.prompt_key", found)
         messages.append(message)
+    if all(_is_blank(message.get("content", "")) and "tool_calls" not in message for message in messages):
+        raise _no_text(value, row, where, key, "text in a message", "data.prompt_key")
     # The template would open another turn behind the answer that is wanted.
     if messages[-1]["role"] == "assistant":
         raise DataError(
@@ -139,12 +178,13 @@ def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:
 
 def _answer(row: dict[str, Any], where: str, key: str) -> str:
     value = _value(row, key)
-    if isinstance(value, str) and value.strip():
-        return value
-    # NaN is a float, or a Decimal, that is not itself.
-    if value is _MISSING or value is None or isinstance(value, str) or value != value:
+    if value is _MISSING or _says_nothing(value):
         remedy = "data.answer_key; data.answer_key=null if there are no answers"
+        if isinstance(value, list | dict):
+            remedy += f"; write {json.dumps(type(value)())} as text where that is the answer"
         raise _no_text(value, row, where, key, "an answer", remedy)
+    if isinstance(value, str):
+        return value
     # default=str: Parquet gives dates and decimals, which JSON lacks.
     return json.dumps(value, ensure_ascii=False, default=str)
 
@@ -184,7 +224,9 @@ def _keys(row: dict[str, Any]) -> list[str]:
 
 def _kind(value: Any) -> str:
     if isinstance(value, str):
-        return repr(value[:_SHOWN]) if value.strip() else "blank text" if value else "empty text"
+        # ascii: characters that are not seen are shown by their numbers.
+        shown = ascii(value[:_SHOWN]) if _is_blank(value) else repr(value[:_SHOWN])
+        return shown if value.strip() else "blank text" if value else "empty text"
     if isinstance(value, float) and value != value:
         return "NaN"
     names = {type(None): "null", list: "a list", dict: "an object", bool: "a truth value"}

@@ -353,7 +353,10 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
         return []
     # A note, not a refusal: the function may read them and do without them.
     notes = [_no_answers(text)] if reads_answers and config.data.answer_key is None else []
-    return notes + check_source(config, "model.reward", file, spec.function).notes
+    # As `trainer.reward.python` loads it.
+    whole = file.name == "__init__.py"
+    package = "" if spec.is_file else spec.name if whole else spec.name.rpartition(".")[0]
+    return notes + check_source(config, "model.reward", file, spec.function, package).notes
 
 
 def _no_answers(reward: str) -> str:

@@ -13,6 +13,7 @@ import msgspec
 from verl_slurm.base.bounded import (
     ADAPTER_FILES,
     SAFETENSORS_HEADER,
+    TOKENIZER,
     TooMuch,
     decode_json,
     open_regular,
@@ -35,6 +36,34 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    id: int = -1
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: dict[str, int] | list[tuple[str, float]]
+
+
+class _Tokenizer(msgspec.Struct):
+    """tokenizer.json."""
+
+    model: _TokenizerModel
+    added_tokens: list[_AddedToken] = []
+
+    def ids(self) -> dict[str, int]:
+        vocab = self.model.vocab
+        own = vocab if isinstance(vocab, dict) else {text: row for row, (text, _) in enumerate(vocab)}
+        return own | {token.content: token.id for token in self.added_tokens}
+
+
+class _SpecialTokens(msgspec.Struct):
+    """tokenizer_config.json, and special_tokens_map.json of older tokenizers."""
+
+    eos_token: str | _AddedToken | msgspec.UnsetType | None = msgspec.UNSET
+    added_tokens_decoder: dict[int, _AddedToken] = {}
 
 
 def check_model(key: str, directory: Path, written: str = "") -> None:
@@ -63,7 +92,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
         raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
     # Names first, then the contents of small files, and the headers of large ones last.
     _check_weights(key, directory, remedy)
-    _check_config(directory / "config.json", remedy)
+    named = _check_config(directory / "config.json", remedy)
     if not any((directory / name).is_file() for name in _TOKENIZERS):
         raise DataError(
             "the model directory has no tokenizer",
@@ -71,6 +100,8 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
             expected=" or ".join(_TOKENIZERS),
             remedy=f"save the tokenizer there too (tokenizer.save_pretrained), or {remedy}",
         )
+    if key == "model.path":
+        _check_end_tokens(directory, named)
     for path in sorted(directory.glob("*.safetensors")):
         if complaint := weights_problem(path):
             raise DataError(
@@ -202,7 +233,8 @@ def _check_index(directory: Path, remedy: str) -> None:
         )
 
 
-def _check_config(path: Path, remedy: str) -> None:
+def _check_config(path: Path, remedy: str) -> tuple[int, ...]:
+    """Returns the end tokens that the model's configuration names."""
     try:
         config = read_model_config(path.parent)
     except UNREADABLE as error:
@@ -218,7 +250,7 @@ def _check_config(path: Path, remedy: str) -> None:
             remedy=remedy,
         )
     try:
-        read_end_tokens(path.parent)
+        return read_end_tokens(path.parent)
     except UNREADABLE as error:
         raise DataError(
             "the model's end tokens cannot be read",
@@ -226,3 +258,62 @@ def _check_config(path: Path, remedy: str) -> None:
             found=error,
             remedy="fix eos_token_id in that file",
         ) from None
+
+
+def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
+    """Refuses a model without an end token, or with one that it cannot sample: each response would be cut."""
+    token, known = _end_token(directory)
+    # Without the key, a class of tokenizers may have an end token of its own. The model's files then name it, too.
+    if not token and (token is not msgspec.UNSET or not named):
+        raise DataError(
+            "the tokenizer has no end-of-sequence token",
+            where=directory,
+            found=f"eos_token_id {', '.join(map(str, named))} in the model's own files" if named else None,
+            expected="eos_token in tokenizer_config.json; without it every response is cut at its greatest length",
+            remedy='set eos_token there to the token that ends a text, e.g. "eos_token": "<|im_end|>"',
+        )
+    if token and known and token not in known:
+        raise DataError(
+            "the tokenizer's end token is not in its vocabulary",
+            where=directory / "tokenizer_config.json",
+            found=f"eos_token {token!r}",
+            expected="a token of tokenizer.json",
+            remedy="set eos_token to one that the model was trained with",
+        )
+    config = read_model_config(directory)
+    inner = config.get("text_config")
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    own = [known[token]] if token and token in known else []
+    outside = [number for number in (*named, *own) if isinstance(size, int) and number >= size]
+    if outside:
+        raise DataError(
+            "an end token is outside the model's vocabulary",
+            where=directory,
+            found=f"token {outside[0]}",
+            expected=f"below vocab_size={size} of config.json: the model cannot sample another",
+            remedy="fix eos_token_id in generation_config.json or config.json"
+            if outside[0] in named
+            else "use the tokenizer that belongs to this model",
+        )
+
+
+def _end_token(directory: Path) -> tuple[str | msgspec.UnsetType | None, dict[str, int]]:
+    """Returns the tokenizer's end token, UNSET if no file has the key, and the tokens that can be looked up."""
+
+    def read(name: str, form: type[T]) -> T | None:
+        path = directory / name
+        if not path.is_file():
+            return None
+        return decode_json(read_regular(path, TOKENIZER, follow=True), form, TOKENIZER, doubles=False)
+
+    try:
+        special = read("tokenizer_config.json", _SpecialTokens) or _SpecialTokens()
+        older = read("special_tokens_map.json", _SpecialTokens) or _SpecialTokens()
+        tokenizer = read("tokenizer.json", _Tokenizer)
+    # Not said here: loading the tokenizer says it with its reason.
+    except (OSError, *UNREADABLE):
+        return "unreadable", {}
+    token = older.eos_token if special.eos_token is msgspec.UNSET else special.eos_token
+    added = {one.content: number for number, one in special.added_tokens_decoder.items()}
+    text = token.content if isinstance(token, _AddedToken) else token
+    return text, tokenizer.ids() | added if tokenizer else {}

@@ -4,6 +4,8 @@ Each check returns what it found good and notes. A note "not looked at: ..." nam
 """
 
 import ast
+import itertools
+import json
 import os
 import re
 import sys
@@ -16,6 +18,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
+from verl_slurm.base.one_line import counted
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.installed import look
@@ -49,6 +52,7 @@ _LAUNCHER_MODULES = re.compile(
 )
 _SHELL_FILE = re.compile(r".+\.(?:sh|bash|zsh|ksh|csh|slurm|sbatch|job|sub)")
 _TAKES_MODULES = re.compile(rf"{_PYTHON}|accelerate|torchrun|deepspeed|uvx?|composer|ft_launcher")
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
 _PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
 _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
@@ -119,8 +123,9 @@ def _why_not_python(path: Path) -> str:
 
 
 def _no_program(words: Sequence[str], why: str) -> ConfigError:
-    script = _SHELL_FILE.fullmatch(words[0]) or re.fullmatch(_SHELLS, Path(words[0]).name)
-    if behind := program_behind(words):
+    behind, (variables, rest) = program_behind(words), _given_to(words)
+    script = _SHELL_FILE.fullmatch(rest[0]) or re.fullmatch(_SHELLS, Path(rest[0]).name) if rest else None
+    if behind:
         shown = ", ".join(word if _PLAIN.fullmatch(word) else f'"{word}"' for word in behind[:6])
         more = ", ..." if len(behind) > 6 else ""
         remedy = f"trainer.command: [{shown}{more}]; distributed.dp_size is the number of ranks"
@@ -131,6 +136,9 @@ def _no_program(words: Sequence[str], why: str) -> ConfigError:
         )
     else:
         remedy = 'set trainer.command to your own program and its arguments, e.g. [train.py, --lr, "1e-4"]'
+    if variables:
+        shown = ", ".join(f"{name}: {json.dumps(value)}" for name, value in variables.items())
+        remedy = f"env: {{{shown}}}, and {remedy}"
     return ConfigError(
         "no program that ranks can be started with",
         where="trainer.command",
@@ -138,6 +146,19 @@ def _no_program(words: Sequence[str], why: str) -> ConfigError:
         expected="a Python file, or -m and a module: verl-slurm starts the ranks itself",
         remedy=remedy,
     )
+
+
+def _given_to(words: Sequence[str]) -> tuple[dict[str, str], Sequence[str]]:
+    """Returns the variables that a command sets for its program, as `env` and shells do, and the words after the
+    first of these and `env`.
+    """
+    end = len(words) - len(program_behind(words))
+    rest = list(
+        itertools.dropwhile(lambda word: Path(word).name == "env" or _ASSIGNED.fullmatch(word), words)
+    )
+    # Without a program that is recognised, a later `a=b` may be its argument.
+    before = words[:end] if end < len(words) else words[: len(words) - len(rest)]
+    return {match[1]: match[2] for word in before if (match := _ASSIGNED.fullmatch(word))}, rest
 
 
 def program_behind(words: Sequence[str]) -> list[str]:
@@ -186,7 +207,8 @@ def _module(config: RunConfig, words: Sequence[str]) -> Found:
         source, problem = _parsed(config, Path(origin), "trainer.command")
         if source is None:
             return Found(["program"], [problem])
-        return _joined(Found(["program"], []), check_imports(config, Path(origin), source))
+        package = name.rpartition(".")[0]
+        return _joined(Found(["program"], []), check_imports(config, Path(origin), source, package=package))
     return Found(["program"], [])
 
 
@@ -286,21 +308,83 @@ def check_modules(config: RunConfig, names: Sequence[str], what: str, beside: Se
 
 
 def check_imports(
-    config: RunConfig, file: Path, tree: ast.Module, *, function: str = "", beside: Sequence[str] = ()
+    config: RunConfig,
+    file: Path,
+    tree: ast.Module,
+    *,
+    function: str = "",
+    beside: Sequence[str] = (),
+    package: str = "",
 ) -> Found:
     """Refuses a source whose imports the ranks' Python does not have.
 
     Args:
         function: whose own imports count, too.
         beside: directories in which its neighbours are found.
+        package: in which the file is loaded; empty: it is loaded by itself.
 
     Raises:
-        ConfigError: a module is missing.
+        ConfigError: a module is missing, or a relative import cannot work.
     """
+    imports = list(_imports(tree.body, function))
+    # A program may make itself part of a package.
+    if not any(isinstance(node, ast.Name) and node.id == "__package__" for node in ast.walk(tree)):
+        for node in imports:
+            if isinstance(node, ast.ImportFrom) and node.level:
+                _check_relative(file, node, package, beside)
     if any(map(_is_search_path, ast.walk(tree))):
         return Found([], [f"not looked at: what {file} imports, since it changes sys.path"])
-    names = list(dict.fromkeys(_imports(tree.body, function)))
-    return check_modules(config, names, str(file), beside) if names else Found([], [])
+    names = []
+    for node in imports:
+        if isinstance(node, ast.Import):
+            names += [alias.name.partition(".")[0] for alias in node.names]
+        elif node.level == 0 and node.module:
+            names.append(node.module.partition(".")[0])
+    return check_modules(config, list(dict.fromkeys(names)), str(file), beside) if names else Found([], [])
+
+
+def _check_relative(file: Path, node: ast.ImportFrom, package: str, beside: Sequence[str]) -> None:
+    """Refuses a relative import that leads out of the package of its file, or to no module."""
+    dots, depth = "." * node.level, len(package.split(".")) if package else 0
+    wanted = [node.module] if node.module else [alias.name for alias in node.names]
+    line = f"from {dots}{node.module or ''} import {', '.join(alias.name for alias in node.names)}"
+    if depth < node.level:
+        rest = f"from {node.module} import" if node.module else "import"
+        raise ConfigError(
+            "a relative import cannot work here",
+            where=f"{file}:{node.lineno}",
+            found=line,
+            expected=f"at most {counted(depth, 'dot')}: it is loaded as part of {package}"
+            if package
+            else "no dots: the file is loaded by itself, and not as part of a package",
+            remedy=f"write `{rest} ...`: modules beside the program are found"
+            if beside
+            else "write what it needs into the file itself, or name the module by its package, whose directory stands "
+            "in env.PYTHONPATH; model.reward takes python:PACKAGE.MODULE:FUNCTION",
+        )
+    folder = file.parents[node.level - 1]
+    for name in wanted:
+        places: Sequence[str] | None = [str(folder)]
+        for part in name.split("."):
+            spec = PathFinder.find_spec(part, places) if places else None
+            places = spec.submodule_search_locations if spec else None
+            if spec is None and (node.module or not _binds(folder / "__init__.py", name)):
+                raise ConfigError(
+                    "a relative import finds no module",
+                    where=f"{file}:{node.lineno}",
+                    found=f"no {name} in {folder}",
+                    expected=f"a module for `{line}`",
+                    remedy="put it there, or correct the import",
+                )
+
+
+def _binds(file: Path, name: str) -> bool:
+    """Returns whether a package itself has that name, or may have it."""
+    try:
+        tree = ast.parse(read_regular(file, SOURCE, follow=True))
+    except _UNPARSED:
+        return file.exists()
+    return bool({name, "*", "__getattr__"} & set().union(*map(names_of, bindings(tree.body))))
 
 
 def _is_search_path(node: ast.AST) -> bool:
@@ -310,26 +394,25 @@ def _is_search_path(node: ast.AST) -> bool:
     return False
 
 
-def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[str]:
-    """Yields the top-level modules of imports that run in any case: those in `if` and `try` may have a way out."""
+def _imports(body: Sequence[ast.stmt], function: str) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Yields the imports that run in any case: those in `if` and `try` may have a way out."""
     for node in body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            yield node.module.partition(".")[0]
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
             yield from _imports(node.body, "")
 
 
-def check_source(config: RunConfig, key: str, file: Path, name: str = "") -> Found:
+def check_source(config: RunConfig, key: str, file: Path, name: str = "", package: str = "") -> Found:
     """Checks a Python file that a program loads: it parses, binds `name`, and finds its imports.
 
     Args:
         key: that names it, for messages.
         name: of a function or class; empty: any.
+        package: in which the file is loaded; empty: it is loaded by itself.
 
     Raises:
-        ConfigError: it binds no such name, or lacks a module.
+        ConfigError: it binds no such name, lacks a module, or has a relative import that cannot work.
         DataError: it cannot be read or parsed.
     """
     tree, problem = _parsed(config, file, key)
@@ -350,7 +433,7 @@ def check_source(config: RunConfig, key: str, file: Path, name: str = "") -> Fou
                 remedy=f"name one of them, or write {name} into it",
             )
         notes.append(f"not looked at: whether {file} has {name}, since it imports *")
-    return _joined(Found([], notes), check_imports(config, file, tree, function=name))
+    return _joined(Found([], notes), check_imports(config, file, tree, function=name, package=package))
 
 
 def _parsed(config: RunConfig, file: Path, key: str) -> tuple[ast.Module | None, str]:

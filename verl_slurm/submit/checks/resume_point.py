@@ -1,20 +1,26 @@
 """Looks for the checkpoint that a run which is submitted again goes on from."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.bounded import DATA_FILES, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.keys import load_keys
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.wire.reward_plan import read_reward_plan
 
-__all__ = ["ResumeFound", "find_resume"]
+__all__ = ["ResumeFound", "check_records", "find_resume"]
 
 _MOST_READ = 1 << 30
 """Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case."""
@@ -30,6 +36,43 @@ class ResumeFound(msgspec.Struct, frozen=True):
     lost: str = ""
     """What tells that it had a checkpoint, where it has none that can be used."""
     note: str = ""
+
+
+def check_records(paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
+    """Refuses a run of which a record is damaged that the job reads at its start.
+
+    Args:
+        committed: its checkpoints, the newest first.
+
+    Raises:
+        CheckpointCorrupt: one is empty or damaged.
+    """
+    read_epoch(paths)
+    read_reward_plan(paths)
+    try:
+        _read_object(paths.orchestration)
+    except FileNotFoundError:
+        return
+    except UNREADABLE as error:
+        copy = None
+        for info in committed:
+            # An encrypted checkpoint has no copy that could be put back as it is.
+            with suppress(OSError, *UNREADABLE):
+                _read_object(info.path / paths.orchestration.name)
+                copy = info.path / paths.orchestration.name
+                break
+        raise CheckpointCorrupt(
+            "the orchestration state cannot be read",
+            where=paths.orchestration,
+            found=error,
+            remedy=f"`cp -f {shell_word(copy)} {shell_word(paths.orchestration)}` puts back what the first start wrote"
+            if copy is not None
+            else f"`rm -f {shell_word(paths.orchestration)}`: no checkpoint has a copy; the next start writes it anew",
+        ) from None
+
+
+def _read_object(path: Path) -> None:
+    decode_json(read_regular(path, DATA_FILES), dict[str, object], DATA_FILES)
 
 
 class _TooLarge(Exception):

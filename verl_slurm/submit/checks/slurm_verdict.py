@@ -13,7 +13,7 @@ from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.config.checks.options import OWN_OPTIONS
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import submission_environment
-from verl_slurm.slurm.runner import slurm_words
+from verl_slurm.slurm.runner import slurm_words, waiting_for
 
 __all__ = ["judge_script", "refusal", "refused_keys"]
 
@@ -114,18 +114,19 @@ def judge_script(config: RunConfig, script: str) -> tuple[str, list[str]]:
     if program is None:
         raise SlurmMissing("there is no sbatch here", remedy="load Slurm's module, or use --cluster local")
     try:
-        done = subprocess.run(
-            [program, "--test-only"],
-            # On standard input: a dry run writes no file.
-            input=script,
-            # The environment of the real submission, whose verdict is asked for, but with messages in English.
-            env=submission_environment(os.environ, config) | {"LC_ALL": "C"},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+        with waiting_for("sbatch --test-only", _TIMEOUT_S):
+            done = subprocess.run(
+                [program, "--test-only"],
+                # On standard input: a dry run writes no file.
+                input=script,
+                # The environment of the real submission, whose verdict is asked for, but with messages in English.
+                env=submission_environment(os.environ, config) | {"LC_ALL": "C"},
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
     except subprocess.TimeoutExpired:
         # No refusal: a controller that plans for long may well take the job.
         said = f"no answer within {_TIMEOUT_S:.0f} s: what Slurm thinks of the job is not known"
