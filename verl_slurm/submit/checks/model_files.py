@@ -283,16 +283,17 @@ def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
     config = read_model_config(directory)
     inner = config.get("text_config")
     size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
-    own = [known[token]] if token and token in known else []
-    outside = [number for number in (*named, *own) if isinstance(size, int) and number >= size]
-    if outside:
+    own = known.get(token, -1) if token else -1
+    # One of the model's that can be sampled is enough: a configuration may keep its class's default beside it.
+    first = own if own >= 0 else min(named, default=-1)
+    if isinstance(size, int) and first >= size:
         raise DataError(
-            "an end token is outside the model's vocabulary",
+            "the end token is outside the model's vocabulary",
             where=directory,
-            found=f"token {outside[0]}",
+            found=f"token {first}",
             expected=f"below vocab_size={size} of config.json: the model cannot sample another",
             remedy="fix eos_token_id in generation_config.json or config.json"
-            if outside[0] in named
+            if own < 0
             else "use the tokenizer that belongs to this model",
         )
 
