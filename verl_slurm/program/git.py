@@ -292,7 +292,7 @@ def _run(
     try:
         answer, errors = _read(git, most)
     except TimeoutError as error:
-        raise _refusal(place, f"{said} {error}{_odd_files(place)}") from None
+        raise _refusal(place, f"{said} {error}{_odd_files(place)}", "remove what it waited for") from None
     except TooMuch as error:
         raise _refusal(place, f"{said} answers with {error}") from None
     finally:
@@ -306,7 +306,7 @@ def _run(
     if git.returncode < 0:
         number = -git.returncode
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        raise _refusal(place, f"{said} was ended by {name}{_odd_files(place)}")
+        raise _refusal(place, f"{said} was ended by {name}{_odd_files(place)}", "remove what ended it")
     if git.returncode and not may_fail:
         lines = errors.decode(errors="replace").strip().splitlines()
         raise _refusal(place, lines[0] if lines else f"exit code {git.returncode} of {said}")
@@ -373,10 +373,10 @@ def _odd_files(place: Path) -> str:
     )
 
 
-def _refusal(place: Path, found: object) -> ConfigError:
+def _refusal(place: Path, found: object, first: str = "see `git status` there") -> ConfigError:
     return ConfigError(
         "git does not tell which files the code has",
         where=place,
         found=found,
-        remedy="see `git status` there, or set code.tree to the directory that is copied as it is, or to null",
+        remedy=f"{first}, or set code.tree to the directory that is copied as it is, or to null",
     )
