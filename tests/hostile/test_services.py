@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import json
 import os
+import pwd
+import socket
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.agent.probe import connect_checked
+from verl_slurm_daemon.link import relay
 from verl_slurm_daemon.link.relay import Streams, open_far_end, open_near_end
 
 from tests.daemon.test_services import HostStory
@@ -113,7 +116,9 @@ def test_a_service_is_not_started_at_a_port_that_is_taken_already(tmp_path: Path
 
 
 @asynccontextmanager
-async def relayed(port: int, told: list[str]) -> AsyncIterator[tuple[str, int]]:
+async def relayed(
+    port: int, told: list[str], refused: Callable[[str, str], None] = lambda *_: None
+) -> AsyncIterator[tuple[str, int]]:
     """The way of a rank to what listens on `port`."""
 
     async def reach() -> Streams:
@@ -124,7 +129,7 @@ async def relayed(port: int, told: list[str]) -> AsyncIterator[tuple[str, int]]:
             raise
 
     far, far_port = await open_far_end("127.0.0.1", KEY, 1, 1, reach)
-    near, address = await open_near_end(f"127.0.0.1:{far_port}", KEY, 1, told.append)
+    near, address = await open_near_end(f"127.0.0.1:{far_port}", KEY, 1, told.append, refused)
     async with far, near:
         host, _, own = address.partition(":")
         yield host, int(own)
@@ -184,11 +189,78 @@ def test_ranks_send_nothing_to_another_user_at_the_port_of_a_host_that_is_gone()
         told: list[str] = []
         port, eve = free_port(), Eve()
         eve.listen(port)
-        near, address = await open_near_end(f"127.0.0.1:{port}", KEY, 1, told.append)
+        near, address = await open_near_end(f"127.0.0.1:{port}", KEY, 1, told.append, lambda *_: None)
         async with near:
             host, _, own = address.partition(":")
             assert await sent_and_answered(host, int(own)) is None
         assert not any(b"secret" in bytes.fromhex(line) for line in eve.end())
+
+    asyncio.run(story())
+
+
+# Holds silent connections to a port, from one of its own addresses, and tells when all of them have been reset.
+_CROWD = """
+import socket, sys
+host, port, family = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+held = []
+for _ in range(20):
+    line = socket.socket(family)
+    if family == socket.AF_INET:
+        line.bind((host, 0))
+    line.connect(("127.0.0.1" if family == socket.AF_INET else "::ffff:127.0.0.1", port))
+    held.append(line)
+print("holds", flush=True)
+for line in held:
+    line.settimeout(20)
+    try:
+        assert line.recv(1) == b"", "served"
+    except ConnectionResetError:
+        pass
+print("all reset", flush=True)
+"""
+
+
+@needs_another_user
+@pytest.mark.parametrize(
+    ("host", "family"),
+    [("127.0.0.1", socket.AF_INET), ("127.0.0.2", socket.AF_INET), ("::", socket.AF_INET6)],
+)
+def test_silent_connections_of_another_user_take_no_place_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch, host: str, family: int
+) -> None:
+    monkeypatch.setattr(relay, "MOST_CONNECTIONS", 4)
+
+    async def story() -> None:
+        refused: list[tuple[str, str]] = []
+        async with (
+            await asyncio.start_server(_echo, "127.0.0.1", 0) as server,
+            relayed(server.sockets[0].getsockname()[1], [], lambda *what: refused.append(what)) as way,
+        ):
+            argv = [*PYTHON_OF_NOBODY, "-c", _CROWD, host, str(way[1]), str(int(family))]
+            crowd = await asyncio.create_subprocess_exec(*argv, stdout=subprocess.PIPE, cwd="/")
+            assert crowd.stdout is not None
+            assert await crowd.stdout.readline() == b"holds\n"
+            async with asyncio.timeout(20):
+                answers = await asyncio.gather(*(sent_and_answered(*way) for _ in range(8)))
+                assert answers == [b"Bearer secret"] * 8
+            assert await crowd.stdout.read() == b"all reset\n"
+            assert await crowd.wait() == 0
+        assert refused == [("user", f"uid {NOBODY} ({pwd.getpwuid(NOBODY).pw_name})")] * 20
+
+    asyncio.run(story())
+
+
+def test_ranks_that_have_to_wait_for_their_service_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MOST_CONNECTIONS", 1)
+
+    async def story() -> None:
+        told: list[str] = []
+        async with (
+            await asyncio.start_server(_echo, "127.0.0.1", 0) as server,
+            relayed(server.sockets[0].getsockname()[1], told) as way,
+        ):
+            await asyncio.gather(*(sent_and_answered(*way) for _ in range(4)))
+        assert ["are in use; further ones wait" in line for line in told] == [True]
 
     asyncio.run(story())
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.program.repos import git, new_repo
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.program import git as git_module
 from verl_slurm.program import listing
 from verl_slurm.program.git import commit_of, diff_of
 from verl_slurm.program.listing import Listing, list_tree
@@ -303,6 +305,72 @@ def test_a_work_tree_that_git_does_not_open_is_refused(tmp_path: Path) -> None:
     (tmp_path / "code/.git").write_text("gitdir: /nowhere\n")
     with pytest.raises(ConfigError, match="git does not tell which files the code has.*code.tree"):
         listed(tmp_path / "code")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".gitignore",
+        "deep/.gitignore",
+        ".gitattributes",
+        ".git/info/exclude",
+        ".git/index",
+        ".git/HEAD",
+        "include.path",
+        "core.excludesfile",
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_that_git_opens_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr(git_module, "STILL_S", 1.0)
+    repo = new_repo(tmp_path / "repo", train="", deep__loop="")
+    pipe = repo / name
+    if name.startswith((".", "deep")):
+        pipe.unlink(missing_ok=True)
+        found = f"{pipe} is no regular file"
+    else:
+        pipe = tmp_path / "pipe"
+        git(repo, "config", name, str(pipe))
+        found = "maybe a file that .git/config names"
+    os.mkfifo(pipe)
+    with pytest.raises(
+        ConfigError, match=f"git [a-z-]+ has waited for 1 s and done nothing.*{re.escape(found)}"
+    ):
+        listed(repo)
+        commit_of(repo)
+
+
+def test_a_signal_that_ends_git_is_said_with_the_file_that_may_be_too_much_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As git 2.39 does on a .gitignore of 2.5 GB, without the memory.
+    own = tmp_path / "bin/git"
+    own.parent.mkdir()
+    own.write_text(
+        f'#!/bin/sh\ncase "$*" in *ls-files*) kill -SEGV $$;; *) exec {shutil.which("git")} "$@";; esac\n'
+    )
+    own.chmod(0o755)
+    repo = new_repo(tmp_path / "repo", train="")
+    monkeypatch.setenv("PATH", f"{own.parent}:{os.environ['PATH']}")
+    with (repo / ".gitignore").open("w") as file:
+        file.truncate(100 << 20)
+    with pytest.raises(ConfigError, match=r"git ls-files was ended by SIGSEGV: \S+/\.gitignore has 100 MiB"):
+        listed(repo)
+
+
+def test_a_difference_that_never_ends_is_read_to_its_limit_and_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(git_module, "MOST_DIFF", 100_000)
+    repo = new_repo(tmp_path / "repo", train="")
+    (repo / "train.py").write_text("x\n" * 30_000)
+    assert len(diff_of(repo, ["train.py"]) or b"") > 90_000
+    (repo / "train.py").write_text("x\n" * 4_000_000)
+    tracemalloc.start()
+    assert diff_of(repo, ["train.py"]) is None
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
 
 
 def test_a_glob_that_finds_nothing_or_leads_out_is_refused(tmp_path: Path) -> None:

@@ -204,6 +204,17 @@ def test_references_in_a_circle_stay_as_they_are_and_a_tower_of_them_is_refused(
     assert time.process_time() - began < 60
 
 
+@pytest.mark.parametrize(
+    ("first", "each"),
+    [("x" * 1000, "${{{0}}}" * 10), (["x"] * 100, "${{oc.create:[" + ",".join(["${{{0}}}"] * 50) + "]}}")],
+    ids=["text", "a resolver"],
+)
+def test_references_that_multiply_are_refused_by_their_name(first: object, each: str) -> None:
+    section = {"+x0": first} | {f"+x{n}": each.format(f"x{n - 1}") for n in range(1, 5)}
+    with pytest.raises(ConfigError, match=r"grow too large: verl\.x[1-4] .*more than 1 MiB of text"):
+        composed(section)
+
+
 def test_words_behind_the_dashes_are_hydras() -> None:
     words = ["trainer.val_only=False", "data.train_files=[/d/a,'/d/b']", "+x={a:1,b:${data.seed}}", "y=null"]
     section = parse_config(b"trainer: {backend: verl}", "x.yaml", [], words).verl

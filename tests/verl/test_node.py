@@ -1,6 +1,8 @@
 """What a node's launcher decides before it starts anything."""
 
 import argparse
+import asyncio
+import socket
 import stat
 from pathlib import Path
 
@@ -8,6 +10,9 @@ import msgspec
 import pytest
 
 from tests.builders import write_manifest
+from tests.hostile.another_user import NOBODY, needs_another_user
+from tests.hostile.test_services import Eve
+from tests.processes import free_port
 from verl_slurm.base.errors import ConfigError, Fenced, PermissionRefused, WireError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
@@ -17,6 +22,8 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops import ray_node as node
 from verl_slurm.loops.verl_settings import resume_point
 from verl_slurm.wire.lead_file import LeadAddress, write_lead_address
+from verl_slurm.wire.messages import FromStoreClient, StoreAnswer, StrangerMet
+from verl_slurm.wire.store_line import StoreLine
 
 
 def arguments(paths: RunPaths) -> argparse.Namespace:
@@ -98,3 +105,44 @@ def test_another_incarnations_lead_a_broken_file_and_one_open_to_others_are_refu
     paths.lead_address.chmod(0o644)
     with pytest.raises(PermissionRefused):
         node._write_token(paths, arguments(paths))
+
+
+class Store(StoreLine):
+    """The ranks' store, as the lead keeps it for all nodes; a call that waits is over at once."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.met: list[str] = []
+
+    def call(self, message: FromStoreClient) -> StoreAnswer:
+        if isinstance(message, StrangerMet):
+            self.met.append(message.peers)
+        elif message.op == "set":
+            self.values[message.keys[0]] = message.values[0]
+        elif not set(message.keys) <= self.values.keys():
+            return StoreAnswer(call=0, outcome="timeout")
+        return StoreAnswer(call=0, outcome="ok")
+
+
+def test_nodes_wait_for_the_first_ones_word_before_they_go_to_rays_head() -> None:
+    store = Store()
+    with socket.create_server(("127.0.0.1", 0)) as ray:
+        head = f"127.0.0.1:{ray.getsockname()[1]}"
+        with pytest.raises(WireError, match="has not begun to listen"):
+            node._await_head(head, config(), store)
+        asyncio.run(node._publish_head(head, store))
+    node._await_head(head, config(), store)
+    assert store.met == []
+
+
+@needs_another_user
+def test_another_user_at_the_port_of_rays_head_is_met_before_ray_and_nobody_is_sent_there() -> None:
+    store, eve, port = Store(), Eve(), free_port()
+    eve.listen(port)
+    head = f"127.0.0.1:{port}"
+    with pytest.raises(WireError, match=f"at the port of Ray's head.*uid {NOBODY}"):
+        asyncio.run(node._publish_head(head, store))
+    assert [f"uid {NOBODY}" in line for line in store.met] == [True]
+    with pytest.raises(WireError, match="has not begun to listen"):
+        node._await_head(head, config(), store)
+    assert eve.end() == []

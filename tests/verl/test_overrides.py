@@ -64,7 +64,8 @@ def test_what_is_no_key_of_hydras_is_refused(bad: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["x\ny", "\0", "x" * 40_000, "\\" * 30_000, ["a", "b\x1b"], [{"a": "\n"}], object()]
+    "value",
+    ["x\ny", "\0", "x" * 40_000, "\\" * 30_000, ["a", "b\x1b"], [{"a": "\n"}], ["ab"] * 30_000, object()],
 )
 def test_a_value_that_no_command_line_holds_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match="no setting that verl can read"):

@@ -42,13 +42,18 @@ from verl_slurm.verl.ray_nodes import (
     ray_token,
     temp_fits,
 )
-from verl_slurm.wire.environment import GENERATION_VARIABLE, RECIPE_VARIABLE
+from verl_slurm.wire.environment import CONTROL_VARIABLE, GENERATION_VARIABLE, RECIPE_VARIABLE
+from verl_slurm.wire.http import listener_of
 from verl_slurm.wire.lead_file import read_lead_address
+from verl_slurm.wire.messages import StoreCall, StrangerMet
+from verl_slurm.wire.store_line import StoreLine
 
 __all__ = ["main"]
 
 _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 _TRY_EVERY_S = 0.2
+_HEAD_LISTENS = "verl_slurm/ray_head_listens"
+"""In the store of the ranks, which no other user reaches."""
 _TEMP_PREFIX = "vs-ray-"
 _MOST_SAID = 4096
 """Bytes to show of Ray's launcher output (advice on other days) when it ends by itself."""
@@ -113,6 +118,12 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
     environ = ray_environment(os.environ, token, args.head, nodes)
     if config.trainer.backend == "verl" and config.trainer.command:
         environ[RECIPE_VARIABLE] = "1"
+    store = StoreLine(Path(os.environ[CONTROL_VARIABLE]))
+    if is_head:
+        # The port was free when the agent chose it. Ray's own start would send its token to whoever listens there now.
+        _refuse_stranger(args.head, store)
+    else:
+        _await_head(args.head, config, store)
     # The node's name may resolve to a loopback address (Debian's 127.0.1.1), at which the head cannot reach it.
     own_address = args.head.rpartition(":")[0] if is_head else await _own_address(args.head, config)
     said = args.scratch / "ray.out"
@@ -134,7 +145,7 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
         said,
     )
     below = _ray_ended(ray, said)
-    return await (_first(below, _lead(config, environ, driver)) if is_head else below)
+    return await (_first(below, _lead(config, environ, driver, args.head, store)) if is_head else below)
 
 
 def _driver(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> list[str]:
@@ -153,9 +164,12 @@ def _driver(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> lis
     return list(config.trainer.command)
 
 
-async def _lead(config: RunConfig, environ: Mapping[str, str], program: list[str]) -> int:
-    """Runs the driver, once all nodes are there."""
+async def _lead(
+    config: RunConfig, environ: Mapping[str, str], program: list[str], head: str, store: StoreLine
+) -> int:
+    """Tells the other nodes that Ray's head listens, and runs the driver once all of them are there."""
     shape = config.distributed
+    await _publish_head(head, store)
     # A node that never comes must end the start before the daemon takes the silence for a hang.
     patience_s = str(config.daemon.start_timeout_s)
     wanted = [str(shape.nodes), str(shape.ranks_per_node), patience_s]
@@ -228,6 +242,55 @@ def _temp(scratch: Path) -> Path:
         return scratch / "r"
     # Ray's sockets add 64 bytes to the directory's path, and a Unix socket's path has at most 107.
     return Scratch(_TEMP_PREFIX, "/tmp").path / "r"  # noqa: S108 - under a name that cannot be guessed
+
+
+def _refuse_stranger(head: str, store: StoreLine) -> bool:
+    """Returns whether something listens at the port of Ray's head, which is on this node.
+
+    Raises:
+        WireError: another user does, and the lead has been told.
+    """
+    listener = listener_of(int(head.rpartition(":")[2]))
+    if listener.uid is None or not listener.stranger:
+        return listener.uid is not None
+    error = WireError(
+        "another user listens at the port of Ray's head",
+        where=head,
+        found=listener.name,
+        remedy="the run starts again with another port; ask for whole nodes (slurm.extra: {exclusive: true})",
+    )
+    store.call(StrangerMet(call=0, rank=0, peers=f"at the port of Ray's head, {head}: {listener.name}"))
+    raise error
+
+
+async def _publish_head(head: str, store: StoreLine) -> None:
+    """Waits until Ray's head listens and is this user's, and tells the other nodes.
+
+    Raises:
+        WireError: another user listens there.
+    """
+    # Without a limit: where Ray ends by itself, so does the start.
+    while not _refuse_stranger(head, store):  # noqa: ASYNC110 - a port that opens is no event on this side
+        await asyncio.sleep(_TRY_EVERY_S)
+    store.call(StoreCall(call=0, op="set", keys=(_HEAD_LISTENS,), values=(b"1",)))
+
+
+def _await_head(head: str, config: RunConfig, store: StoreLine) -> None:
+    """Waits until the first node says that Ray's head listens and is this user's: Ray sends its token there.
+
+    Raises:
+        WireError: it does not say so in time.
+    """
+    patience_s = config.daemon.start_timeout_s
+    answer = store.call(StoreCall(call=0, op="wait", keys=(_HEAD_LISTENS,), timeout_s=patience_s))
+    if answer.outcome != "ok":
+        raise WireError(
+            "Ray's head has not begun to listen",
+            where=head,
+            found=f"no word of the first node: {answer.reason or answer.outcome}",
+            expected=f"one within {patience_s:g} s",
+            remedy="see the log of the first node",
+        )
 
 
 async def _own_address(head: str, config: RunConfig) -> str:

@@ -9,10 +9,14 @@ filter of theirs.
 
 import os
 import re
+import selectors
 import shutil
+import signal
+import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -20,11 +24,19 @@ from typing import NamedTuple
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.digest import hash_fd
 from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.processes import stat_fields
 
-__all__ = ["Commit", "WorkTree", "commit_of", "diff_of", "files_in", "work_tree"]
+__all__ = ["MOST_DIFF", "STILL_S", "Commit", "WorkTree", "commit_of", "diff_of", "files_in", "work_tree"]
 
 _TIMEOUT_S = 120.0
-_MOST_DIFF = 16 << 20
+STILL_S = 10.0
+"""Without processor time for so long, git waits for something that does not come. On slow storage it uses some."""
+MOST_DIFF = 16 << 20
+_MOST_ANSWER = 64 << 20
+"""Of names: of 20,000 files, the most that are copied, they take a few MB."""
+_MOST_ERRORS = 64 << 10
+_HUGE = 64 << 20
+_MOST_LOOKED_AT = 50_000
 _DEEPEST = 8
 """Submodules in each other."""
 # Set by a hook that submits, these would lead to another repository.
@@ -169,13 +181,11 @@ def diff_of(root: Path, names: Sequence[str]) -> bytes | None:
             # A removed file may be one that held secrets.
             quiet = ("--irreversible-delete", "--ignore-submodules=all")
             try:
-                part = ask(*_DIFF, *quiet, head, "--", *wanted[first : first + 500])
+                part = ask(*_DIFF, *quiet, head, "--", *wanted[first : first + 500], most=MOST_DIFF - size)
             except ConfigError:
                 return None
             data.append(part)
             size += len(part)
-            if size > _MOST_DIFF:
-                return None
     return b"".join(data)
 
 
@@ -247,7 +257,7 @@ def _reader(root: Path) -> Iterator[Callable[..., bytes]]:
     environ |= {"GIT_OBJECT_DIRECTORY": objects, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
 
     with made:
-        yield lambda *words: _run(root, environ, [*options, *words])
+        yield lambda *words, **limits: _run(root, environ, [*options, *words], **limits)
 
 
 def _git(place: Path, *words: str, may_fail: bool = False) -> bytes:
@@ -256,32 +266,117 @@ def _git(place: Path, *words: str, may_fail: bool = False) -> bytes:
     return _run(place, environ, words, may_fail=may_fail)
 
 
-def _run(place: Path, environ: dict[str, str], words: Sequence[str], *, may_fail: bool = False) -> bytes:
+def _run(
+    place: Path,
+    environ: dict[str, str],
+    words: Sequence[str],
+    *,
+    may_fail: bool = False,
+    most: int = _MOST_ANSWER,
+) -> bytes:
     program = shutil.which("git")
     if program is None:
         raise _refusal(place, "no program git here")
+    said = f"git {next(word for word in words if not word.startswith('-') and '=' not in word)}"
     try:
-        done = subprocess.run(
+        git = subprocess.Popen(
             [program, "-C", str(place), *_OPTIONS, *words],
             # Locks: a submission must not write into the user's index.
             env=environ | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_TIMEOUT_S,
-            check=False,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
         raise _refusal(place, error) from None
-    if done.returncode and not may_fail:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        raise _refusal(place, lines[0] if lines else f"exit code {done.returncode}")
-    return done.stdout if not done.returncode else b""
+    try:
+        answer, errors = _read(git, most)
+    except TimeoutError as error:
+        raise _refusal(place, f"{said} {error}{_odd_files(place)}", "remove what it waited for") from None
+    except TooMuch as error:
+        raise _refusal(place, f"{said} answers with {error}") from None
+    finally:
+        git.kill()
+        # One that hangs in dead storage does not end by it.
+        with suppress(subprocess.TimeoutExpired):
+            git.wait(1)
+        for pipe in (git.stdout, git.stderr):
+            assert pipe is not None
+            pipe.close()
+    if git.returncode < 0:
+        number = -git.returncode
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        raise _refusal(place, f"{said} was ended by {name}{_odd_files(place)}", "remove what ended it")
+    if git.returncode and not may_fail:
+        lines = errors.decode(errors="replace").strip().splitlines()
+        raise _refusal(place, lines[0] if lines else f"exit code {git.returncode} of {said}")
+    return answer if not git.returncode else b""
 
 
-def _refusal(place: Path, found: object) -> ConfigError:
+def _read(git: "subprocess.Popen[bytes]", most: int) -> tuple[bytes, bytes]:
+    """Reads what git writes until it has ended.
+
+    Raises:
+        TooMuch: there are more than `most` bytes.
+        TimeoutError: git does nothing, or takes too long.
+    """
+    assert git.stdout is not None
+    assert git.stderr is not None
+    answer, errors = bytearray(), bytearray()
+    used, moved = [""], time.monotonic()
+    end = moved + _TIMEOUT_S
+    with selectors.DefaultSelector() as pipes:
+        pipes.register(git.stdout, selectors.EVENT_READ, (answer, most))
+        pipes.register(git.stderr, selectors.EVENT_READ, (errors, _MOST_ERRORS))
+        while pipes.get_map():
+            for key, _ in pipes.select(min(1.0, STILL_S)):
+                data = os.read(key.fd, 1 << 16)
+                kept, limit = key.data
+                kept += data[: limit - len(kept) + 1]
+                if not data:
+                    pipes.unregister(key.fileobj)
+            if len(answer) > most:
+                raise TooMuch(f"more than {most >> 20} MiB")
+            now = time.monotonic()
+            if (times := stat_fields(git.pid)[11:13]) != used:
+                used, moved = times, now
+            elif now - moved > STILL_S:
+                raise TimeoutError(f"has waited for {STILL_S:g} s and done nothing")
+            if now > end:
+                raise TimeoutError(f"has not ended for {_TIMEOUT_S:g} s")
+    try:
+        git.wait(STILL_S)
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"has not ended for {STILL_S:g} s") from None
+    return bytes(answer), bytes(errors)
+
+
+def _odd_files(place: Path) -> str:
+    """Names files that git may have waited for, or that are too much for it: it opens what has one of its own names."""
+    found, seen = list[str](), 0
+    top = next((folder for folder in (place, *place.parents) if os.path.lexists(folder / ".git")), place)
+    for folder, _, names in os.walk(top):
+        for name in names:
+            path, seen = Path(folder, name), seen + 1
+            if not name.startswith(".git") and ".git" not in path.relative_to(top).parts:
+                continue
+            with suppress(OSError):
+                info = path.stat()
+                if not stat.S_ISREG(info.st_mode):
+                    found.append(f"{path} is no regular file")
+                elif name.startswith(".git") and info.st_size > _HUGE:
+                    found.append(f"{path} has {info.st_size >> 20} MiB")
+        if seen > _MOST_LOOKED_AT:
+            break
+    return (
+        f": {', '.join(found[:3])}" if found else "; maybe a file that .git/config names is no regular file"
+    )
+
+
+def _refusal(place: Path, found: object, first: str = "see `git status` there") -> ConfigError:
     return ConfigError(
         "git does not tell which files the code has",
         where=place,
         found=found,
-        remedy="see `git status` there, or set code.tree to the directory that is copied as it is, or to null",
+        remedy=f"{first}, or set code.tree to the directory that is copied as it is, or to null",
     )

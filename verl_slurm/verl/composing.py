@@ -37,8 +37,9 @@ __all__ = ["Composed", "checked_settings", "compose", "unread_additions", "words
 
 _CONFIG = {"ppo": "ppo_trainer", "sft": "sft_trainer_engine"}
 _DOTTED = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")
-_MOST_VALUES = 100_000
-"""verl's own configuration has some 700."""
+_MOST_CHARACTERS = 1 << 20
+"""Of all values, and of what each reference gives on the way; verl's own configuration takes 70,000."""
+_PER_VALUE = 40
 
 
 class Composed(msgspec.Struct, frozen=True):
@@ -287,38 +288,78 @@ def _leaves(config: Any, above: str) -> Iterator[tuple[str, Any]]:
             yield dotted, node
 
 
+class _Budget:
+    """Bounds what references expand to. They may multiply: what names another text or section twice doubles it."""
+
+    def __init__(self) -> None:
+        self.characters = _MOST_CHARACTERS
+
+    def spend(self, value: Any) -> None:
+        # omegaconf's `str` follows no reference.
+        self.characters -= _PER_VALUE + len(str(value))
+        # The same error as Python's own for a circle: both mean that the references do not end.
+        if self.characters < 0:
+            raise RecursionError
+
+    @contextmanager
+    def on_references(self) -> Iterator[None]:
+        """Counts each reference that omegaconf follows: one text may hold thousands, and it gives their sum."""
+        from omegaconf import base
+
+        visitor: Any = base.GrammarVisitor
+        spend = self.spend
+
+        class Counted(visitor):  # type: ignore[misc]
+            def visitConfigValue(self, ctx: Any) -> Any:  # noqa: N802 - ANTLR's name
+                spend(ctx.getText())
+                return super().visitConfigValue(ctx)
+
+            def visitInterpolation(self, ctx: Any) -> Any:  # noqa: N802
+                result = super().visitInterpolation(ctx)
+                spend(result)
+                return result
+
+        base.GrammarVisitor = Counted
+        try:
+            yield
+        finally:
+            base.GrammarVisitor = visitor
+
+
 def _plain(config: "DictConfig") -> dict[str, Any]:
     from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    # References may multiply: a section that names another one twice doubles it.
-    budget = iter(range(_MOST_VALUES))
+    budget, path = _Budget(), list[str]()
 
     def plain(node: Any) -> Any:
-        # The same error as Python's own for a circle: both mean that the references do not end.
-        if next(budget, None) is None:
-            raise RecursionError
         if not isinstance(node, DictConfig | ListConfig):
+            budget.spend(node)
             return node
+        budget.spend("")
         values = {}
         for key in list(node) if isinstance(node, DictConfig) else range(len(node)):
+            path.append(str(key))
             try:
                 # verl writes `???` where a user has to say something; until then there is no value.
                 values[key] = None if OmegaConf.is_missing(node, key) else plain(node[key])
             except OmegaConfBaseException:
+                if budget.characters < 0:
+                    raise RecursionError from None
                 # One that cannot be resolved here, such as a variable of the job's environment, stays as it is written.
-                raw: Any = OmegaConf.to_container(node, resolve=False)
-                values[key] = raw[key]
+                values[key] = node._get_node(key)._value()
+            path.pop()
         return values if isinstance(node, DictConfig) else list(values.values())
 
     try:
-        with _no_environment():
+        with _no_environment(), budget.on_references():
             return dict(plain(config))
     except RecursionError:
         raise ConfigError(
             "verl's settings refer to themselves, or grow too large",
-            where="verl",
-            remedy="fix the ${...} in them",
+            where=f"verl.{'.'.join(path[:8])}",
+            found=f"references that expand to more than {_MOST_CHARACTERS >> 20} MiB of text",
+            remedy="fix the ${...} in this setting, and in those that it names",
         ) from None
 
 

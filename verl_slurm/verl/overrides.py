@@ -37,6 +37,8 @@ __all__ = [
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-/]*(?:[.@][A-Za-z0-9_\-/]+)*")
 _MOST_CHARACTERS = 30_000
 """Limit for a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes."""
+_MOST_BYTES = 120_000
+"""Limit for a list or mapping: it is one word, too."""
 _BACKSLASHES = "\\" * 100
 """Hydra's quoting tries a run of them from each of its characters: 16,000 take 8 s."""
 _SWITCH = re.compile(r"true|false|null|none", re.IGNORECASE)
@@ -300,6 +302,8 @@ def _require_plain(key: str, value: Any) -> None:
             )
         case None | bool() | int() | float() | str():
             pass
+        case list() | tuple() | Mapping() if (size := len(str(value).encode(errors="replace"))) > _MOST_BYTES:
+            raise _wrong(key, f"{size} bytes", f"at most {_MOST_BYTES}: Linux takes no longer word")
         case list() | tuple():
             for item in value:
                 _require_plain(key, item)

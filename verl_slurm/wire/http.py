@@ -19,7 +19,7 @@ import pwd
 import re
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,6 +38,7 @@ __all__ = [
     "has_token",
     "listener_of",
     "parse_head",
+    "peers_of",
     "read_token",
     "replace_token",
     "serve_http",
@@ -344,11 +345,28 @@ _LOOPBACK = tuple(
 _EVERYWHERE = ("0" * 8, "0" * 32)
 
 
+def _address(in_table: str) -> str:
+    words = (int(in_table[first : first + 8], 16) for first in range(0, len(in_table), 8))
+    packed = b"".join(word.to_bytes(4, sys.byteorder) for word in words)
+    family = socket.AF_INET if len(packed) == 4 else socket.AF_INET6
+    return socket.inet_ntop(family, packed).removeprefix("::ffff:")
+
+
+def _rows(table: Path) -> Iterator[list[str]]:
+    """Yields the fields of each socket: sl, local_address, rem_address, st, queues, timer, retrnsmt, uid, timeout,
+    inode. Ports are hexadecimal."""
+    # A machine without IPv6 has no tcp6.
+    with contextlib.suppress(OSError), table.open() as lines:
+        next(lines, None)
+        yield from (fields for line in lines if len(fields := line.split()) >= 10)
+
+
 class Listener(NamedTuple):
-    """Identifies who listens.
+    """Identifies who listens, or who has connected.
 
     Attributes:
-        uid: None: none is listed. The port is bound without listening yet, or /proc cannot be read.
+        uid: None: none is listed. The port is bound without listening yet, the one who connected has closed it, or
+            /proc cannot be read.
         sockets: the inodes of all that listen there. A socket has its inode for as long as it lives.
     """
 
@@ -392,22 +410,13 @@ def listener_of(port: int, *, loopback: bool = False) -> Listener:
     """
     found: dict[str, set[tuple[int, int]]] = {}
     for table in _TABLES:
-        try:
-            with table.open() as lines:
-                next(lines)
-                for line in lines:
-                    fields = line.split()
-                    # The kernel lists all that listen before the rest (proc_net_tcp.rst), which may be 100,000 lines.
-                    if len(fields) < 10 or fields[3] != _LISTEN:
-                        break
-                    # sl, local_address, rem_address, st, queues, timer, retrnsmt, uid, timeout, inode; the port is
-                    # hexadecimal.
-                    address, _, number = fields[1].rpartition(":")
-                    if int(number, 16) == port:
-                        found.setdefault(address, set()).add((int(fields[7]), int(fields[9])))
-        # A machine without IPv6 has no tcp6.
-        except (OSError, StopIteration):
-            continue
+        for fields in _rows(table):
+            # The kernel lists all that listen before the rest (proc_net_tcp.rst), which may be 100,000 lines.
+            if fields[3] != _LISTEN:
+                break
+            address, _, number = fields[1].rpartition(":")
+            if int(number, 16) == port:
+                found.setdefault(address, set()).add((int(fields[7]), int(fields[9])))
     if loopback:
         # As the kernel chooses: a socket at the very address comes before one at all addresses.
         for addresses in (_LOOPBACK, _EVERYWHERE):
@@ -419,3 +428,18 @@ def listener_of(port: int, *, loopback: bool = False) -> Listener:
     strangers = {uid for uid in uids if not _is_ours(uid)}
     inodes = frozenset(inode for sockets in found.values() for _, inode in sockets)
     return Listener(min(strangers or uids, default=None), inodes)
+
+
+def peers_of(port: int) -> dict[tuple[str, int], Listener]:
+    """Finds who has connected to `port` of 127.0.0.1, by the address and port of each; as `listener_of`."""
+    found = {}
+    there = {f"{address}:{port:04X}" for address in _LOOPBACK}
+    for table in _TABLES:
+        for fields in _rows(table):
+            if fields[2] in there:
+                address, _, number = fields[1].rpartition(":")
+                # Without an inode nobody holds it any more, and the uid may stand as 0.
+                inode = int(fields[9])
+                owner = Listener(int(fields[7]), frozenset((inode,))) if inode else Listener(None)
+                found[_address(address), int(number, 16)] = owner
+    return found

@@ -62,7 +62,7 @@ class AgentMetrics:
         yield labelled(
             CounterMetricFamily,
             "verl_agent_refused",
-            "Connections to the ranks' socket, and messages on it, that were refused; of this agent.",
+            "Connections to the ranks' socket or to a service, and messages, that were refused; of this agent.",
             "reason",
             self.refused,
         )

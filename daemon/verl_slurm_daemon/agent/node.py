@@ -246,7 +246,13 @@ class Agent:
     async def _live(self, link: LeadLink, ranks: RankSocket) -> None:
         assert self._address is not None
         start = self._start = NodeStart(
-            self._paths, self._config, self._address, self._node_id, ranks.directory, self._log
+            self._paths,
+            self._config,
+            self._address,
+            self._node_id,
+            ranks.directory,
+            self._log,
+            self._refusals.add,
         )
         if self._generation:
             await self._first(start.stand_by(self._generation))

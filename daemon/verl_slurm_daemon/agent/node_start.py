@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -61,6 +62,7 @@ class NodeStart:
         address: of the lead, with its token, and the ranks' key after it.
         control: the agent's control directory.
         said: the agent's log.
+        refused: counts a connection to a service that is refused; reasons of `rank_socket.REASONS`.
 
     Attributes:
         log: the ranks'; empty before anything was started.
@@ -74,9 +76,10 @@ class NodeStart:
         node_id: int,
         control: Path,
         said: AgentLog,
+        refused: Callable[[str, str], None],
     ) -> None:
         self._paths, self._config, self._control = paths, config, control
-        self._address, self._node_id, self._said = address, node_id, said
+        self._address, self._node_id, self._said, self._refused = address, node_id, said, refused
         self._standing: tuple[_Prepared, asyncio.subprocess.Process] | None = None
         self._relays: list[asyncio.Server] = []
         self.log = Path()
@@ -180,7 +183,8 @@ class NodeStart:
             ends = []
             for far in addresses.split(","):
                 tell = partial(self._tell_of_stranger, name)
-                server, address = await open_near_end(far, relay_key(secret, epoch), epoch, tell)
+                key = relay_key(secret, epoch)
+                server, address = await open_near_end(far, key, epoch, tell, self._refused)
                 # Held until this process ends, and the ranks before it: the port is never another user's meanwhile.
                 self._relays.append(server)
                 ends.append(address)

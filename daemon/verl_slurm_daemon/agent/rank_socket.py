@@ -25,10 +25,10 @@ from verl_slurm_daemon.link.channel import Refusals
 
 __all__ = ["REASONS", "RankSocket", "StoreSocket", "parse_packet"]
 
-REASONS = ("user", "crowded", "message", "rank")
-"""Why an agent refuses a connection. `user`: another user's process. `crowded`: all places are taken.
-`message`: not in the ranks' vocabulary. `rank`: not a rank of this node, or not the rank that this connection
-has spoken for before.
+REASONS = ("user", "left", "crowded", "message", "rank")
+"""Why an agent refuses a connection. `user`: another user's process. `left`: one to a service that was closed before
+the kernel said whose it is. `crowded`: all places are taken. `message`: not in the ranks' vocabulary. `rank`: not a
+rank of this node, or not the rank that this connection has spoken for before.
 """
 
 

@@ -4,9 +4,10 @@
 rank ──▶ 127.0.0.1 of its node, the agent's port ──proof──▶ the host's port on the service's node ──▶ the service
 ```
 
-A rank sends its token to a port that its own agent holds for as long as the rank lives. The ends prove to each other
-that they know the key (`framing.relay_key`), so a port that a dead host leaves is of no use to another user. The
-host asks who listens before it hands a connection on. No end knows what the bytes mean.
+A rank sends its token to a port that its own agent holds for as long as the rank lives. The agent asks the kernel who
+has connected, and resets another user's connection. The ends prove to each other that they know the key
+(`framing.relay_key`), so a port that a dead host leaves is of no use to another user. The host asks who listens before
+it hands a connection on. No end knows what the bytes mean.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from collections.abc import Awaitable, Callable
 
 from verl_slurm.base.errors import VerlSlurmError, WireError
 from verl_slurm.wire.connection_limits import make_room
+from verl_slurm.wire.http import Listener, peers_of
 from verl_slurm_daemon.link.channel import connect_proven, serve_proven
 
 __all__ = ["MOST_CONNECTIONS", "Streams", "open_far_end", "open_near_end"]
@@ -24,24 +26,36 @@ __all__ = ["MOST_CONNECTIONS", "Streams", "open_far_end", "open_near_end"]
 MOST_CONNECTIONS = 512
 """From one node to one place of a service, at once. Further ones wait."""
 _READ_BYTES = 64 * 1024
+_LOOKS, _LOOK_S = 5, 0.01
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def open_near_end(
-    far: str, key: bytes, epoch: int, tell: Callable[[str], None]
+    far: str, key: bytes, epoch: int, tell: Callable[[str], None], refused: Callable[[str, str], None]
 ) -> tuple[asyncio.Server, str]:
     """Listens on 127.0.0.1 for the ranks of this node; returns the server and its address, `host:port`.
 
     Args:
         far: the address of the other end.
-        tell: called if a stranger is at that address.
+        tell: called if a stranger is at that address, and once if all connections are in use.
+        refused: called for each connection that is not of this user, or that was closed at once, with one of
+            `rank_socket.REASONS` and who it was.
     """
     host, _, port = far.rpartition(":")
     places = asyncio.Semaphore(MOST_CONNECTIONS)
+    full = [f"all {MOST_CONNECTIONS} connections of this node to {far} are in use; further ones wait"]
 
     async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
+            # Before it takes a place: another user's silent connections would keep the ranks out.
+            owner = await peers.owner(writer.get_extra_info("peername"))
+            if owner.stranger:
+                refused("left" if owner.uid is None else "user", owner.name)
+                _reset(writer)
+                return
+            if places.locked() and full:
+                tell(full.pop())
             async with places:
                 there = await connect_proven(host.strip("[]"), int(port), key, epoch)
                 await _carry((reader, writer), there[:2])
@@ -53,7 +67,32 @@ async def open_near_end(
 
     make_room(2 * MOST_CONNECTIONS)
     server = await asyncio.start_server(on_connection, "127.0.0.1", 0, backlog=MOST_CONNECTIONS)
+    peers = _Peers(server.sockets[0].getsockname()[1])
     return server, "{}:{}".format(*server.sockets[0].getsockname())
+
+
+class _Peers:
+    """Tells who has connected to a port. A look at the kernel's table may take milliseconds, so one serves all
+    connections of the last hundredth of a second."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._next: asyncio.Future[dict[tuple[str, int], Listener]] | None = None
+
+    async def owner(self, peer: tuple[str, int]) -> Listener:
+        for _ in range(_LOOKS):
+            if self._next is None:
+                loop = asyncio.get_running_loop()
+                self._next = loop.create_future()
+                loop.call_later(_LOOK_S, self._look, self._next)
+            if found := (await asyncio.shield(self._next)).get(peer):
+                return found
+            # It is gone; or the kernel, which lists in pieces, has left it out.
+        return Listener(None)
+
+    def _look(self, waiting: asyncio.Future[dict[tuple[str, int], Listener]]) -> None:
+        self._next = None
+        waiting.set_result(peers_of(self._port))
 
 
 async def open_far_end(
