@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.lanes import with_variants
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.load import parse_config
@@ -107,7 +108,7 @@ BOMBS = {
 
 
 @pytest.mark.scenario("M09")
-@pytest.mark.parametrize("text", BOMBS.values(), ids=BOMBS.keys())
+@pytest.mark.parametrize("text", with_variants(*BOMBS.values()), ids=BOMBS.keys())
 def test_aliases_that_expand_to_too_much_are_refused_at_once(text: str) -> None:
     began = time.process_time()
     line = refusal(text)

@@ -39,6 +39,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     return undisturbed(tmp_path_factory)
 
 
+@pytest.mark.variant  # `make demo` and the tests on Slurm show it as well
 def test_a_preemption_is_saved_and_the_next_incarnation_ends_bit_for_bit_alike(
     straight: RunPaths, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.harness import ROOT
+from tests.lanes import with_variants
 from verl_slurm.base.errors import Fenced, NotFound, SlurmMissing, SlurmRefused, VerlSlurmError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -116,14 +117,15 @@ def test_an_sbatch_that_does_not_answer_is_said_while_submit_waits(slurm: Slurm,
 
 @pytest.mark.parametrize(
     "answer",
-    [
+    with_variants(
+        "kill -9 $$",
+        "echo Stapelauftrag eingereicht",
         "echo 7",
         "echo 'Your job 3 of 5 is accepted.'; echo Submitted batch job 7",
-        "echo Stapelauftrag eingereicht",
-        "kill -9 $$",
         "echo 'sbatch: error: Socket timed out on send/recv operation' >&2; exit 1",
         "echo Submitted batch job 7; exit 1",
-    ],
+        keep=2,
+    ),
 )
 def test_a_job_that_is_queued_is_known_whatever_sbatch_answers(slurm: Slurm, answer: str) -> None:
     slurm.answer = answer

@@ -15,7 +15,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.__main__ import main
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 pq = pytest.importorskip("pyarrow.parquet")
 
 TEMPLATE = (
@@ -82,7 +82,6 @@ def samples(run: RunPaths, capfd: pytest.CaptureFixture[str]) -> Samples:
     return ask
 
 
-@pytest.mark.long
 @pytest.mark.scenario("USE08")
 @pytest.mark.variant
 def test_a_run_trains_on_conversations_by_a_chat_template(run: RunPaths, samples: Samples) -> None:

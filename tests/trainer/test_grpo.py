@@ -35,7 +35,7 @@ from verl_slurm.save.ranks.compare import compare
 from verl_slurm.trainer.resuming import check_manifest
 from verl_slurm.trainer.state.train_state import update_metrics
 
-pytestmark = pytest.mark.torch
+pytestmark = [pytest.mark.torch, pytest.mark.long]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS, GROUP = 2, 4
@@ -129,7 +129,6 @@ def _assert_nothing_changed(paths: RunPaths, undisturbed: RunPaths) -> None:
     assert (journal.duplicates, journal.problems) == ((), ())
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("name", INTERRUPTED)
 def test_grpo_interrupted_at_any_safe_point_ends_with_the_same_bits(
     lived: dict[str, RunPaths], name: str
@@ -137,7 +136,6 @@ def test_grpo_interrupted_at_any_safe_point_ends_with_the_same_bits(
     _assert_nothing_changed(lived[name], lived["undisturbed"])
 
 
-@pytest.mark.long
 @pytest.mark.variant
 def test_so_does_ppo_with_several_responses_to_a_prompt_and_the_kl_in_its_loss(
     lived: dict[str, RunPaths],
@@ -194,7 +192,6 @@ def test_a_checkpoint_of_one_algorithm_is_refused_by_the_other(lived: dict[str, 
         assert expected.replace("; expected", ",").split(",")[0] in caught.value.one_line()
 
 
-@pytest.mark.long
 @pytest.mark.variant
 def test_a_run_of_two_ranks_goes_on_with_one_and_keeps_its_groups(
     runs: Runs, lived: dict[str, RunPaths]
