@@ -226,6 +226,15 @@ SHOWN: dict[_Cell, str] = {
         "checkpoint/test_recover.py::"
         "test_a_damaged_newest_is_set_aside_with_its_reason_and_the_one_before_is_taken"
     ),
+    ("the tier that has the only checkpoint", "fails"): (
+        "daemon/test_resume.py::test_a_run_is_not_begun_afresh_while_its_tier_is_away"
+    ),
+    ("the tier that has the only checkpoint", "hangs"): (
+        "daemon/test_tier_child.py::test_a_tier_that_gives_no_bytes_is_waited_for_as_storage"
+    ),
+    ("the tier that has the only checkpoint", "lies"): (
+        "daemon/test_resume.py::test_a_tier_gives_back_what_is_signed_and_nothing_else"
+    ),
     ("RUN's ledger", "lies"): (
         "runtime_state/test_ledger.py::test_every_cut_of_the_tail_loses_only_the_record_that_was_cut"
     ),
