@@ -165,16 +165,6 @@ def comes_back(stage: Stage) -> None:
     stage.lead(saves=3, quick=True)
 
 
-@contextlib.contextmanager
-def _for_a_while(stage: Stage, silent: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Ends the silence once the lead has said that it waits: its calls then fail, as those to a server that is
-    restarted.
-    """
-    with silent:
-        stage.wait("warning", topic="start")
-    yield
-
-
 _Cell = tuple[str, str]
 WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN itself, as an attempt begins", "fails"): lambda s: as_an_attempt_begins(s, "EIO"),
@@ -183,12 +173,10 @@ WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN itself, while ranks train", "hangs"): lambda s: while_ranks_train(s, "silent"),
     ("RUN's checkpoints", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.checkpoints, "dead")),
     ("RUN's checkpoints", "hangs"): lambda s: at_the_restart(
-        s, lambda: _for_a_while(s, mounted(s.paths.checkpoints, "silent"))
+        s, lambda: mounted(s.paths.checkpoints, "silent")
     ),
     ("RUN's ledger", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "EIO")),
-    ("RUN's ledger", "hangs"): lambda s: at_the_restart(
-        s, lambda: _for_a_while(s, mounted(s.paths.ledger, "silent"))
-    ),
+    ("RUN's ledger", "hangs"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "silent")),
     ("storage, as a rank writes", "fails"): while_saving,
     ("a save that is read back", "hangs"): as_it_is_read_back,
     ("slurmctld, as an attempt begins", "fails"): lambda s: at_the_start(s, lambda: slurm_away(s)),
