@@ -69,7 +69,7 @@ def main() -> int:
             from verl_slurm_daemon.lead.loop import run_lead
 
             quiet_streams()  # a reader of the lead's log may stop reading; a save must not wait for it
-            run_lead(args.run.resolve(), args.hostfile)
+            run_lead(args.run, args.hostfile)
         if args.command == "join":
             from verl_slurm_daemon.agent.join import run_join
 

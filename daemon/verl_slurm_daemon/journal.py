@@ -6,8 +6,9 @@
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,6 +23,10 @@ from verl_slurm.journal.status import Status
 
 __all__ = ["Journal", "log_line"]
 
+T = TypeVar("T")
+
+_PATIENCE_S = 3.0
+"""For one write. KillWait is 30 s, and the requeue is still to be asked for."""
 _NOT_SAID = ("event", "time", "attempt", "job_id")
 
 
@@ -40,24 +45,50 @@ class Journal:
     ) -> None:
         self.paths, self.epoch, self._job_id = paths, epoch, job_id
         self._heard = heard
+        # Storage that does not answer must hold up neither a signal nor the requeue. One thread keeps the order.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="journal")
+        self._last: Future[Any] | None = None
+        with suppress(RuntimeError):  # started now: at the end of a job there may be no thread left
+            self._last = self._thread.submit(lambda: None)
 
     def write(self, event: Event) -> None:
         """Writes one event durably and prints it to the log.
 
         A full or broken log must not stop a save, so standard output is best effort. If the journal cannot be
-        written, the lead prints the error on standard output and goes on.
+        written, the lead prints the error on standard output and goes on. Where storage does not answer, the event is
+        written once it does.
         """
         event = msgspec.structs.replace(event, time=now(), attempt=self.epoch, job_id=self._job_id)
+
         # The journal is the newer attempt's. What its former owner still has to say is in its own log.
-        if isinstance(event, Fenced) or not self.epoch or not self._is_closed():
-            try:
-                append_event(self.paths, event)
-            except OSError as error:
-                self._say("no_journal", {"where": str(self.paths.events), "error": str(error)}, loud=True)
-            if self._heard is not None:
-                self._heard(event)
+        def append() -> bool:
+            if not isinstance(event, Fenced) and self.epoch and self._is_closed():
+                return False
+            append_event(self.paths, event)
+            return True
+
+        if self.store(append) is not False and self._heard is not None:
+            self._heard(event)
         fields = {key: value for key, value in to_json(event).items() if key not in _NOT_SAID}
         self._say(kind_of(event), fields, loud=event.loud)
+
+    def store(self, work: Callable[[], T]) -> T | None:
+        """Does `work` on the run's storage; returns None if that fails, which is printed, or is still to be done."""
+        try:
+            if self._last is None:  # no thread can be started here
+                return work()
+            is_silent = not self._last.done()
+            future = self._thread.submit(work)
+            self._last = future
+            if is_silent:  # said before
+                return None
+            wait([future], timeout=_PATIENCE_S)
+            if not future.done():
+                raise TimeoutError(f"no answer in {_PATIENCE_S:.0f} s; written once there is one")
+            return future.result()
+        except OSError as error:
+            self._say("no_journal", {"where": str(self.paths.events), "error": str(error)}, loud=True)
+            return None
 
     def _say(self, event: str, fields: dict[str, object], *, loud: bool) -> None:
         try:
@@ -69,11 +100,17 @@ class Journal:
     def status(self, status: Status) -> None:
         """Replaces the snapshot, unless a newer attempt already writes it. Best effort: nothing depends on it."""
         status.updated = now()
-        # A lead that has lost the run may not know it yet; a newer one's snapshot must stay.
-        if not self._is_closed(if_unknown=True):
-            # Not forced to disk: that would cost the training more than everything else a lead does.
-            with suppress(OSError):
-                write_file(self.paths.status, json_line(status), durable=False)
+        line = json_line(status)
+
+        def replace() -> None:
+            # A lead that has lost the run may not know it yet; a newer one's snapshot must stay.
+            if not self._is_closed(if_unknown=True):
+                # Not forced to disk: that would cost the training more than everything else a lead does.
+                with suppress(OSError):
+                    write_file(self.paths.status, line, durable=False)
+
+        if self._last is None or self._last.done():  # the next one says more
+            self.store(replace)
 
     def _is_closed(self, *, if_unknown: bool = False) -> bool:
         """Returns whether a newer attempt owns the run."""

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from verl_slurm.base import fence
-from verl_slurm.base.errors import Fenced
+from verl_slurm.base.errors import CheckpointCorrupt, Fenced
 from verl_slurm.base.fence import read_epoch, require_epoch, take_epoch
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
@@ -29,6 +29,14 @@ def test_each_incarnation_gets_the_next_number_and_closes_the_one_before(tmp_pat
 def test_a_run_without_an_epoch_lets_nobody_write(tmp_path: Path) -> None:
     with pytest.raises(Fenced):
         require_epoch(RunPaths(tmp_path), 1)
+
+
+def test_an_owner_that_cannot_be_read_is_refused_by_its_file(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    take_epoch(paths, job_id="5", restart=0)
+    (tmp_path / "epoch").write_bytes(b"\0" * 40)
+    with pytest.raises(CheckpointCorrupt, match=str(tmp_path / "epoch")):
+        require_epoch(paths, 1)
 
 
 def _take(root: str, queue: "multiprocessing.Queue[int]") -> None:

@@ -28,7 +28,7 @@ from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
-from verl_slurm.slurm.parse import parse_job
+from verl_slurm.slurm.parse import parse_job, parse_node
 
 OWNER = owner(cluster="slurm", job_id="37")
 GOLDEN = Path(__file__).parent.parent / "slurm" / "golden" / "running.txt"
@@ -442,6 +442,22 @@ def test_a_silent_slurm_does_not_tell_where_the_lead_is_and_is_asked_again(
     assert said == [str(SILENCE)]
     assert asyncio.run(mine.address()) == "10.0.0.1"
     assert slurm.asked == 2, "once it is known, nothing depends on an answer"
+
+
+@pytest.mark.parametrize("known", ["without an address", "not at all"])
+def test_a_node_without_an_address_has_its_name(
+    known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Slurm:
+        async def config_and_time(self) -> object:
+            raise SILENCE
+
+        async def node_addr(self, name: str) -> str:
+            text = f"NodeName={name} State=ALLOCATED CPUTot=2\n" if known == "without an address" else ""
+            return parse_node(text, name).addr
+
+    mine = in_job_37(Slurm(), tmp_path, monkeypatch)
+    assert asyncio.run(mine.address()) == mine._job.node_name
 
 
 @pytest.mark.scenario("FLT-H")

@@ -10,7 +10,7 @@ from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead import effects as module
-from verl_slurm_daemon.lead import requeueing, stacks, step
+from verl_slurm_daemon.lead import requeueing, stacks, start, step
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
 from verl_slurm_daemon.lead.step import Step
@@ -173,6 +173,23 @@ def test_what_a_run_can_do_without_ends_no_run_where_storage_fails_it(
     assert asyncio.run(story()) is None
     (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
     assert "Input/output error" in said["text"]
+
+
+def test_a_save_that_storage_does_not_give_back_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [ReadBack(False, "Input/output error", unreadable=True), ReadBack(True, "7 bytes")]
+    monkeypatch.setattr(module, "read_back", lambda *_: found.pop(0))
+    monkeypatch.setattr(start, "IN_PLACE_S", (0.0,))
+
+    async def story() -> inputs.Input:
+        effects, posted = effects_of(tmp_path, ScriptedAllocation())
+        effects.perform(act.Verify("step_000001"))
+        return await posted.get()
+
+    assert asyncio.run(story()) == inputs.Verified("step_000001", True, "7 bytes")
+    (said,) = [event for event in read_events(RunPaths(tmp_path)) if event["event"] == "warning"]
+    assert "Input/output error: read again" in said["text"]
 
 
 def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(

@@ -1,5 +1,6 @@
 """What a lead meets at its start: failing storage, edited files, a run that is done. Real leads, no Slurm, no torch."""
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from unittest.mock import patch
 import msgspec
 import psutil
 import pytest
+from verl_slurm_daemon.lead import start
 from verl_slurm_daemon.lead.start import require_mounted
 
 from tests.builders import run_config, write_config
@@ -255,6 +257,27 @@ def test_a_step_that_falls_apart_before_all_came_blames_no_node(tmp_path: Path) 
     (crash,) = told(paths, "crash")
     assert (crash["kind"], crash["node"]) == ("node", None)
     assert "1 of 2 agents had not come" in str(crash["detail"])
+
+
+def test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(start, "_LAST_WAIT_S", 0.0)
+    said: list[Exception] = []
+
+    async def story() -> None:
+        signalled = asyncio.Event()
+        waiting = asyncio.create_task(
+            start.patiently(asyncio.Event().wait, signalled.is_set, lambda error, _: said.append(error))
+        )
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done, "without a signal it waits"
+        signalled.set()
+        with pytest.raises(TimeoutError, match="storage did not answer, and a signal came"):
+            await waiting
+
+    asyncio.run(story())
+    assert said == []
 
 
 @pytest.mark.parametrize("away", ["data.root", "data.eval_root", "model.path"])

@@ -10,6 +10,7 @@ from verl_slurm_daemon.lead import tier_child
 from verl_slurm_daemon.lead.tier_child import TierMover
 
 from tests.journals import read_events
+from verl_slurm.base.errors import TierAway
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
@@ -97,6 +98,15 @@ def test_a_child_that_cannot_be_started_ends_nothing(tmp_path: Path, monkeypatch
             assert not task.done()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("end", ["kill -ALRM $$", f"exit {TierAway.child_code}"])
+def test_a_tier_that_gives_no_bytes_is_waited_for_as_storage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    monkeypatch.setattr(tier_child, "_command", lambda *_: ["sh", "-c", end])
+    with pytest.raises(OSError, match="nothing could be brought back from the run's tiers"):
+        tier_child.restore_newest(RunPaths(tmp_path))
 
 
 def test_a_run_without_tiers_has_no_mover(tmp_path: Path) -> None:

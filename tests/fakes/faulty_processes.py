@@ -17,7 +17,8 @@ Started as a script in place of `python -m verl_slurm_daemon`: `faulty_processes
     strikes      not this rank, but the trainer's own, struck as `faulty_rank.py` says
     marks        a file into which is written how far it has come
     talks        the rank says more than a small disk holds
-    dies         the rank dies after each of its saves but the last
+    dies         the rank dies after each of its saves but the last, from the moment when the file `go` is there
+    quick        the lead's waits for storage and Slurm take a second where they take seconds
 
 The rank is a real process on the real line; its checkpoints go through the real commit.
 """
@@ -55,9 +56,24 @@ def lead() -> None:
     ]
     if "strikes" in BENT:
         _tell_what_is_heard()
+    if "quick" in BENT:
+        _hurry()
     if "dies_at" in BENT or "count" in BENT:
         _count_down(int(BENT.get("dies_at", 0)), BENT.get("count"))
     sys.exit(main())
+
+
+def _hurry() -> None:
+    from verl_slurm_daemon import journal
+    from verl_slurm_daemon.decide import policy
+    from verl_slurm_daemon.lead import effects, loop, resume, start
+
+    for module in (policy, resume, start):
+        module.IN_PLACE_S = (0.5,) * 20  # type: ignore[attr-defined]
+    policy.SLURM_AWAY_S = start.SLURM_AWAY_S = 0.5
+    start._LAST_WAIT_S = start._LAST_LOOK_S = journal._PATIENCE_S = 1.0
+    start._FIRST_WORD_S, loop._LOOK_SOON_S = 1.0, 0.5
+    effects.AGENTS_READY_S = 10.0
 
 
 def _tell_what_is_heard() -> None:
@@ -141,6 +157,11 @@ def mark(text: str) -> None:
         file.write(f"{text}\n")
 
 
+def await_go() -> None:
+    while not Path(BENT["marks"]).with_name("go").exists():
+        time.sleep(0.005)
+
+
 def rank(root: str, epoch: str, resume: str) -> None:
     import numpy as np
 
@@ -175,6 +196,7 @@ def rank(root: str, epoch: str, resume: str) -> None:
         step += 1
         saved(save(paths, step, int(epoch)), 0)
         if "dies" in BENT and step < int(BENT["saves"]):
+            await_go()
             sys.exit(3)
     if "saves" in BENT:
         line.send(say.Finished(rank=0, step=step))
@@ -218,6 +240,14 @@ def _saves(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> 
         used = max(int(fd) for fd in os.listdir(f"/proc/{owner['pid']}/fd"))
         _, hard = resource.prlimit(owner["pid"], resource.RLIMIT_NOFILE)
         resource.prlimit(owner["pid"], resource.RLIMIT_NOFILE, (min(3, used), hard))
+    saved(name, request_id)
+
+
+def _saves_and_waits(paths: Any, step: int, epoch: int, saved: Saved, request_id: int) -> None:
+    """What is read back fails from the commit on: the test arranges that in between."""
+    name = save(paths, step, epoch)
+    mark("saved")
+    await_go()
     saved(name, request_id)
 
 
@@ -265,6 +295,7 @@ def _is_held_in_the_middle(paths: Any, step: int, epoch: int, saved: Saved, requ
 _ASKED = {
     "held": _is_held_in_the_middle,
     "saves": _saves,
+    "waits": _saves_and_waits,
     "wrong": _answers_wrongly_first,
     "path": _names_a_path,
     "nothing": _claims_what_is_not_there,

@@ -37,10 +37,12 @@ SLURM_NODEID=0 exec "$@"
 """
 _SCONTROL = """#!/bin/sh
 echo "$1 $2" >> %(box)s/asked
+case "$*" in update*Requeue=0*) : > %(box)s/final;; esac
 case "$1 $2" in
 requeue*) : > %(box)s/requeued;;
 "show job")
-    restarts=0; preempted=None; end=9999999999
+    restarts=0; preempted=None; end=9999999999; requeue=1
+    [ -e %(box)s/final ] && requeue=0
     [ -e %(box)s/requeued ] && restarts=1
     [ -e %(box)s/preempted ] && read -r preempted end < %(box)s/preempted
     [ -e %(box)s/ends ] && read -r end < %(box)s/ends
@@ -51,7 +53,7 @@ requeue*) : > %(box)s/requeued;;
     [ $restarts = 1 ] && start=$eligible
     echo "JobId=7 JobName=x"
     echo "   JobState=RUNNING Reason=None Dependency=(null)"
-    echo "   Requeue=1 Restarts=$restarts EligibleTime=$eligible StartTime=$start EndTime=$end"
+    echo "   Requeue=$requeue Restarts=$restarts EligibleTime=$eligible StartTime=$start EndTime=$end"
     echo "   PreemptTime=$preempted"
     echo "   UserId=ada(1000) Partition=p TimeLimit=00:10:00 ExitCode=0:0 NumNodes=1";;
 "show node") echo "NodeName=n1 NodeAddr=127.0.0.1 NodeHostName=n1 State=ALLOCATED CPUTot=2";;
@@ -106,6 +108,7 @@ class Stage:
         self, *, before: tuple[str, ...] = (), stdout: int = subprocess.DEVNULL, **bent: object
     ) -> "subprocess.Popen[str]":
         """Start it; `before` are the words in front of its command line."""
+        (self.box / "final").unlink(missing_ok=True)  # a new job
         argv = [*before, sys.executable, str(STAND_IN), "lead", "--run", str(self.paths.root)]
         self.process = subprocess.Popen(
             argv, env=self.environment(**bent), stdout=stdout, stderr=subprocess.STDOUT, text=True

@@ -1,11 +1,13 @@
-"""Walks the table of docs/preemption.md: what a start needs fails or hangs, and the run goes on. What lies is read by
-tests of its own: `checkpoint/test_recover.py`, `slurm/test_client.py`.
+"""Walks the table of docs/preemption.md: each operation of lead and agent fails, hangs or lies, and the run goes on.
 
-A real lead and a real agent; the rank needs no torch. File systems that fail are mounted for a moment.
+Each cell of the table has a walk here, or names the test that shows it (`SHOWN`). A walk has a real lead and a real
+agent; the rank needs no torch. File systems that fail are mounted for a moment.
 """
 
 import contextlib
 import re
+import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,10 +16,12 @@ import pytest
 
 from tests.fakes.faulty_mount import Fault, faulty_mount
 from tests.fakes.run_without_torch import Stage
+from tests.journals import append_event
+from tests.lanes import with_variants
 
 pytestmark = pytest.mark.slow
 
-_PAGE = Path(__file__).parents[2] / "docs" / "preemption.md"
+_ROOT = Path(__file__).parents[2]
 _AWAY = """#!/bin/sh
 %(hang)s
 echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
@@ -58,55 +62,237 @@ def waits(stage: Stage, count: int = 1) -> None:
 
 
 def at_the_restart(stage: Stage, what: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-    """The rank has died after its first save; before the next start of ranks, this begins."""
-    stage.lead(saves=3, dies=True)
-    stage.wait("crash")
+    """The rank dies after its first save; before the next start of ranks, this begins."""
+    stage.lead(saves=3, dies=True, quick=True)
+    stage.wait("verified")
     with what():
+        (stage.box / "go").touch()
         waits(stage)
 
 
 def at_the_start(stage: Stage, what: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
     with what():
-        stage.lead(saves=3)
+        stage.lead(saves=3, quick=True)
         waits(stage)
 
 
 def while_saving(stage: Stage) -> None:
-    stage.lead(saves=3, dies=True)
-    stage.wait("crash")
+    stage.lead(saves=3, dies=True, quick=True)
+    stage.wait("verified")
+    (stage.box / "go").touch()
     stage.wait("restart", count=2)
     with mounted(stage.paths.checkpoints, "EIO"):
         stage.wait("crash", kind="environment")
 
 
-WALK: dict[tuple[str, str], Callable[[Stage], None]] = {
+def as_an_attempt_begins(stage: Stage, fault: Fault) -> None:
+    """Nothing of RUN answers: the preemption's requeue is asked for all the same."""
+    with mounted(stage.paths.root, fault):
+        process = stage.lead(saves=3, quick=True, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        with process.stdout as said:
+            # Its journal is away, too.
+            assert "tries again" in (line := said.readline()) or "does not answer" in line
+            stage.preempt()
+            said.read()
+        assert stage.end() == 25
+    comes_back(stage)
+
+
+def while_ranks_train(stage: Stage, fault: Fault) -> None:
+    stage.lead(quick=True)
+    stage.wait("first_rollout")
+    with mounted(stage.paths.root, fault):
+        # The save of the ranks fails with it, or waits: the requeue does not.
+        stage.preempt(int(time.time()) + 6)
+        assert stage.end() == 25
+    comes_back(stage)
+
+
+def as_it_is_read_back(stage: Stage) -> None:
+    stage.lead(rank="waits", quick=True)
+    stage.wait("first_rollout")
+    stage.preempt(int(time.time()) + 8)
+    stage.marked("saved")
+    with mounted(stage.paths.checkpoint(1), "silent"):
+        (stage.box / "go").touch()
+        assert stage.wait("degraded")
+        assert stage.end() == 25
+    comes_back(stage)
+    stage.wait("restart", resume="step_000001")
+
+
+def slurm_is_away_in_training(stage: Stage, hang: str = "") -> None:
+    process = stage.lead(quick=True)
+    stage.wait("first_rollout")
+    with slurm_away(stage, hang=hang):
+        process.send_signal(signal.SIGUSR1)
+        assert stage.wait("cause")["cause"] == "unknown"
+    stage.preempt()
+    assert stage.end() == 25
+    comes_back(stage)
+
+
+def slurm_is_away_at_the_end(stage: Stage, hang: str = "") -> None:
+    stage.lead(rank="waits", quick=True)
+    stage.wait("first_rollout")
+    stage.preempt()
+    stage.marked("saved")
+    with slurm_away(stage, hang=hang):
+        (stage.box / "go").touch()
+        stage.wait("requeue", accepted=False)
+    stage.wait("requeue", accepted=True)
+    assert stage.end() == 25
+    comes_back(stage)
+
+
+def held_for_its_time_limit(stage: Stage) -> None:
+    for _ in range(2):
+        append_event(stage.paths, "restart", number=1, progress="start+0")
+        append_event(stage.paths, "cause", cause="time_limit")
+    stage.lead(quick=True)
+    assert stage.end() == 25
+    assert "requeuehold 7" in (stage.box / "asked").read_text()
+    assert "scontrol update JobId=7 TimeLimit=" in stage.wait("held")["reason"]
+    assert "scontrol release 7" in stage.wait("requeue", accepted=True)["detail"]
+    comes_back(stage)
+
+
+def comes_back(stage: Stage) -> None:
+    """Slurm starts the job again."""
+    for fact in ("requeued", "preempted"):
+        (stage.box / fact).unlink(missing_ok=True)
+    stage.lead(saves=3, quick=True)
+
+
+_Cell = tuple[str, str]
+WALK: dict[_Cell, Callable[[Stage], None]] = {
+    ("RUN itself, as an attempt begins", "fails"): lambda s: as_an_attempt_begins(s, "EIO"),
+    ("RUN itself, as an attempt begins", "hangs"): lambda s: as_an_attempt_begins(s, "silent"),
+    ("RUN itself, while ranks train", "fails"): lambda s: while_ranks_train(s, "dead"),
+    ("RUN itself, while ranks train", "hangs"): lambda s: while_ranks_train(s, "silent"),
     ("RUN's checkpoints", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.checkpoints, "dead")),
     ("RUN's checkpoints", "hangs"): lambda s: at_the_restart(
-        s, lambda: _for_a_while(s, mounted(s.paths.checkpoints, "silent"))
+        s, lambda: mounted(s.paths.checkpoints, "silent")
     ),
     ("RUN's ledger", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "EIO")),
+    ("RUN's ledger", "hangs"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "silent")),
     ("storage, as a rank writes", "fails"): while_saving,
+    ("a save that is read back", "hangs"): as_it_is_read_back,
     ("slurmctld, as an attempt begins", "fails"): lambda s: at_the_start(s, lambda: slurm_away(s)),
     ("slurmctld, as an attempt begins", "hangs"): lambda s: at_the_start(
         s, lambda: slurm_away(s, hang="exec sleep 30")
     ),
     ("slurmctld, as ranks start", "fails"): lambda s: at_the_restart(s, lambda: slurm_away(s)),
+    ("slurmctld, as ranks start", "hangs"): lambda s: at_the_restart(
+        s, lambda: slurm_away(s, hang="sleep 15")
+    ),
+    ("slurmctld, while ranks train", "fails"): slurm_is_away_in_training,
+    ("slurmctld, while ranks train", "hangs"): lambda s: slurm_is_away_in_training(s, "exec sleep 30"),
+    ("slurmctld, at the end", "fails"): slurm_is_away_at_the_end,
+    ("slurmctld, at the end", "hangs"): lambda s: slurm_is_away_at_the_end(s, "exec sleep 30"),
+    ("the time limit", "lies"): held_for_its_time_limit,
+}
+_IN_CI = (
+    ("RUN itself, as an attempt begins", "hangs"),
+    ("RUN itself, while ranks train", "hangs"),
+    ("RUN's checkpoints", "hangs"),
+    ("a save that is read back", "hangs"),
+    ("slurmctld, as ranks start", "fails"),
+    ("slurmctld, at the end", "fails"),
+    ("the time limit", "lies"),
+)
+
+SHOWN: dict[_Cell, str] = {
+    ("RUN itself, as an attempt begins", "lies"): (
+        "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
+    ),
+    ("RUN itself, while ranks train", "lies"): (
+        "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
+    ),
+    ("RUN's checkpoints", "lies"): (
+        "checkpoint/test_recover.py::"
+        "test_a_damaged_newest_is_set_aside_with_its_reason_and_the_one_before_is_taken"
+    ),
+    ("the tier that has the only checkpoint", "fails"): (
+        "daemon/test_resume.py::test_a_run_is_not_begun_afresh_while_its_tier_is_away"
+    ),
+    ("the tier that has the only checkpoint", "hangs"): (
+        "daemon/test_tier_child.py::test_a_tier_that_gives_no_bytes_is_waited_for_as_storage"
+    ),
+    ("the tier that has the only checkpoint", "lies"): (
+        "daemon/test_resume.py::test_a_tier_gives_back_what_is_signed_and_nothing_else"
+    ),
+    ("RUN's ledger", "lies"): (
+        "runtime_state/test_ledger.py::test_every_cut_of_the_tail_loses_only_the_record_that_was_cut"
+    ),
+    ("data, model, image and code, as an attempt begins", "fails"): (
+        "daemon/test_lead_local.py::test_storage_that_is_away_at_the_start_costs_one_start_and_not_the_job"
+    ),
+    ("data, model, image and code, as an attempt begins", "hangs"): (
+        "daemon/test_start.py::test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal"
+    ),
+    ("data, model, image and code, as an attempt begins", "lies"): (
+        "daemon/test_lead_local.py::test_changed_data_is_refused_by_name"
+    ),
+    ("storage, as a rank writes", "hangs"): (
+        "daemon/test_hang.py::test_a_save_that_training_waits_for_has_the_patience_of_loading_and_is_no_pace"
+    ),
+    ("storage, as a rank writes", "lies"): (
+        "daemon/test_resume.py::test_a_fresh_checkpoint_is_read_back_and_a_damaged_one_set_aside"
+    ),
+    ("a save that is read back", "fails"): (
+        "daemon/test_effects.py::test_a_save_that_storage_does_not_give_back_is_read_again"
+    ),
+    ("a save that is read back", "lies"): (
+        "daemon/test_resume.py::test_a_fresh_checkpoint_is_read_back_and_a_damaged_one_set_aside"
+    ),
+    ("slurmctld, as an attempt begins", "lies"): (
+        "daemon/test_allocation.py::test_a_node_without_an_address_has_its_name"
+    ),
+    ("slurmctld, as ranks start", "lies"): (
+        "daemon/test_policy.py::test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing"
+    ),
+    ("slurmctld, while ranks train", "lies"): (
+        "slurm/test_client.py::test_a_requeue_that_changes_nothing_is_unconfirmed"
+    ),
+    ("slurmctld, at the end", "lies"): (
+        "daemon/test_effects.py::test_a_requeue_that_got_no_answer_is_asked_for_again"
+    ),
+    ("a rank that stands by", "fails"): (
+        "daemon/test_ranks.py::test_one_that_stood_by_and_is_dead_is_started_anew"
+    ),
+    ("a rank that stands by", "hangs"): (
+        "daemon/test_ranks.py::test_one_that_stood_by_and_is_stopped_is_made_anew_within_seconds"
+    ),
+    ("a rank that stands by", "lies"): (
+        "daemon/test_ranks.py::test_a_rank_that_fails_ends_the_others_a_second_later_and_is_named"
+    ),
+    ("an agent that stands by", "fails"): (
+        "daemon/test_standby_step.py::"
+        "test_agents_of_the_other_nodes_go_on_standing_by_without_one_that_is_gone"
+    ),
+    ("an agent that stands by", "hangs"): (
+        "daemon/test_policy.py::test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing"
+    ),
+    ("an agent that stands by", "lies"): (
+        "daemon/test_policy.py::test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing"
+    ),
+    ("the time limit", "fails"): (
+        "daemon/test_allocation.py::"
+        "test_a_time_limit_that_is_shorter_than_the_lead_time_leaves_half_of_it_for_training"
+    ),
 }
 
 
-@contextlib.contextmanager
-def _for_a_while(stage: Stage, silent: contextlib.AbstractContextManager[None]) -> Iterator[None]:
-    """Ends the silence once somebody waits in it: the calls then fail, as those to a server that is restarted."""
-    with silent:
-        stage.wait("crash")
-        time.sleep(5)  # the pause of 3 s is over, and what was called does not return
-    yield
-
-
 @pytest.mark.scenario("FLT-A", "FLT-B")
-@pytest.mark.parametrize(("what", "how"), WALK)
-def test_a_run_whose_environment_fails_goes_on_and_counts_no_crash(stage: Stage, what: str, how: str) -> None:
-    WALK[what, how](stage)
+@pytest.mark.parametrize(
+    "cell",
+    with_variants(*_IN_CI, *(one for one in WALK if one not in _IN_CI), keep=len(_IN_CI)),
+    ids=", ".join,
+)
+def test_a_run_whose_environment_fails_goes_on_and_counts_no_crash(stage: Stage, cell: _Cell) -> None:
+    WALK[cell](stage)
     assert stage.end() == 0, stage.story()
     assert stage.checkpoints()[-1] == "step_000003"
     crashes = [event for event in stage.events("crash") if event["kind"] != "environment"]
@@ -114,10 +300,21 @@ def test_a_run_whose_environment_fails_goes_on_and_counts_no_crash(stage: Stage,
     assert all("exit 3" in event["detail"] for event in crashes), stage.story()
 
 
-def test_the_table_has_a_row_for_each_of_them() -> None:
-    text = _PAGE.read_text().partition("## A failing environment")[2]
+def test_each_cell_of_the_table_is_walked_or_names_the_test_that_shows_it() -> None:
+    text = (_ROOT / "docs/preemption.md").read_text().partition("## A failing environment")[2]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if "|" in line]
-    _, _, *table = rows
-    walked = {what for what, _ in WALK}
-    assert walked <= {re.sub(r"`", "", row[0]) for row in table}
+    head, _, *table = rows
+    assert head[1:] == ["fails", "hangs", "lies"]
     assert all(len(row) == 4 and all(row) for row in table)
+    # A dash: there is no such case.
+    cells = {
+        (row[0], how) for row in table for how, text in zip(head[1:], row[1:], strict=True) if text != "–"
+    }
+    assert cells == WALK.keys() | SHOWN.keys()
+    assert not WALK.keys() & SHOWN.keys()
+
+
+@pytest.mark.parametrize("place", sorted(set(SHOWN.values())))
+def test_a_test_that_shows_a_cell_is_there(place: str) -> None:
+    file, _, name = place.partition("::")
+    assert re.search(rf"^def {name}\(", (_ROOT / "tests" / file).read_text(), re.MULTILINE)

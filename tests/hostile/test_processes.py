@@ -327,6 +327,7 @@ class Held:
 
 def cycles(stage: Stage, count: int) -> None:
     """The rank saves and dies, so often; what the lead holds does not grow by one a cycle, nor by anything like it."""
+    (stage.box / "go").touch()
     lead = stage.lead(saves=count, dies=True)
     stage.wait("first_rollout", count=3)
     first = Held(lead.pid)

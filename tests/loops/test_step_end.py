@@ -174,6 +174,18 @@ def test_a_save_that_the_storage_refuses_is_said_and_the_one_before_counts(
     assert bench.line.heard(Saved)[-1].reason == "all steps are done"
 
 
+def test_the_last_save_is_tried_again_when_storage_fails(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_end, "LAST_TRIES_S", (0.0, 0.0))
+    tries = iter([full, full, step_end.commit_tree])
+    monkeypatch.setattr(step_end, "commit_tree", lambda *given, **more: next(tries)(*given, **more))
+    assert bench.save(8, last=True) is None
+    assert bench.names() == ["step_000008"]
+    assert len(bench.line.heard(SaveFailed)) == 2
+    assert any("tried again" in notice.text for notice in bench.line.heard(Notice))
+
+
 def test_an_incarnation_that_no_longer_owns_the_run_commits_nothing(beside: Bench) -> None:
     take_epoch(beside.paths, cluster="local", job_id="2", restart=1)
     beside.save(2)

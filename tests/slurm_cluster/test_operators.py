@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import LiveRun, ends_like
+from tests.journals import append_event
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
@@ -39,6 +40,24 @@ def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_the
     run.wait_event("restart", resume=saved["name"])
     assert len(run.events("restart")) == 2, "suspended and resumed: the same ranks went on"
     ends_like(run, twin)
+
+
+@pytest.mark.long
+@pytest.mark.scenario("FLT-H")
+def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_release(run: LiveRun) -> None:
+    run.submit()
+    run.wait_phase("generate")
+    for _ in range(4):  # attempts whose time limit came before their ranks trained
+        append_event(run.paths, "restart", number=1, progress="start+0")
+        append_event(run.paths, "cause", cause="time_limit")
+    run.cli("requeue", str(run.paths.root))
+    held = run.wait_event("held")
+    assert "TimeLimit=" in held["reason"]
+    run.wait_slurm(lambda facts: facts.state == "PENDING" and "held" in (facts.reason or "").lower())
+    said = run.cli("status", str(run.paths.root), check=False)
+    assert f"scontrol release {run.job_id}" in said.stdout + said.stderr
+    run.slurm("scontrol", "release", run.job_id)
+    run.wait_event("ended", exit_code=0)
 
 
 @pytest.mark.scenario("L07")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.fakes.daemon import Daemon
-from verl_slurm.base.errors import DataError
+from verl_slurm.base.errors import CheckpointCorrupt, DataError
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -67,6 +67,34 @@ def test_a_checkpoint_of_an_older_version_goes_on_behind_its_steps(tmp_path: Pat
     found.resume(3)
     assert found.positions(["a"]) == [24]
     assert found.order(["a_0_0", "restored_0_0"]) == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("there", "step", "told"),
+    [
+        ("data.pt", 0, "did not resume from where it was told to"),
+        ("other", 7, "where in the data.*no data.pt"),
+    ],
+)
+def test_a_resume_at_which_verl_would_begin_anew_in_silence_is_refused(
+    tmp_path: Path, there: str, step: int, told: str
+) -> None:
+    checkpoint = tmp_path / "step_000007"
+    (checkpoint / "global_step_7").mkdir(parents=True)
+    (checkpoint / "global_step_7" / there).touch()
+    with pytest.raises(CheckpointCorrupt, match=told):
+        rollouts(checkpoint).resume(step)
+    (checkpoint / "global_step_7" / "data.pt").touch()
+    rollouts(checkpoint).resume(7)
+
+
+def test_storage_that_fails_is_no_damaged_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("verl_slurm.verl.positions.read_regular", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        read_positions(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"next": -1.5}', '{"next": 1, "more": 2}'])

@@ -33,6 +33,7 @@ __all__ = [
     "SchemaMismatch",
     "SlurmMissing",
     "SlurmRefused",
+    "TierAway",
     "TierError",
     "VerlSlurmError",
     "WireError",
@@ -226,6 +227,16 @@ class TierError(VerlSlurmError):
     """A storage tier did not answer, refused, or returned other bytes than it was given."""
 
     exit_code = ExitCode.TIER
+
+
+class TierAway(TierError):
+    """A tier that has what is needed does not answer: it may later.
+
+    Attributes:
+        child_code: exit code by which a child of the lead says so (EX_TEMPFAIL of sysexits.h).
+    """
+
+    child_code = 75
 
 
 class RolloutMismatch(VerlSlurmError):

@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -39,7 +40,7 @@ from verl_slurm.checkpoint.store.commit import SavedCheckpoint
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import load_own
 from verl_slurm.loops.keeping import Keeper
-from verl_slurm.loops.session import Session
+from verl_slurm.loops.session import LAST_TRIES_S, Session
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.stopping import Stopper
@@ -277,7 +278,8 @@ class StepEndSaver:
         """Commits the directory `name` below `work` as the checkpoint of `step`; answers the open request. Collective.
 
         A failed save is reported and loses nothing else: the previous checkpoint counts, and training goes on. A step
-        that has a checkpoint is not written again: the answer names that one.
+        that has a checkpoint is not written again: the answer names that one. The last save is tried again if it fails
+        (`LAST_TRIES_S`): without it all steps since the one before would be done again.
 
         Args:
             name: it is moved away, or removed.
@@ -299,6 +301,34 @@ class StepEndSaver:
             if write is not None:
                 write()
             return None
+        once = partial(
+            self._save_once, step, name, metrics=metrics, why=why, last=last, write=write, seal=seal
+        )
+        failure = once(began=began)
+        # What a framework has written by itself is gone with its failed commit.
+        can_repeat = last and (write is not None or seal is not _wait_for_all)
+        for pause_s in LAST_TRIES_S if can_repeat else ():
+            if failure is None:
+                break
+            self.session.notice(f"the last save failed: it is tried again in {pause_s:.0f} s", loud=True)
+            self.saving = True  # the watcher must not give the run up in between
+            # Alike on all ranks: a failed save fails on all of them.
+            time.sleep(pause_s)
+            failure = once()
+        return failure
+
+    def _save_once(
+        self,
+        step: int,
+        name: str,
+        *,
+        metrics: Mapping[str, object],
+        why: str,
+        last: bool,
+        write: Callable[[], None] | None,
+        seal: Seal,
+        began: float | None = None,
+    ) -> RanksFailed | None:
         # At most one save is under way, and a fence that it met is raised here, before another one is written.
         self.settle()
         # A save that is due by a request or by the end is tried even on a full disk; a periodic one is skipped there.

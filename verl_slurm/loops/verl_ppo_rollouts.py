@@ -9,8 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.checkpoint.decide.retention import ASSURED_KEPT
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_own
 from verl_slurm.loops.rollout_records import turn_paths
@@ -109,9 +111,13 @@ class Rollouts:
         """Continues after the checkpoint of `step` whole steps.
 
         Raises:
+            CheckpointCorrupt: verl has found another step there, or no position in the data.
             DataError: it does not say where in the data.
         """
-        found = read_positions(self._session.resume) if self._session.resume is not None else None
+        resume = self._session.resume
+        if resume is not None and checkpoint_order(resume.name) is not None:
+            _require_resumed(resume, step)
+        found = read_positions(resume) if resume is not None else None
         found = found or Positions(step * self._batch_size)
         self._next, self._open = found.next, dict(found.open)
 
@@ -208,6 +214,27 @@ class Rollouts:
             for each in (paths, turn_paths(paths), token_paths(paths)):
                 prune(each, oldest, current_epoch=self._session.epoch)
             manager.forget(oldest)
+
+
+def _require_resumed(checkpoint: Path, step: int) -> None:
+    """verl begins with step 0, or with the first prompt, where it finds nothing, and says so in its log alone."""
+    steps = checkpoint / guest_directory("verl", step)
+    remedy = "resume from an older one, or from another run's"
+    if not steps.is_dir():
+        raise CheckpointCorrupt(
+            "verl did not resume from where it was told to",
+            where=checkpoint,
+            found=f"step {step}",
+            expected=f"the step of {checkpoint.name}",
+            remedy=remedy,
+        )
+    if not (steps / "data.pt").is_file():
+        raise CheckpointCorrupt(
+            "the checkpoint does not say where in the data it is from",
+            where=steps,
+            found="no data.pt",
+            remedy=remedy,
+        )
 
 
 def _needed(checkpoint: Path) -> int:

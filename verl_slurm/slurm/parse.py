@@ -216,8 +216,9 @@ def parse_node(text: str, name: str) -> NodeFacts:
             try:
                 return NodeFacts(
                     name=name,
-                    addr=fields["NodeAddr"],
-                    hostname=fields["NodeHostName"],
+                    # A node may have none yet: its name is then what Slurm itself looks up.
+                    addr=_optional(fields.get("NodeAddr", "")) or name,
+                    hostname=_optional(fields.get("NodeHostName", "")) or name,
                     state=_node_state(fields["State"]),
                     cpus=int(fields["CPUTot"]),
                 )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import TierAway, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
@@ -45,7 +45,7 @@ def main(args: list[str] | None = None) -> int:
         done = sync(paths, config)
     except VerlSlurmError as error:
         sys.stderr.write(error.one_line() + "\n")
-        return int(error.exit_code)
+        return error.child_code if isinstance(error, TierAway) else int(error.exit_code)
     copied = sum(1 for item in done.done if item.action.kind == "copy" and not item.problem)
     removed = sum(1 for item in done.done if item.action.kind == "drop" and not item.problem)
     _say({"ok": done.ok, "copied": copied, "removed": removed})

@@ -12,7 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NoRoom, NotFound, TierError, VerlSlurmError
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    KeyRefused,
+    NoRoom,
+    NotFound,
+    TierAway,
+    TierError,
+    VerlSlurmError,
+)
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
 from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.one_line import shell_word
@@ -94,8 +102,9 @@ def fetch_newest(
         on_limit: called before each checkpoint with the seconds that fetching and verifying it may take.
 
     Raises:
-        TierError: nothing was found, but a tier that once had a checkpoint of this run does not answer: starting from
+        TierAway: nothing was found, but a tier that once had a checkpoint of this run does not answer: starting from
             nothing would throw that checkpoint away.
+        TierError: there are checkpoints, and none can be used.
     """
     keys = load_keys(config.checkpoint.encryption)
     opened = open_tiers(paths, config) if tiers is None else tiers
@@ -111,7 +120,7 @@ def fetch_newest(
     ]
     reasons += refused
     # Without tier 0: the caller found nothing there that verifies.
-    names = newest_first(states[1:])
+    names, failure = newest_first(states[1:]), TierError
     for name in names:
         # Twice the time of a fetch: what has arrived is read back from the disk as well.
         claimed = max(copy.num_bytes for state in states[1:] for copy in state.copies if copy.name == name)
@@ -121,6 +130,8 @@ def fetch_newest(
         except VerlSlurmError as error:
             # An older one that verifies is better than none.
             reasons.append(f"{name}: {error.one_line()}")
+            if isinstance(error, TierError):  # it has stopped answering, and has given back nothing wrong
+                failure = TierAway
             continue
         reasons.append(_brought(name, tier))
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
@@ -128,7 +139,7 @@ def fetch_newest(
         # A tier that never had a checkpoint of this run, as at a first start, does not stop it.
         known = [name for name, record in memory.records.get(state.name, {}).items() if record.ok]
         if known:
-            raise TierError(
+            raise TierAway(
                 "no checkpoint is left in the run, and a tier that has some does not answer",
                 where=f"tier {state.name}",
                 found=state.detail,
@@ -137,7 +148,7 @@ def fetch_newest(
             )
     # There were checkpoints: to begin afresh is the user's decision.
     if names or refused:
-        raise TierError(
+        raise failure(
             "no checkpoint is left in the run, and none in a tier could be fetched",
             found=reasons[-1],
             remedy="look at the tiers; checkpoint.resume_from=null begins afresh",

@@ -19,6 +19,7 @@ from verl_slurm.checkpoint.decide.notice import Notice
 from verl_slurm.checkpoint.format.components import partial_domains
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.loops.session import LAST_TRIES_S
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 from verl_slurm.save.writer.handle import SaverDied
@@ -42,10 +43,6 @@ class Ending(StrEnum):
 
     FINISHED = "finished"
     STOPPED = "stopped"
-
-
-LAST_TRIES_S = (1.0, 5.0, 15.0)
-"""Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""
 
 
 class FinalSaveFailed(VerlSlurmError):

@@ -42,13 +42,14 @@ def read_positions(checkpoint: Path) -> Positions | None:
 
     Raises:
         DataError: the file says nothing that can be read.
+        OSError: storage does not answer.
     """
     file = checkpoint / POSITIONS_FILE
     try:
         return decode_json(read_regular(file, RECORD), Positions, RECORD)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except ValueError as error:  # not OSError: storage that fails says nothing about the file
         raise DataError(
             "the position in verl's data cannot be read",
             where=file,

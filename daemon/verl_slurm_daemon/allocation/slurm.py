@@ -152,7 +152,10 @@ class SlurmAllocation:
         if not self._address:
             await self._hear()
             # Slurm's own address of this node: names of virtual or multi-homed nodes need not resolve.
-            self._address = await self._client.node_addr(self._job.node_name)
+            try:
+                self._address = await self._client.node_addr(self._job.node_name)
+            except NotFound:  # it runs this process: it is no reason to end the run
+                self._address = self._job.node_name
         return self._address
 
     async def _hear(self) -> None:
@@ -358,7 +361,7 @@ class SlurmAllocation:
         return "Requeue=0 is set: Slurm does not start this job again"
 
     async def cancelled_before(self) -> str:
-        events, array = read_events(self._paths), self._job.array_job_id
+        events, array = await asyncio.to_thread(read_events, self._paths), self._job.array_job_id
         former = (
             jobs.predecessor_of(events, self.job_id)
             if array is None
@@ -437,7 +440,8 @@ class SlurmAllocation:
                 if pause is None:  # not taken for an end: the other one would have to leave
                     raise
             else:
-                by_us = jobs.was_queued(read_events(self._paths), owner.job_id)
+                events = await asyncio.to_thread(read_events, self._paths)
+                by_us = jobs.was_queued(events, owner.job_id)
                 if facts.is_over or not may_be_of(self._paths.root, facts, queued_by_us=by_us):
                     return ""
                 # The job was cancelled a moment ago, and this one already started on the nodes that it left.
@@ -450,7 +454,7 @@ class SlurmAllocation:
         """Returns whether the owner, a job of another Slurm cluster, may still work: only the journal can tell."""
         # What is being cancelled may still save. A lead that died without a word is not waited for any longer.
         for pause in _LEAVING_S:
-            word = jobs.what_became(read_events(self._paths), owner.epoch)
+            word = jobs.what_became(await asyncio.to_thread(read_events, self._paths), owner.epoch)
             if word == "goes on":
                 cluster = f"Slurm cluster {owner.slurm} has not ended, and this is {self._job.cluster}"
                 return f"job {owner.job_id} of {cluster}"

@@ -76,7 +76,7 @@ from verl_slurm_daemon.lead.second_copy import bring_home, left_behind, parts_si
 from verl_slurm_daemon.lead.services import Services
 from verl_slurm_daemon.lead.stacks import write_stacks
 from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
-from verl_slurm_daemon.lead.start import ENVIRONMENT, failed_code, patiently, spoken
+from verl_slurm_daemon.lead.start import ENVIRONMENT, answered, failed_code, patiently, spoken
 from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.lead.verdicts import Verdicts
@@ -148,18 +148,18 @@ class Effects:
                 epoch=self._epoch, generation=0, host=host, port=port, token=token.hex()
             )
         # Again at each try: storage may not have taken it.
-        write_lead_address(self._paths, self._address)
+        await asyncio.to_thread(write_lead_address, self._paths, self._address)
         if not self._is_open:
             self._is_open = True
             self._spawn(self._mover.run(), aside="the mover of checkpoints")
             given = self._paths, self._config.checkpoint, self._journal, self._epoch, self._bring_home
             self._spawn(scrub_forever(*given, self._keys), aside="the scrub")
 
-    def _announce(self, generation: int) -> None:
+    async def _announce(self, generation: int) -> None:
         """Announces that agents may join. Those of srun need no announcement; those of a hostfile wait for it."""
         if self._address is not None:
             self._address = msgspec.structs.replace(self._address, generation=generation)
-            write_lead_address(self._paths, self._address)
+            await asyncio.to_thread(write_lead_address, self._paths, self._address)
 
     async def close(self) -> None:
         # First: they hear it over the port that is closed below.
@@ -170,7 +170,8 @@ class Effects:
         if self._server is not None:
             self._server.close()
         # The epoch is checked there: a newer attempt's address stays.
-        remove_lead_address(self._paths, self._epoch)
+        with contextlib.suppress(TimeoutError):
+            await answered(lambda: remove_lead_address(self._paths, self._epoch))
 
     def perform(self, action: act.Action) -> None:
         # Whatever takes time runs as a task and comes back as an event: the loop decides about the next one meanwhile.
@@ -282,7 +283,8 @@ class Effects:
         # run.yaml may have been edited while the job waited, or since; and the ranks read the file themselves.
         await asyncio.to_thread(self._require_unchanged, point)
         job = self._allocation.job_id, os.environ.get("SLURM_ARRAY_JOB_ID")
-        if done := nothing_left(self._config, point.manifest, read_events(self._paths), *job):
+        events = await asyncio.to_thread(read_events, self._paths)
+        if done := nothing_left(self._config, point.manifest, events, *job):
             self._paths.resume_once.unlink(missing_ok=True)
             return inputs.AllDone(point.name, done)
         places = await self._allocation.places(self._lost)
@@ -302,7 +304,7 @@ class Effects:
             if standby is not None:
                 await standby.end()
             return inputs.GenerationEnded(0)
-        self._announce(generation)
+        await self._announce(generation)
         if standby is not None:
             self._step = standby
             return point
@@ -562,5 +564,5 @@ class Effects:
         await asyncio.sleep(seconds)  # the back-off itself
         stuck = 0
         with contextlib.suppress(OSError):  # storage may work by now; if not, this code runs again soon
-            stuck = stuck_restarts(read_events(self._paths))
+            stuck = stuck_restarts(await answered(lambda: read_events(self._paths)))
         self._post(inputs.BackoffOver(stuck))

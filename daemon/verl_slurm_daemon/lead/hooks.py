@@ -23,6 +23,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import to_json
 from verl_slurm.wire.environment import HOOK_RUN_VARIABLE, HOOK_VARIABLE
+from verl_slurm_daemon.lead.start import answered
 from verl_slurm_daemon.lead.webhook import Post
 from verl_slurm_daemon.processes import child_setup
 
@@ -138,6 +139,7 @@ class Hooks:
                 self._complain(call.hook, error.strerror or str(error))
 
     async def _run(self, call: _Call) -> None:
+        await answered(self._paths.root.stat)  # else the start of a process there would stop the lead's loop
         process = await asyncio.create_subprocess_exec(
             *call.argv,
             env=os.environ | {HOOK_VARIABLE: call.hook, HOOK_RUN_VARIABLE: str(self._paths.root)},

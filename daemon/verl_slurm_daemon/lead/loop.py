@@ -63,6 +63,7 @@ from verl_slurm_daemon.lead.hooks import Hooks
 from verl_slurm_daemon.lead.start import (
     ENVIRONMENT,
     SIGNALS,
+    answered,
     patiently,
     prepare,
     require_mounted,
@@ -173,7 +174,8 @@ class Lead:
 
         async def take() -> Epoch:
             former = await self._refuse_if_owned()
-            return take_epoch(
+            return await asyncio.to_thread(
+                take_epoch,
                 self._paths,
                 after=former,  # two leads that both found it over: one of them gets it
                 job_id=self._allocation.job_id,
@@ -233,7 +235,7 @@ class Lead:
         elif code is not ExitCode.REQUEUE_FAILED and (said := await self._allocation.withdraw()):
             journal.write(ev.Notice("Slurm", said))
         try:
-            ours = mine is None or read_epoch(self._paths) == mine
+            ours = mine is None or await answered(lambda: read_epoch(self._paths)) == mine
         except OSError:  # it cannot be told; the epoch is in the line
             ours = True
         if ours:
@@ -262,10 +264,10 @@ class Lead:
             status.last_checkpoint = event.resume or ""
             status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
             status.phase = ""
-        if isinstance(event, ev.Verified) or (isinstance(event, ev.Saved) and not event.on_shared):
+        is_saved = isinstance(event, ev.Verified) or (isinstance(event, ev.Saved) and not event.on_shared)
+        if is_saved and self._journal is not None:
             # The run begins anew no longer: if this is lost, it must not begin again in silence.
-            with suppress(OSError):
-                self._paths.from_nothing.unlink(missing_ok=True)
+            self._journal.store(lambda: self._paths.from_nothing.unlink(missing_ok=True))
         if isinstance(event, ev.NodesChosen):
             status.spare_nodes = event.spare
         self._service_seen(event)
@@ -297,7 +299,7 @@ class Lead:
         Raises:
             Fenced: it is not.
         """
-        owner = read_epoch(self._paths)
+        owner = await asyncio.to_thread(read_epoch, self._paths)
         alive = "" if owner is None else await self._allocation.still_alive(owner)
         if alive:
             raise Fenced(
@@ -327,7 +329,7 @@ class Lead:
 
     async def _first_event(self, journal: Journal, effects: Effects) -> inputs.Input:
         if self._failed is not None:
-            return start_failed(self._paths, self._allocation, self._failed)
+            return await start_failed(self._paths, self._allocation, self._failed)
 
         def say(error: Exception, pause_s: float) -> None:
             journal.write(ev.Warned("start", f"{error}: tries again in {pause_s:.0f} s"))
@@ -335,14 +337,15 @@ class Lead:
         try:
             return await patiently(lambda: self._first_try(journal, effects), self._is_signalled, say)
         except ENVIRONMENT as error:
-            return start_failed(self._paths, self._allocation, error)
+            return await start_failed(self._paths, self._allocation, error)
 
     async def _first_try(self, journal: Journal, effects: Effects) -> inputs.Input:
         # Before the run is touched: a task of a chain, or a successor, whose predecessor was cancelled must not
         # continue it.
         if cancelled := await self._allocation.cancelled_before():
             return inputs.Over(ExitCode.CANCELLED, cancelled)
-        events, limit = read_events(self._paths), self._config.daemon.no_progress_limit
+        events = await asyncio.to_thread(read_events, self._paths)
+        limit = self._config.daemon.no_progress_limit
         stuck, short = stuck_restarts(events), short_starts(events)
         # Counted in the journal over all attempts: a requeue does not renew this limit.
         if stuck >= limit:
@@ -369,15 +372,14 @@ class Lead:
             SlurmMissing: Slurm does not.
         """
         notices: list[str] = []
-        if any(isinstance(event, ev.Restart) for event in read_events(self._paths)):
+        if any(isinstance(event, ev.Restart) for event in await asyncio.to_thread(read_events, self._paths)):
             await asyncio.to_thread(require_mounted, self._config)
         await asyncio.to_thread(check_image, self._config)
         root = data_root(self._config)
         if root is not None:
             # The record names the files; without it the newest checkpoint still tells whether they are the same.
-            known = (
-                "" if self._paths.fingerprint.exists() else await asyncio.to_thread(data_digest, self._paths)
-            )
+            is_recorded = await asyncio.to_thread(self._paths.fingerprint.exists)
+            known = "" if is_recorded else await asyncio.to_thread(data_digest, self._paths)
             await asyncio.to_thread(check_dataset, self._paths, root, trained_on=known, notice=notices.append)
         for text in notices:
             journal.write(ev.Notice("data", text))
@@ -386,7 +388,7 @@ class Lead:
         await effects.open()
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
             journal.write(ev.Warned("metrics", problem))
-        events = read_events(self._paths)
+        events = await asyncio.to_thread(read_events, self._paths)
         mine = self._allocation
         failed = failed_starts(events, mine.job_id, mine.restart)
         return inputs.Ready(self._config.speakers, stranger_restarts(events), unfit_starts(events), failed)
@@ -465,18 +467,17 @@ def run_lead(root: Path, hostfile: Path | None = None) -> NoReturn:
     Args:
         hostfile: the hosts of a run without Slurm; this is the first of them.
     """
-    paths = RunPaths(root)
     # Blocked, not ignored: a signal that comes during the start stays pending until the lead listens.
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     os.environ["PYTHONSAFEPATH"] = "1"  # for all we start: nothing is imported from the submitter's directory
     try:
-        ground = prepare(paths, hostfile)
+        ground = prepare(root, hostfile)
     except VerlSlurmError:
         # The next start would fail in the same way, so Slurm is told not to make one.
         if hostfile is None and (job := SlurmJob.from_environ(dict(os.environ))) is not None:
-            asyncio.run(SlurmAllocation(job, RunConfig(), paths).withdraw())
+            asyncio.run(SlurmAllocation(job, RunConfig(), RunPaths(root)).withdraw())
         raise
-    lead = Lead(paths, *ground)
+    lead = Lead(*ground)
 
     async def live() -> NoReturn:
         _leave(await lead.run(), ground.allocation)

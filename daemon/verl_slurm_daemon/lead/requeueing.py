@@ -15,6 +15,7 @@ from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.bad_nodes import recalled
+from verl_slurm_daemon.lead.start import answered
 
 __all__ = ["requeue"]
 
@@ -50,7 +51,7 @@ async def _avoid(
 ) -> None:
     """Tells Slurm which nodes failed this run or another one of the user lately. If there were some earlier and none
     now, tells it that as well."""
-    events, bad = read_events(paths), await recalled(config)
+    events, bad = await answered(lambda: read_events(paths)), await recalled(config)
     for problem in bad.problems:
         journal.write(ev.Notice("health", f"passed over: {problem}"))
     # An earlier exclusion has to be taken back once its time is over: Slurm keeps it for good.

@@ -88,8 +88,8 @@ def find_resume_point(
 
     Raises:
         KeyRefused: what is left to resume from needs a key that is not there.
-        TierError: a tier that has one does not answer.
-        OSError: storage does not answer, or not with all bytes of the newest checkpoint.
+        TierError: none that a tier has can be used.
+        OSError: storage, or a tier that has one, does not answer, or not with all bytes of the newest checkpoint.
     """
 
     def checked(path: Path) -> Verdict:

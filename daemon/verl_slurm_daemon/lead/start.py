@@ -11,8 +11,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -42,6 +44,7 @@ __all__ = [
     "ENVIRONMENT",
     "SIGNALS",
     "Ground",
+    "answered",
     "failed_code",
     "patiently",
     "prepare",
@@ -60,6 +63,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal
 _LOOK_S = 0.2
 _LAST_WAIT_S = 15.0
 """For storage, once a signal has come: KillWait may run, and a requeue is still to be asked for."""
+_LAST_LOOK_S = 3.0
+_SILENT = "storage did not answer, and a signal came"
 _FIRST_WORD_S = 60.0
 _NOT_KNOWN = 3
 """Assumed number of failed starts before this one, if the journal that counts them cannot be read."""
@@ -73,14 +78,15 @@ _CODES = {
 
 
 class Ground(NamedTuple):
-    """The configuration and the allocation of a lead. `failed`: the storage error that prevented the rest."""
+    """The run, configuration and allocation of a lead. `failed`: the storage error that prevented the rest."""
 
+    paths: RunPaths
     config: RunConfig
     allocation: Allocation
     failed: OSError | None = None
 
 
-def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
+def prepare(root: Path, hostfile: Path | None) -> Ground:
     """Reads the configuration and makes the run's directories.
 
     Raises:
@@ -89,10 +95,9 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
     # With a hostfile Slurm has no part in the run, even inside of a job.
     job = None if hostfile is not None else SlurmJob.from_environ(dict(os.environ))
     restarted = job is not None and job.restart_count > 0
-    host = ""
 
-    def attempt() -> RunConfig:
-        nonlocal host
+    def attempt() -> tuple[RunPaths, RunConfig, str]:
+        paths, host = RunPaths(root.resolve()), ""
         if restarted:
             paths.run_yaml.stat()  # missing on a node without the file system: not a wrong configuration
         config = load_own(paths.run_yaml)
@@ -107,13 +112,13 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
             # Before any rank starts: ranks would be the first to look it up, and fail as in a crash, again and again.
             _require_resolvable(hosts, hostfile)
             host = hosts[0].name
-        return config
+        return paths, config, host
 
-    config, failed = RunConfig(), None
+    paths, config, host, failed = RunPaths(Path(os.path.abspath(root))), RunConfig(), "", None
     # ---- try until storage answers, the pauses are over, or a signal comes
     for pause in (*IN_PLACE_S, None):
         try:
-            config, failed = attempt(), None
+            (paths, config, host), failed = _in_thread(attempt), None
             break
         # Storage may answer in a moment. A `VerlSlurmError` passes: the file was read, and is wrong.
         except OSError as error:
@@ -125,10 +130,51 @@ def prepare(paths: RunPaths, hostfile: Path | None) -> Ground:
         if _interrupted(pause):
             break
     if hostfile is not None:
-        return Ground(config, HostfileAllocation(config, paths, host), failed)
+        return Ground(paths, config, HostfileAllocation(config, paths, host), failed)
     if job is None:
-        return Ground(config, LocalAllocation(config, paths), failed)
-    return Ground(config, SlurmAllocation(job, config, paths), failed)
+        return Ground(paths, config, LocalAllocation(config, paths), failed)
+    return Ground(paths, config, SlurmAllocation(job, config, paths), failed)
+
+
+def _in_thread(work: Callable[[], T]) -> T:
+    """Returns the result of `work`. A call that storage does not answer cannot be ended: it is left to its thread.
+
+    Raises:
+        TimeoutError: storage had not answered when Slurm wanted the nodes, or the user the end.
+    """
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            future.set_exception(error)
+
+    # No executor: the interpreter would wait for its threads.
+    threading.Thread(target=run, daemon=True).start()
+    began, since, told_s = time.monotonic(), None, _FIRST_WORD_S
+    while not wait([future], timeout=_LOOK_S).done:
+        if time.monotonic() - began > told_s:
+            _say(f"the run directory does not answer for {told_s:.0f} s: the start waits")
+            told_s *= 2
+        if signal.sigpending() & set(SIGNALS):
+            since = since or time.monotonic()
+            if time.monotonic() - since > _LAST_WAIT_S:
+                raise TimeoutError(errno.ETIMEDOUT, _SILENT)
+    return future.result()
+
+
+async def answered(work: Callable[[], T]) -> T:
+    """Returns the result of `work` on storage, on the way out.
+
+    Raises:
+        TimeoutError: there is none after some seconds.
+    """
+    try:
+        async with asyncio.timeout(_LAST_LOOK_S):
+            return await asyncio.to_thread(work)
+    except TimeoutError:
+        raise TimeoutError(errno.ETIMEDOUT, f"storage did not answer in {_LAST_LOOK_S:.0f} s") from None
 
 
 def _require_resolvable(hosts: Sequence[Host], hostfile: Path) -> None:
@@ -188,7 +234,7 @@ async def _or_interrupted(work: Coroutine[Any, Any, T], interrupted: Callable[[]
         since = (since or time.monotonic()) if interrupted() else None
         if since is not None and time.monotonic() - since > _LAST_WAIT_S and not task.done():
             task.cancel()
-            raise TimeoutError(errno.ETIMEDOUT, "storage did not answer, and a signal came")
+            raise TimeoutError(errno.ETIMEDOUT, _SILENT)
     return task.result()
 
 
@@ -246,16 +292,21 @@ def _is_away(place: Path | str) -> bool:
 
 def say_again(error: Exception, pause_s: float) -> None:
     """Writes to the lead's log: the journal may be on the storage that fails."""
+    _say(f"{error}: tries again in {pause_s:.0f} s")
+
+
+def _say(text: str) -> None:
     with suppress(OSError, ValueError):
-        sys.stdout.write(f"verl-slurmd: {error}: tries again in {pause_s:.0f} s\n")
+        sys.stdout.write(f"verl-slurmd: {text}\n")
         sys.stdout.flush()
 
 
-def start_failed(paths: RunPaths, allocation: Allocation, error: OSError | SlurmMissing) -> StartFailed:
+async def start_failed(paths: RunPaths, allocation: Allocation, error: OSError | SlurmMissing) -> StartFailed:
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
         # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
-        before = failed_starts(read_events(paths), allocation.job_id, allocation.restart)
+        events = await answered(lambda: read_events(paths))
+        before = failed_starts(events, allocation.job_id, allocation.restart)
     except OSError:
         before = _NOT_KNOWN
     return StartFailed(str(error), before, failed_code(error))

@@ -6,11 +6,12 @@ journal itself.
 """
 
 import asyncio
+import errno
 import signal
 import subprocess
 import sys
 
-from verl_slurm.base.errors import TierError
+from verl_slurm.base.errors import TierAway, TierError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Tiers
@@ -84,8 +85,8 @@ def restore_newest(paths: RunPaths) -> None:
     Blocks until that is done; the child limits its own time by the number of bytes it expects.
 
     Raises:
-        TierError: a tier that has one does not answer, or returned something else. Beginning afresh would throw away
-            what is there.
+        OSError: a tier that has one does not answer: it is storage, and is waited for.
+        TierError: a tier returned something else. Beginning afresh would throw away what is there.
     """
     words = _command("restore", paths)
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
@@ -94,6 +95,8 @@ def restore_newest(paths: RunPaths) -> None:
         # The child limits its own time, by the bytes that it expects, and is ended by its alarm.
         if done.returncode == -signal.SIGALRM:
             found = "a tier did not give its bytes in time"
+        if done.returncode in (TierAway.child_code, -signal.SIGALRM):
+            raise OSError(errno.ETIMEDOUT, f"nothing could be brought back from the run's tiers: {found}")
         raise TierError("nothing could be brought back from the run's tiers", found=found)
 
 
