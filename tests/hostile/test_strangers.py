@@ -344,7 +344,7 @@ def test_another_user_reaches_neither_socket_nor_page_and_is_counted_where_he_do
             # He connects here because the test opened the door; the page still has a mode of its own.
             assert said.decode().split() == ["in", "refused", "closed"]
             assert ranks.heard == []
-            assert ranks.refusals.counts == {"user": 2, "crowded": 0, "message": 0, "rank": 0}
+            assert ranks.refusals.counts == {"user": 2, "left": 0, "crowded": 0, "message": 0, "rank": 0}
             assert ranks.told == [("user", f"pid {stranger.pid} of uid {NOBODY}", 1)]
 
     play(story)
@@ -391,7 +391,7 @@ def test_a_rank_speaks_for_itself_and_for_nobody_else(
             # The number of its process is the kernel's, not its own word.
             mine = os.getpid()
             assert ranks.heard == [RankStarted(rank=2, pid=mine), saved(2), RankStarted(rank=3, pid=mine)]
-            assert ranks.refusals.counts == {"user": 0, "crowded": 0, "message": 2, "rank": 3}
+            assert ranks.refusals.counts == {"user": 0, "left": 0, "crowded": 0, "message": 2, "rank": 3}
 
     play(story)
 

@@ -159,6 +159,7 @@ def test_tokens_of_another_run_are_not_used(paths: RunPaths, tmp_path: Path) -> 
     log.add(CALL, 0, [1, 2], None)
     log.close()
     token_paths(paths).ledger.mkdir(parents=True)
+    assert run_id(paths) != run_id(other)
     shutil.copy(token_paths(other).ledger_segment(1, 0), token_paths(paths).ledger)
     told: list[str] = []
     assert Prefixes(paths, report=told.append).find(CALL) is None

@@ -289,7 +289,7 @@ class StepEndSaver:
             write: writes this rank's files; None: they are written, or `seal` does it.
             seal: collective over the group that it is given, perhaps in a thread. Returns the entries of all files
                 that their ranks have made durable and hashed; rank 0 does the others.
-            began: `time.monotonic` when the framework began to write; None: now.
+            began: `time.monotonic` when the framework began to write by itself; None: `write` or `seal` writes.
 
         Returns:
             The failure; None: it is committed, or is being committed beside the next steps.
@@ -306,8 +306,7 @@ class StepEndSaver:
         )
         failure = once(began=began)
         # What a framework has written by itself is gone with its failed commit.
-        can_repeat = last and (write is not None or seal is not _wait_for_all)
-        for pause_s in LAST_TRIES_S if can_repeat else ():
+        for pause_s in LAST_TRIES_S if last and began is None else ():
             if failure is None:
                 break
             self.session.notice(f"the last save failed: it is tried again in {pause_s:.0f} s", loud=True)
