@@ -135,13 +135,13 @@ lint: setup
 
 # Two at a time: the tests on Slurm wait much of their time. Each worker of a lane has a cluster of its own.
 test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (20 minutes on two cores)
-	@$(MAKE) --no-print-directory -k -j3 lint test-slurm test-rest
+	@VERL_SLURM_VARIANTS=0 $(MAKE) --no-print-directory -k -j3 lint test-slurm test-rest
 
 # The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
 LONG = long-slurm long-rest verl verl-vllm trl vllm s3 docs
 
 test-all: setup prometheus accounting browser containers lint ## all tests, lane by lane: also variants of long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
-	@VERL_SLURM_VARIANTS=1 $(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))
+	@$(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))
 
 # A lane that passed whole is written into .ci/passed.toml.
 passed-%: test-%
@@ -151,7 +151,7 @@ passed-%: test-%
 test-due: setup
 	@due=$$($(BIN)/python -m tests.lanes due) && echo "long lanes: $${due:-none: nothing has changed that they test}" && \
 	  for lane in $(LONG); do [[ " $$due " == *" $$lane "* ]] && echo "test-$$lane"; done | \
-	  xargs --no-run-if-empty $(MAKE) --no-print-directory -k -j3
+	  VERL_SLURM_VARIANTS=0 xargs --no-run-if-empty $(MAKE) --no-print-directory -k -j3
 
 PYTEST = -m pytest -p no:cacheprovider
 # The files with tests of a mark: collecting the whole tree takes longer than many a lane's first test.
@@ -236,14 +236,14 @@ fuzz: $(READY) ## hostile bytes for every parser: make fuzz N=1000000, with SEED
 	VERL_SLURM_HTTP_FUZZ=$(or $(HTTP),100000) $(BIN)/python -m pytest -q tests/wire/test_http_fuzz.py
 
 faults: $(READY) ## every state a crash may leave, every error at every write; as root also real power cuts on ext4 and XFS
-	VERL_SLURM_FAULTS=1 VERL_SLURM_VARIANTS=1 $(BIN)/python -m pytest -q -s tests/faults
+	VERL_SLURM_FAULTS=1 $(BIN)/python -m pytest -q -s tests/faults
 
 families: $(READY) ## every model family of docs/models.md: a step of PPO and of GRPO, and interrupted (some minutes)
 	VERL_SLURM_FAMILIES=all $(BIN)/python -m pytest -p no:cacheprovider -q -s tests/trainer/test_families.py tests/trainer/test_family_runs.py tests/trainer/parallel/test_cut_families.py
 
 gpu: $(READY) ## what a GPU is needed for, and the figures of docs/gpu.md; without one on the CPU, saying what was left out
 	@$(BIN)/python -c 'import torch; print("torch", torch.__version__, "CUDA", torch.version.cuda, "GPUs", torch.cuda.device_count())'
-	VERL_SLURM_VARIANTS=1 $(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
+	$(BIN)/python -m pytest -p no:cacheprovider -rs -s tests/gpu
 	$(BIN)/python -m benchmarks.gpu $(BENCH)
 
 # A peer that cannot be installed here is left out, and the benchmark says so.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests.lanes import has_variants
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
@@ -23,17 +24,19 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out, and counts as left out, what takes minutes to hours without `make soak`, and variants without
-    `make test-all`. Long tests run four at a time on CI's two cores, and wait that much longer before they count as
-    stuck."""
+    """Leaves out, and counts as left out, what takes minutes to hours without `make soak`, and variants in CI. Long
+    tests run four at a time on CI's two cores, and wait that much longer before they count as stuck."""
     soaking = bool(os.environ.get("VERL_SLURM_SOAK"))
     for item in items:
         soak = soaking and item.get_closest_marker("soak")  # takes as long as it is asked to
         if (soak or item.get_closest_marker("long")) and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(0 if soak else 1800))
-    variables = {"soak": "VERL_SLURM_SOAK", "variant": "VERL_SLURM_VARIANTS"}
-    left_out = [mark for mark, variable in variables.items() if not soaking and not os.environ.get(variable)]
-    removed = [item for item in items if any(item.get_closest_marker(mark) for mark in left_out)]
+    runs = {"soak": soaking, "variant": soaking or has_variants()}
+    removed = [
+        item
+        for item in items
+        if any(item.get_closest_marker(mark) for mark, wanted in runs.items() if not wanted)
+    ]
     if removed:
         config.hook.pytest_deselected(items=removed)
         items[:] = [item for item in items if item not in removed]

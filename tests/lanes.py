@@ -6,6 +6,7 @@ changes are those since its commit in `.ci/passed.toml`. `python -m tests.lanes 
 """
 
 import fcntl
+import os
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 TABLE = ROOT / ".ci" / "lanes.toml"
 PASSED = ROOT / ".ci" / "passed.toml"
+
+
+def has_variants() -> bool:
+    """Returns whether variants run: everywhere but in the lanes that CI starts, where make sets the variable."""
+    return os.environ.get("VERL_SLURM_VARIANTS") != "0"
 
 
 def with_variants(*cases: Any, keep: int = 1) -> list[Any]:

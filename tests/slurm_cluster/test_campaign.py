@@ -27,7 +27,7 @@ from tests.slurm_cluster.ways import ENVIRONMENT as ENVIRONMENT_WAYS
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state import ledger
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(0)]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.timeout(0), pytest.mark.variant]
 
 _SEED = 20261121
 """The same ways and pauses each time; the moments they fall on are the machine's. `make campaign` draws another."""
@@ -190,7 +190,6 @@ def _disk(request: pytest.FixtureRequest, tmp_path: Path, case: str) -> Path:
 
 @pytest.mark.long
 @pytest.mark.scenario("FLT-A", "FLT-B", "FLT-H")
-@pytest.mark.variant
 def test_a_plain_loop_whose_environment_fails_ends_with_the_weights_of_its_twin(
     cluster: DevCluster, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -20,7 +20,7 @@ from verl_slurm.containers.image import file_digest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
-pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
+pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long, pytest.mark.variant]
 
 RUNTIMES = ("apptainer", "pyxis")
 # A reward, and what its rank finds around it.

@@ -21,6 +21,7 @@ def run(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> Iterator[Liv
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_node_that_fails_a_job_which_may_not_be_requeued_is_followed_by_another_job(run: LiveRun) -> None:
     run.submit()
     run.slurm(

@@ -36,6 +36,7 @@ def pi_after(steps: int) -> float:
     return 4 * inside / (2 * steps * COUNT)
 
 
+@pytest.mark.variant
 def test_a_preempted_program_is_saved_resumed_and_ends_with_the_undisturbed_result(
     run: LiveRun, cluster: DevCluster
 ) -> None:

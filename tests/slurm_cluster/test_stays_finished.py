@@ -38,6 +38,7 @@ def _is_over_for_good(run: LiveRun, cluster: DevCluster) -> JobFacts:
 
 @pytest.mark.long
 @pytest.mark.scenario("USE01")
+@pytest.mark.variant
 def test_a_finished_run_that_was_preempted_once_stays_finished(
     run: LiveRun, twin: LiveRun, cluster: DevCluster
 ) -> None:

@@ -21,6 +21,7 @@ import pytest
 
 from tests.builders import new_training, train_config
 from tests.families import TINY, build_family
+from tests.lanes import has_variants
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import (
@@ -35,11 +36,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.timeout(7200 if ALL else 1800), pyt
 REPOSITORY = Path(__file__).resolve().parents[2]
 # What differs in its layers, its positions or its weights from the others here.
 USUAL = ("deepseek_v3", "gemma3_text", "gpt2", "gpt_oss", "llama-tied", "opt", "qwen3")
-VARIANTS = bool(os.environ.get("VERL_SLURM_VARIANTS"))
-USUAL = USUAL if VARIANTS else ("gpt2",)
+USUAL = USUAL if has_variants() else ("gpt2",)
 TRAINED = tuple(TINY) if ALL else USUAL
 TWINS = tuple(TINY) if ALL else tuple(name for name in ("gpt2", "gemma3_text", "gpt_oss") if name in USUAL)
-VARIED = tuple(TINY) if ALL else ("gpt2",) if VARIANTS else ()
+VARIED = tuple(TINY) if ALL else ("gpt2",) if has_variants() else ()
 PPO = train_config(steps=1, sizes=(4, 2, 2), ppo_epochs=1)
 GRPO = msgspec.structs.replace(PPO, algorithm="grpo", kl_in="loss")
 AT_ONCE = 25

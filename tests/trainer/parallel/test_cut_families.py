@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.families import TINY, build_family
+from tests.lanes import has_variants
 from tests.processes import python_path
 from verl_slurm.config.families import FAMILIES
 
@@ -22,7 +23,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.long]
 WORKER = Path(__file__).with_name("cut_worker.py")
 ALL = os.environ.get("VERL_SLURM_FAMILIES") == "all"
 CUT = [name for name in TINY if not FAMILIES[name.partition("-")[0]].tp][
-    :: 1 if ALL else 3 if os.environ.get("VERL_SLURM_VARIANTS") else 8
+    :: 1 if ALL else 3 if has_variants() else 8
 ]
 
 

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.families import build_family
+from tests.lanes import has_variants
 from tests.ledger_stats import ledger_stats
 from tests.processes import python_path
 from verl_slurm.base.paths import RunPaths
@@ -59,7 +60,7 @@ VARIANTS = {
 }
 """Runs that `make test-all` makes, too."""
 _SOAKING = bool(os.environ.get("VERL_SLURM_SOAK"))
-LEFT_OUT = set() if _SOAKING else RARE if os.environ.get("VERL_SLURM_VARIANTS") else RARE | VARIANTS
+LEFT_OUT = set() if _SOAKING else RARE if has_variants() else RARE | VARIANTS
 
 
 def marked(*rows: Any) -> list[Any]:
