@@ -239,6 +239,7 @@ def test_changed_data_is_refused_by_name(straight: RunPaths, tmp_path: Path) -> 
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_two_hosts_of_a_hostfile_train_are_interrupted_and_end_bit_for_bit_alike(
     straight: RunPaths, tmp_path: Path
 ) -> None:

@@ -18,8 +18,10 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize(
     ("body", "starts"),
     [
-        pytest.param("raise KeyError('boom')", 1, marks=pytest.mark.variant),
-        ("if calls.append(1) or len(calls) > 2: raise KeyError('boom')\n    return [0.0] * len(r)", 2),
+        *with_variants(
+            ("raise KeyError('boom')", 1),
+            ("if calls.append(1) or len(calls) > 2: raise KeyError('boom')\n    return [0.0] * len(r)", 2),
+        ),
     ],
     ids=["on its first call", "after it had worked"],
 )

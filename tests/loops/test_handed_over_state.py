@@ -93,6 +93,7 @@ def test_a_pickle_that_the_loop_never_wrote_is_not_opened(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_metadata_of_a_stranger_runs_no_code_and_reads_no_other_file(tmp_path: Path) -> None:
     run, sign = tmp_path / "run", tmp_path / "sign"
     assert loop(run, 1, "sharded").returncode == 0

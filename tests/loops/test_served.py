@@ -17,6 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 @pytest.mark.long
+@pytest.mark.variant
 def test_a_loop_is_saved_when_asked_preempted_and_ends_like_one_that_ran_by_hand(tmp_path: Path) -> None:
     straight = by_hand(tmp_path / "straight")
     root = tmp_path / "run"
