@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.lanes import with_variants
 from tests.processes import captured
 from verl_slurm.checkpoint.inspect.export import Wish
 from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
@@ -36,7 +37,7 @@ print("TOKENS " + json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", with_variants(True, False))
 def test_vllm_loads_an_export_and_samples_what_the_trained_model_says(
     tied: bool, make_trained: Any, tmp_path: Path
 ) -> None:

@@ -249,6 +249,7 @@ def test_its_other_trainers_end_bit_for_bit_alike(
     assert torch.equal(make(run.life(Daemon()), files, **settings).train().weights, straight.weights)
 
 
+@pytest.mark.variant
 def test_sharded_by_accelerate_it_samples_nothing_twice_and_ends_bit_for_bit_alike(tmp_path: Path) -> None:
     Run(tmp_path / "straight"), Run(tmp_path / "stopped")
     two_ranks(Path(__file__).with_name("fsdp_worker.py"), str(tmp_path), "grpo")

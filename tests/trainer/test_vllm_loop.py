@@ -80,6 +80,7 @@ def test_a_sync_that_is_lost_ends_the_run_before_it_learns_from_it(runs: VLLMRun
     assert not paths.checkpoint(2).exists()
 
 
+@pytest.mark.variant
 def test_ranks_that_train_one_model_together_sample_it_together(runs: VLLMRuns) -> None:
     """One replica of two ranks, which deals a micro-batch out, and one vLLM of the same two."""
     paths = runs.make_with("replica", tensor_parallel=2, trainer_tensor_parallel=2)
