@@ -154,8 +154,9 @@ test-due: setup
 	  VERL_SLURM_VARIANTS=0 xargs --no-run-if-empty $(MAKE) --no-print-directory -k -j3
 
 PYTEST = -m pytest -p no:cacheprovider
-# The files with tests of a mark: collecting the whole tree takes longer than many a lane's first test.
-MARKED = $$(grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | xargs)
+# The files with tests of a mark, in pytest's order: some leave a process group. Collecting the whole tree takes longer than
+# many a lane's first test.
+MARKED = $$(grep -rlE 'mark\.$(1)\b' tests --include='test_*.py' | sort | xargs)
 # A lane: its marks, what each of its lines begins with, how tests go to the two workers, and where the tests are.
 LANE = bash -o pipefail -c "$(BIN)/python $(PYTEST) -n 2 --dist $(3) -m '$(1)' $(4) | sed -u 's/^/$(2) | /'"
 
@@ -189,7 +190,7 @@ test-verl: setup
 	@$(call APART,verl,$(VERL),verl,verl ,$(call MARKED,verl))
 
 test-verl-vllm: setup
-	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,$$(grep -lE 'mark\.vllm\b' $(call MARKED,verl) | xargs))
+	@$(call APART,$(VERL_VLLM)/.ready,$(VERL_VLLM),verl and vllm,both ,$$(grep -lE 'mark\.vllm\b' $(call MARKED,verl) | sort | xargs))
 
 test-trl: setup
 	@$(call APART,trl,$(TRL),trl,trl  ,$(call MARKED,trl))
