@@ -137,8 +137,9 @@ lint: setup
 test: setup prometheus accounting browser ## linters, and the tests, the real-Slurm ones included (25 minutes on two cores)
 	@VERL_SLURM_VARIANTS=0 $(MAKE) --no-print-directory -k -j3 lint test-slurm test-rest
 
-# The longest first. Three at a time: those with jobs of Slurm and Ray wait about half of their time.
-LONG = long-slurm long-rest verl verl-vllm trl vllm s3 docs
+# Those with jobs of Slurm and Ray first, which wait about half of their time; three at a time. The others keep both cores
+# busy to the end.
+LONG = verl verl-vllm long-slurm long-rest vllm trl s3 docs
 
 test-all: setup prometheus accounting browser containers lint ## all tests, lane by lane: also variants of long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
 	@$(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))

@@ -76,6 +76,7 @@ def test_a_preemption_in_mid_rollout_costs_no_token(
     assert f"{SESSIONS} unfinished responses went on from their logged tokens" in told
 
 
+@pytest.mark.variant
 def test_an_engine_that_dies_in_mid_rollout_is_replaced_within_the_attempt(
     grpo: LiveRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
