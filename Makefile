@@ -142,7 +142,7 @@ test: setup prometheus accounting browser ## linters, and the tests, the real-Sl
 LONG = verl verl-vllm long-slurm long-rest vllm trl s3 docs
 
 test-all: setup prometheus accounting browser containers lint ## all tests, lane by lane: also variants of long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
-	@$(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))
+	@VERL_SLURM_VARIANTS=1 $(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))
 
 # A lane that passed whole is written into .ci/passed.toml.
 passed-%: test-%

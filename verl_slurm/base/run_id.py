@@ -13,7 +13,7 @@ __all__ = ["RUN_ID", "run_id"]
 
 RUN_ID = re.compile(r"[0-9a-f]{16}")
 _EMPTY_SEGMENT = 64
-"""Bytes. A segment without a record has a head alone, and a record has more."""
+"""Bytes. A segment without a record has a head alone, which is shorter (`runtime_state.segment.HEAD_BYTES`)."""
 
 
 def run_id(paths: RunPaths) -> str:
@@ -30,7 +30,7 @@ def run_id(paths: RunPaths) -> str:
                 "the run's id is lost, and its ledger holds records that bear it",
                 where=paths.run_id,
                 expected="16 hex digits",
-                remedy=f"`verl-slurm submit {shell_word(paths.root)}` says which; or move {paths.ledger} out of the "
+                remedy=f"`verl-slurm submit {shell_word(paths.run)}` says which; or move {paths.ledger} out of the "
                 "run, and its rollouts are sampled again",
             )
         create_file(paths.run_id, secrets.token_hex(8).encode() + b"\n")
@@ -44,7 +44,7 @@ def run_id(paths: RunPaths) -> str:
             where=paths.run_id,
             found=text[:40],
             expected="16 hex digits",
-            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again. Without tiers "
-            "remove the file: finished rollouts of the step under way are then sampled again",
+            remedy="it is the end of PREFIX/NAME-ID in every tier of this run; write it there again. Without tiers, "
+            f"remove the file, and `verl-slurm submit {shell_word(paths.run)}` says whether the ledger has it",
         )
     return text

@@ -120,7 +120,7 @@ async def _run(paths: RunPaths, config: RunConfig, args: argparse.Namespace) -> 
         environ[RECIPE_VARIABLE] = "1"
     store = StoreLine(Path(os.environ[CONTROL_VARIABLE]))
     if is_head:
-        # The port was free when the agent chose it. Ray's own start would send its token to whoever listens there now.
+        # The port was free when the agent chose it. Ray's own start would send its token to a stranger who listens now.
         _refuse_stranger(args.head, store)
     else:
         _await_head(args.head, config, store)

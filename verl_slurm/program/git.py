@@ -369,7 +369,9 @@ def _odd_files(place: Path) -> str:
         if seen > _MOST_LOOKED_AT:
             break
     return (
-        f": {', '.join(found[:3])}" if found else "; maybe a file that .git/config names is no regular file"
+        f": {', '.join(found[:3])}"
+        if found
+        else "; maybe a file that .git/config names is no regular file, or storage does not answer"
     )
 
 

@@ -438,7 +438,7 @@ def peers_of(port: int) -> dict[tuple[str, int], Listener]:
         for fields in _rows(table):
             if fields[2] in there:
                 address, _, number = fields[1].rpartition(":")
-                # Without an inode nobody holds it any more, and the uid may stand as 0.
+                # Without an inode, no process holds it any more, and the uid may stand as 0.
                 inode = int(fields[9])
                 owner = Listener(int(fields[7]), frozenset((inode,))) if inode else Listener(None)
                 found[_address(address), int(number, 16)] = owner
