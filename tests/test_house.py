@@ -8,7 +8,8 @@ import subprocess
 import sys
 import tokenize
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -26,31 +27,45 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_a_file_says_what_it_is_for_and_what_it_offers(path: Path) -> None:
-    text = path.read_text()
-    tree = ast.parse(text)
-    if path.name == "__init__.py" and not tree.body:
-        return
-    assert ast.get_docstring(tree), "no docstring"
-    if path.name not in ("__init__.py", "__main__.py"):
-        names = [
-            t.id for n in tree.body if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
-        ]
-        assert "__all__" in names, "no __all__"
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_what_is_public_has_a_docstring_or_says_it_all_by_its_name(path: Path) -> None:
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and len(node.body) > 4:
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
+@cache
+def _nodes(path: Path) -> list[ast.AST]:
+    return list(ast.walk(_tree(path)))
+
+
+def test_a_file_says_what_it_is_for_and_what_it_offers() -> None:
+    silent = []
+    for path in SOURCES:
+        body = _tree(path).body
+        if path.name == "__init__.py" and not body:
+            continue
+        assigned = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
+        names = {target.id for target in assigned if isinstance(target, ast.Name)}
+        if not ast.get_docstring(_tree(path)):
+            silent.append(f"{_name(path)}: no docstring")
+        if path.name not in ("__init__.py", "__main__.py") and "__all__" not in names:
+            silent.append(f"{_name(path)}: no __all__")
+    assert silent == []
+
+
+def test_what_is_public_has_a_docstring_or_says_it_all_by_its_name() -> None:
+    public = [
+        (path, node)
+        for path in SOURCES
+        for node in _tree(path).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_") and len(node.body) > 4
+    ]
+    assert [f"{_name(path)}: {node.name}" for path, node in public if not ast.get_docstring(node)] == []
 
 
 def test_paths_are_renamed_by_files_rename() -> None:
     """ruff bans os.rename and os.replace (pyproject.toml), and does not see methods."""
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.Attribute) and node.attr == "rename":
                 assert ast.unparse(node) == "os.rename", f"{_name(path)}:{node.lineno}: files.rename"
 
@@ -59,10 +74,10 @@ _COMMAND = re.compile(r"\b(verl-slurm|chmod|mkdir|mv|rm) [a-z0-7+-]+[^`;,:]*$|(?
 _QUOTED = re.compile(r"(shell_word|shlex\.quote)\(")
 
 
-def _unquoted(source: str) -> list[str]:
+def _unquoted(nodes: Iterable[ast.AST]) -> list[str]:
     """Returns the values that a source prints as words of a command without quoting them."""
     found = []
-    for text in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr)):
+    for text in (node for node in nodes if isinstance(node, ast.JoinedStr)):
         said = ""
         for part in text.values:
             if isinstance(part, ast.Constant):
@@ -74,17 +89,17 @@ def _unquoted(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_name)
-def test_a_printed_command_quotes_its_words(path: Path) -> None:
+def test_a_printed_command_quotes_its_words() -> None:
     """A path may have blanks: what is printed to be copied has to run as it stands."""
-    assert [said for said in _unquoted(path.read_text()) if "' --cluster local'" not in said] == []
+    found = [f"{_name(path)}: {said}" for path in SOURCES for said in _unquoted(_nodes(path))]
+    assert [said for said in found if "' --cluster local'" not in said] == []
 
 
 @pytest.mark.parametrize(
     "line", ['f"`verl-slurm status {run.root}`"', 'f"rm {x}"', 'f"verl-slurm logs --all {x}"']
 )
 def test_an_unquoted_word_of_a_command_is_found(line: str) -> None:
-    assert len(_unquoted(line)) == 1
+    assert len(_unquoted(ast.walk(ast.parse(line)))) == 1
 
 
 BY_NAME = {
@@ -109,7 +124,7 @@ def test_what_others_may_hand_over_is_opened_by_the_helpers_of_bounded() -> None
             ("base/", "cli/", "config/", "dataset/prompts/", "runs/", "submit/")
         ):
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 words = [word.value for word in node.args if isinstance(word, ast.Constant)]
                 opened = node.func.attr == "open" and words[:1] in (["r"], ["rb"])
@@ -201,9 +216,10 @@ def test_such_a_claim_is_found(text: str, tmp_path: Path) -> None:
 def test_what_python_looks_for_first_imports_what_is_loaded_already() -> None:
     loaded = {"verl_slurm/__init__.py": set(), "verl_slurm/base/search_path.py": {"os", "sys"}}
     for name, modules in loaded.items():
-        imports = [node for node in ast.parse((ROOT / name).read_text()).body if isinstance(node, ast.Import)]
+        body = _tree(ROOT / name).body
+        imports = [node for node in body if isinstance(node, ast.Import)]
         assert {alias.name for node in imports for alias in node.names} == modules
-        assert not any(isinstance(node, ast.ImportFrom) for node in ast.parse((ROOT / name).read_text()).body)
+        assert not any(isinstance(node, ast.ImportFrom) for node in body)
 
 
 def _pure() -> list[Path]:
@@ -214,7 +230,7 @@ def _pure() -> list[Path]:
     folders = [Path(str(f).replace("/verl_slurm_daemon/", "/daemon/verl_slurm_daemon/")) for f in folders]
     assert all(folder.is_dir() or folder.with_suffix(".py").is_file() for folder in folders)
     listed = [p for p in SOURCES if any(p.is_relative_to(f) or p == f.with_suffix(".py") for f in folders)]
-    named = [p for p in SOURCES if re.search(r"\bPure\.", ast.get_docstring(ast.parse(p.read_text())) or "")]
+    named = [p for p in SOURCES if re.search(r"\bPure\.", ast.get_docstring(_tree(p)) or "")]
     return sorted({*listed, *named})
 
 
@@ -222,10 +238,10 @@ _CLOCKS = {"now", "utcnow", "today"}
 _UNCERTAIN = {"time", "random", "secrets", "uuid", "calendar"}
 
 
-def _impure(source: str) -> list[str]:
+def _impure(nodes: Iterable[ast.AST]) -> list[str]:
     """Returns the clocks and random numbers that a source reads."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         if isinstance(node, ast.Attribute) and node.attr in _CLOCKS:
             owner = ast.unparse(node.value).rpartition(".")[2]
             found += [ast.unparse(node)] if owner in ("datetime", "date") else []
@@ -239,7 +255,7 @@ def _impure(source: str) -> list[str]:
 def test_a_pure_module_reads_no_clock_and_draws_no_random_number() -> None:
     pure = _pure()
     assert len(pure) > 45
-    assert {_name(path): found for path in pure if (found := _impure(path.read_text()))} == {}
+    assert {_name(path): found for path in pure if (found := _impure(_nodes(path)))} == {}
 
 
 @pytest.mark.parametrize(
@@ -253,7 +269,7 @@ def test_a_pure_module_reads_no_clock_and_draws_no_random_number() -> None:
     ],
 )
 def test_a_clock_in_a_pure_module_is_found(line: str) -> None:
-    assert _impure(line) != []
+    assert _impure(ast.walk(ast.parse(line))) != []
 
 
 @pytest.mark.parametrize("word", sorted(BANNED))
@@ -288,7 +304,7 @@ def test_a_bound_is_written_as_the_number_that_it_bounds() -> None:
     """`typing` keeps one object for equal `Annotated[...]`: `ge=0` of a float shows as the first import wrote it."""
     found = []
     for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.Subscript) and ast.unparse(node).startswith("Annotated[float,"):
                 bounds = [
                     word for call in ast.walk(node) if isinstance(call, ast.Call) for word in call.keywords
