@@ -44,8 +44,12 @@ SMALL = (
     "checkpoint.runtime_every_steps=4",
     "daemon.requeue_delay_s=2",
     "daemon.backoff_s=0.2",
+    # Of a run that is slow beside others, the second copies of ranks would do their imports in vain.
+    "daemon.standby_after_s=null",
     "slurm.time_limit_min=20",
 )
+ONE_RANK = ("distributed.nodes=1", "distributed.dp_size=1")
+"""For what a second rank, whose imports take 8 s of a processor, would show nothing of."""
 
 
 def _waits_for_orders(process: psutil.Process) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SMALL, LiveRun
+from tests.harness import ONE_RANK, SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -17,7 +17,7 @@ _SHORT = ("train.steps=2", "train.batch_size_per_device=64", "daemon.requeue_del
 @pytest.fixture
 def run(make_cluster: Callable[..., DevCluster], tmp_path: Path) -> Iterator[LiveRun]:
     """On a cluster with Slurm's own delay of two minutes, which would show."""
-    live = LiveRun(make_cluster(kill_wait_s=30), tmp_path / "run", *SMALL, *_SHORT)
+    live = LiveRun(make_cluster(kill_wait_s=30), tmp_path / "run", *SMALL, *ONE_RANK, *_SHORT)
     yield live
     live.cancel()
 
@@ -44,7 +44,7 @@ def test_a_requeued_run_starts_after_its_delay_and_a_done_one_starts_no_ranks(ru
     run.slurm("scontrol", "requeue", run.job_id, check=False)  # as Slurm itself would
     assert run.facts().restarts == before
     lead = f"exec {sys.executable} -P -m verl_slurm_daemon lead --run {run.paths.root}"
-    run.job_id = run.slurm("sbatch", "--parsable", "-N2", "-o/dev/null", f"--wrap={lead}").strip()
+    run.job_id = run.slurm("sbatch", "--parsable", "-N1", "-o/dev/null", f"--wrap={lead}").strip()
     done = run.wait_event("done", timeout_s=300)
     assert done["name"] == "step_000002"
     run.wait_slurm(lambda job: job.state == "COMPLETED" and not job.requeue)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SMALL, LiveRun
+from tests.harness import ONE_RANK, SMALL, LiveRun
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -19,7 +19,7 @@ def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
     hook.write_text(f'#!/bin/sh\ncat >> "{tmp_path}/$VERL_SLURM_HOOK"\n')
     hook.chmod(0o755)
     words = [f"hooks.{name}=[{hook}]" for name in ("on_checkpoint", "on_requeue", "on_end", "on_failure")]
-    live = LiveRun(cluster, tmp_path / "run", *SMALL, *words)
+    live = LiveRun(cluster, tmp_path / "run", *SMALL, *ONE_RANK, *words)
     yield live
     live.cancel()
 

@@ -5,7 +5,7 @@ import signal
 import psutil
 import pytest
 
-from tests.harness import ROOT, LiveRun, ends_like
+from tests.harness import ONE_RANK, ROOT, LiveRun, ends_like
 from tests.ledger_stats import ledger_stats
 from tests.processes import tell
 from verl_slurm.checkpoint.store.verify import read_manifest
@@ -44,7 +44,7 @@ def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
 def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) -> None:
     # Slurm looks for limits every 30 s and warns of all that end before its next look: of a limit of one minute at
     # once, before there is anything to save. So the limit comes nearer only when the run trains.
-    run.argv += ["slurm.signal_lead_s=35", "train.steps=30"]
+    run.argv += [*ONE_RANK, "slurm.signal_lead_s=35", "train.steps=30"]
     run.submit()
     run.wait_phase("generate")
     run.slurm("scontrol", "update", f"jobid={run.job_id}", "EndTime=now+66seconds")
@@ -63,6 +63,7 @@ def test_the_time_limit_is_warned_of_saved_requeued_and_resumed(run: LiveRun) ->
 
 
 def test_a_cancelled_job_is_saved_and_stays_cancelled(run: LiveRun) -> None:
+    run.argv += ONE_RANK
     run.submit()
     run.wait_phase("generate")
     run.slurm("scancel", run.job_id)

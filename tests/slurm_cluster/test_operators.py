@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import LiveRun, ends_like
+from tests.harness import ONE_RANK, LiveRun, ends_like
 from tests.journals import append_event
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch]
@@ -45,6 +45,7 @@ def test_a_suspended_and_a_held_job_are_not_requeued_the_remedy_is_named_and_the
 @pytest.mark.long
 @pytest.mark.scenario("FLT-H")
 def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_release(run: LiveRun) -> None:
+    run.argv += ONE_RANK
     run.submit()
     run.wait_phase("generate")
     for _ in range(4):  # attempts whose time limit came before their ranks trained
@@ -64,7 +65,7 @@ def test_a_run_whose_patience_ended_is_held_and_goes_on_by_itself_after_its_rele
 def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays_cancelled(
     run: LiveRun,
 ) -> None:
-    run.argv += ["daemon.requeue_delay_s=3000"]
+    run.argv += [*ONE_RANK, "daemon.requeue_delay_s=3000"]
     run.submit()
     run.wait_phase("generate")
     run.cli("requeue", str(run.paths.root))

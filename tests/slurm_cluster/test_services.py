@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.harness import ROOT, SMALL, LiveRun, ends_like, wait_until_gone
+from tests.harness import ONE_RANK, ROOT, SMALL, LiveRun, ends_like, wait_until_gone
 from tests.slurm_cluster.test_templates import sbatch
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_a_judge_is_restarted_where_it_was_and_started_anew_after_a_preemption(
     cluster: DevCluster, folder: Path
 ) -> None:
-    run = Judged(cluster, folder).submit()
+    run = Judged(cluster, folder, *ONE_RANK).submit()
     try:
         ready = run.wait_event("service_ready")
         run.wait_phase("generate", step=1)
