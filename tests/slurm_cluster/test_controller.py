@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.devcluster.killed_daemons import await_saved_state, fail_daemon, restore_daemon
-from tests.harness import SMALL, LiveRun, ends_like
+from tests.harness import ONE_RANK, SMALL, LiveRun
+from tests.ledger_stats import ledger_stats
 from tests.processes import held
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
@@ -27,10 +28,10 @@ def trains_on(run: LiveRun) -> None:
 
 @pytest.mark.scenario("L06", "L12")
 def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_none(
-    make_cluster: Callable[..., DevCluster], twin: LiveRun, tmp_path: Path
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
 ) -> None:
     cluster = make_cluster(nodes=2, grace_s=600, kill_wait_s=120, cred_expire_s=10)
-    run = LiveRun(cluster, tmp_path / "run", *SMALL).submit()
+    run = LiveRun(cluster, tmp_path / "run", *SMALL, *ONE_RANK).submit()
     try:
         run.wait_phase("generate")
         with held(
@@ -58,7 +59,8 @@ def test_a_controller_that_is_away_is_asked_until_it_is_back_and_training_needs_
                 fail_daemon(cluster, which)
             trains_on(run)
             restore_daemon(cluster, which)
-        ends_like(run, twin)
+        run.wait_end()
+        assert ledger_stats(run.paths).duplicates == ()
         assert len(run.events("restart")) == 2, run.story()
         assert run.facts().restarts == 1
     finally:

@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from tests.harness import ONE_RANK, ROOT, LiveRun, ends_like
+from tests.lanes import with_variants
 from tests.ledger_stats import ledger_stats
 from tests.processes import tell
 from verl_slurm.checkpoint.store.verify import read_manifest
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch]
 
 
 @pytest.mark.scenario("L01")
-@pytest.mark.parametrize("phase", ["generate", "update"])
+@pytest.mark.parametrize("phase", with_variants("generate", "update"))
 def test_a_preemption_in_mid_phase_is_saved_requeued_and_resumed(
     run: LiveRun, twin: LiveRun, cluster: DevCluster, phase: str
 ) -> None:

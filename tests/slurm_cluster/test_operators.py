@@ -149,7 +149,8 @@ def score(prompts, responses, answers):
 def test_a_run_that_crashes_at_every_start_is_given_up_with_its_reason(run: LiveRun, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text(REWARD)
-    run.argv += [f"model.reward=python:{reward}:score", "daemon.crash_budget=1", "daemon.no_progress_limit=2"]
+    run.argv += [*ONE_RANK, f"model.reward=python:{reward}:score"]
+    run.argv += ["daemon.crash_budget=1", "daemon.no_progress_limit=2"]
     run.submit()
     ended = run.wait_end(exit_code=21)
     assert "in a row crashed without anything new" in ended["reason"]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SMALL, LiveRun, ends_like
+from tests.harness import ONE_RANK, SMALL, LiveRun, ends_like
+from tests.ledger_stats import ledger_stats
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -32,7 +33,7 @@ def preempted(run: LiveRun, cluster: DevCluster) -> str:
 
 @pytest.mark.scenario("L01", "L02")
 def test_a_preemption_that_cancels_the_job_is_outlived_with_a_grace_time_and_without(
-    make_cluster: Callable[..., DevCluster], twin: LiveRun, tmp_path: Path
+    make_cluster: Callable[..., DevCluster], tmp_path: Path
 ) -> None:
     """Without `send_user_signal` Slurm tells the steps alone; without a grace time it tells all, and KillWait runs."""
     cluster = make_cluster(
@@ -43,7 +44,7 @@ def test_a_preemption_that_cancels_the_job_is_outlived_with_a_grace_time_and_wit
         kill_wait_s=120,
         cred_expire_s=10,
     )
-    run = LiveRun(cluster, tmp_path / "run", *SMALL).submit()
+    run = LiveRun(cluster, tmp_path / "run", *SMALL, *ONE_RANK).submit()
     try:
         said = preempted(run, cluster)
         # An agent heard it, and told the lead: Slurm sends CONT and TERM, in any order.
@@ -53,7 +54,8 @@ def test_a_preemption_that_cancels_the_job_is_outlived_with_a_grace_time_and_wit
         said = preempted(run, cluster)
         assert "JobState=COMPLETING" in said
         assert run.facts().restarts == 2
-        ends_like(run, twin)
+        run.wait_end()
+        assert ledger_stats(run.paths).duplicates == ()
     finally:
         run.cancel()
 
