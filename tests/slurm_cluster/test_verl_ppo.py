@@ -1,4 +1,4 @@
-"""GRPO by verl itself, on Ray over two nodes of a real Slurm: preempted, saved, requeued, resumed, finished."""
+"""GRPO by verl itself, on Ray over nodes of a real Slurm: preempted, saved, requeued, resumed, finished."""
 
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("verl", reason="needs verl: make verl")
 
 from tests.harness import LiveRun
+from tests.lanes import with_variants
 from tests.ledger_stats import ledger_stats
 from tests.slurm_cluster.verl_runs import PATIENCE_S, end, make_run, one, steps, wait_for_lines
 from tests.verl.grpo import make_prompts
@@ -107,14 +108,23 @@ def test_a_recipe_with_a_main_and_a_trainer_of_its_own_is_saved_and_resumed(
 
 
 # With a worker killed in the first step, too: a third start of verl, minutes.
-@pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("nodes", "killed"),
+    [*with_variants((1, False), (2, False)), pytest.param(2, True, marks=pytest.mark.soak)],
+)
 def test_a_step_left_in_mid_sampling_samples_nothing_twice(
-    grpo: LiveRun, cluster: DevCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: bool
+    grpo: LiveRun,
+    cluster: DevCluster,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    nodes: int,
+    killed: bool,
 ) -> None:
     sampled = tmp_path / "sampled"
     monkeypatch.setenv("VERL_TEST_SAMPLED", str(sampled))
-    # Responses end one after the other: 32 s for the 16 of each engine, where the grace time is 30 s.
-    monkeypatch.setenv("VERL_TEST_STAGGER_S", "2")
+    # Responses end one after the other: a step takes 48 s, where the grace time is 30 s. A node has an engine.
+    monkeypatch.setenv("VERL_TEST_STAGGER_S", str(1.5 * nodes))
+    grpo.argv += [f"distributed.nodes={nodes}", f"distributed.dp_size={nodes}"]
     rollout = "verl.actor_rollout_ref.rollout"
     grpo.argv += [f"{rollout}.seed=7", f"{rollout}.full_determinism=true"]
     grpo.argv += ["checkpoint.every_steps=50", "verl.trainer.total_training_steps=3"]

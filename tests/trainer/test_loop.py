@@ -201,7 +201,8 @@ def _replayed(ended: Ended) -> int:
         # Before the first optimizer update there ever was.
         pytest.param("generate", 2, "step_000000_sp0002", marks=pytest.mark.soak),
         pytest.param("score", 18, "step_000001_sp0005", marks=pytest.mark.soak),
-        ("update", 24, "step_000001_sp0011"),
+        # Such a stop of GRPO, with a twin, too: test_grpo.py.
+        pytest.param("update", 24, "step_000001_sp0011", marks=pytest.mark.variant),
     ],
 )
 def test_a_run_stopped_inside_a_step_ends_with_the_same_bits(
