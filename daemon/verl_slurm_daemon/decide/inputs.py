@@ -50,6 +50,8 @@ class Ready(_Event, frozen=True):
     """Attempts in a row, before this one, that met a bad node."""
     failed: int = 0
     """Attempts in a row, before this one, that storage or Slurm stopped."""
+    trained: bool = False
+    """The ranks of an attempt before this one have trained."""
 
 
 class Shaped(_Event, frozen=True):

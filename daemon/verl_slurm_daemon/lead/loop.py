@@ -40,6 +40,7 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.progress import (
     failed_starts,
+    has_trained,
     short_starts,
     stranger_restarts,
     stuck_restarts,
@@ -372,8 +373,8 @@ class Lead:
             SlurmMissing: Slurm does not.
         """
         notices: list[str] = []
-        if any(isinstance(event, ev.Restart) for event in await asyncio.to_thread(read_events, self._paths)):
-            await asyncio.to_thread(require_mounted, self._config)
+        events = await asyncio.to_thread(read_events, self._paths)
+        await asyncio.to_thread(require_mounted, self._config, events)
         await asyncio.to_thread(check_image, self._config)
         root = data_root(self._config)
         if root is not None:
@@ -391,7 +392,8 @@ class Lead:
         events = await asyncio.to_thread(read_events, self._paths)
         mine = self._allocation
         failed = failed_starts(events, mine.job_id, mine.restart)
-        return inputs.Ready(self._config.speakers, stranger_restarts(events), unfit_starts(events), failed)
+        counts = stranger_restarts(events), unfit_starts(events), failed
+        return inputs.Ready(self._config.speakers, *counts, trained=has_trained(events))
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""

@@ -18,7 +18,19 @@ from verl_slurm.journal.events import (
     Verified,
 )
 
-__all__ = ["failed_starts", "short_starts", "stranger_restarts", "stuck_restarts", "unfit_starts"]
+__all__ = [
+    "failed_starts",
+    "has_trained",
+    "short_starts",
+    "stranger_restarts",
+    "stuck_restarts",
+    "unfit_starts",
+]
+
+
+def has_trained(events: Iterable[Event]) -> bool:
+    """Returns whether the ranks of any attempt have trained: all that their start needs was there."""
+    return any(isinstance(event, Training | FirstRollout | Verified) for event in events)
 
 
 def stuck_restarts(events: Iterable[Event]) -> int:
