@@ -229,6 +229,9 @@ _IN_CI = (
 )
 
 SHOWN: dict[_Cell, str] = {
+    ("Python of the batch script, as Slurm starts the job", "fails"): (
+        "slurm/test_batch.py::test_a_python_that_stays_away_costs_a_requeue_and_not_the_job"
+    ),
     ("RUN itself, as an attempt begins", "lies"): (
         "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
     ),
