@@ -614,9 +614,9 @@ def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
 def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
     story = training()
     story.then(inputs.GenerationEnded(1))
-    (end,) = story.then(inputs.BackoffOver(3))
+    (end,) = story.then(inputs.BackoffOver(3, "3 restarts in a row; the last one: boom"))
     assert isinstance(end, act.Exit)
-    assert end.code is ExitCode.NO_PROGRESS
+    assert (end.code, end.reason[-4:]) == (ExitCode.NO_PROGRESS, "boom")
 
 
 def test_what_the_trainer_refuses_is_not_tried_again() -> None:

@@ -198,6 +198,8 @@ class BackoffOver(_Event, frozen=True):
     """The pause after a crash is over. `stuck`: the number of starts in a row that brought nothing new."""
 
     stuck: int
+    reason: str = ""
+    """Of an end because of them, with the words of the last crash."""
 
 
 class RequeueAnswered(_Event, frozen=True):

@@ -130,8 +130,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
                 why = f"the deadline is near and the save is not verified{late_ranks(model)}"
                 return _give_up(model, why)
             return Decision(model)
-        case inputs.BackoffOver(stuck):
-            return _on_backoff_over(model, stuck)
+        case inputs.BackoffOver():
+            return _on_backoff_over(model, event)
         case inputs.RequeueAnswered():
             return _maybe_exit(msgspec.structs.replace(model, requeue=event))
         case _:
@@ -475,11 +475,11 @@ def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
     return _leave(after, note)
 
 
-def _on_backoff_over(model: Model, stuck: int) -> Decision:
+def _on_backoff_over(model: Model, event: inputs.BackoffOver) -> Decision:
     if model.state is not State.PAUSED:
         return Decision(model)
-    if stuck >= model.limits.no_progress_limit:
-        return _exit(model, ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new")
+    if event.stuck >= model.limits.no_progress_limit:
+        return _exit(model, ExitCode.NO_PROGRESS, event.reason)
     return _launch(model)
 
 

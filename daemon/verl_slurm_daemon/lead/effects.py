@@ -20,6 +20,7 @@ import msgspec
 from verl_slurm.base.errors import KeyRefused, VerlSlurmError, is_transient_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
@@ -28,7 +29,7 @@ from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.folds.progress import no_progress, stuck_restarts
 from verl_slurm.journal.folds.saves import on_nodes_alone
 from verl_slurm.journal.status import Status
 from verl_slurm.wire.connection_limits import REASONS
@@ -576,7 +577,9 @@ class Effects:
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
-        stuck = 0
+        stuck, reason = 0, ""
         with contextlib.suppress(OSError):  # storage may work by now; if not, this code runs again soon
-            stuck = stuck_restarts(await answered(lambda: read_events(self._paths)))
-        self._post(inputs.BackoffOver(stuck))
+            events = await answered(lambda: read_events(self._paths))
+            stuck = stuck_restarts(events)
+            reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
+        self._post(inputs.BackoffOver(stuck, reason))

@@ -41,6 +41,7 @@ from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.progress import (
     failed_starts,
     has_trained,
+    no_progress,
     short_starts,
     stranger_restarts,
     stuck_restarts,
@@ -350,10 +351,9 @@ class Lead:
         stuck, short = stuck_restarts(events), short_starts(events)
         # Counted in the journal over all attempts: a requeue does not renew this limit.
         if stuck >= limit:
-            journal.write(ev.Held(stuck, "every restart crashed at the same place"))
-            return inputs.Over(
-                ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new"
-            )
+            reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
+            journal.write(ev.Held(stuck, reason))
+            return inputs.Over(ExitCode.NO_PROGRESS, reason)
         if short >= limit:
             limit_s = (await self._allocation.outlook()).limit_s
             known = "" if limit_s is None else f", {limit_s / 60:.0f} min,"
