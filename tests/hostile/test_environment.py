@@ -229,7 +229,7 @@ _IN_CI = (
 )
 
 SHOWN: dict[_Cell, str] = {
-    ("Python of the batch script, as Slurm starts the job", "fails"): (
+    ("Python of the batch script, and what is installed there, as Slurm starts the job", "fails"): (
         "slurm/test_batch.py::test_a_python_that_stays_away_costs_a_requeue_and_not_the_job"
     ),
     ("RUN itself, as an attempt begins", "lies"): (

@@ -52,7 +52,7 @@ echo >> "$0.ticks"
     ):
         path.write_text(text)
         path.chmod(0o755)
-    script = "\n".join(["set -euo pipefail", *awaiting([str(program)]), f"exec '{program}'"])
+    script = "\n".join(["set -euo pipefail", *awaiting(str(program), "/"), f"exec '{program}'"])
     environ = {"PATH": f"{bin_}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "STATE": state}
     environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
@@ -63,7 +63,7 @@ echo >> "$0.ticks"
 def test_a_script_waits_for_a_python_that_comes_late(tmp_path: Path) -> None:
     code, said, asked = run_waiting(tmp_path, late=3)
     assert (code, asked) == (0, "")
-    assert "away dir/python is not on" in said
+    assert "away dir/python: No such file or directory" in said
     assert said.endswith("trains\n")
 
 

@@ -31,25 +31,25 @@ __all__ = [
 ]
 
 AWAIT = """\
-verl_slurm_await() { # a file or a program, on a file system that may come late
-    local tries how=requeue
+verl_slurm_await() { # until this command succeeds: its file system may come late
+    local tries said how=requeue
     for ((tries = 0; tries < 60; tries++)); do
-        if [[ -e $1 ]] || command -v -- "$1" >/dev/null; then return; fi
-        ((tries)) || echo "verl-slurm: $1 is not on $HOSTNAME: waits a minute for its file system"
+        if said=$("$@" 2>&1); then return; fi
+        ((tries)) || echo "verl-slurm: $* fails on $HOSTNAME: waits a minute for its file system: ${said##*$'\\n'}"
         sleep 1
     done
     # After 24 starts a person has to look.
     ((${SLURM_RESTART_COUNT:-0} % 24 < 23)) || how=requeuehold
     # A job that is cancelled would be revived.
     if [[ $(scontrol -o show job "$SLURM_JOB_ID") == *" JobState=RUNNING "* ]] && scontrol $how "$SLURM_JOB_ID"; then
-        [[ $how == requeuehold ]] || scontrol update JobId="$SLURM_JOB_ID" StartTime=now+600
-        echo "verl-slurm: still no $1: $how; if the job is held: scontrol release $SLURM_JOB_ID"
+        [[ $how == requeuehold ]] || scontrol update JobId="$SLURM_JOB_ID" StartTime=now+600 || true
+        echo "verl-slurm: $* still fails: $how; if the job is held: scontrol release $SLURM_JOB_ID"
         exit 25
     fi
-    echo "verl-slurm: still no $1, and Slurm takes no requeue: verl-slurm submit RUN goes on with the run"
+    echo "verl-slurm: $* still fails, and Slurm takes no requeue: verl-slurm submit RUN goes on with the run"
     exit 127
 }"""
-"""The shell's function that waits for a file, and asks for another start if it does not come. A start waits for a
+"""The shell's function that waits for a program, and asks for another start if it does not come. A start waits for a
 minute, and the next one begins ten minutes later: no nodes are held meanwhile. The scripts in `sbatch/` repeat it,
 since Slurm runs a copy of a script, beside which nothing lies.
 """
@@ -68,9 +68,10 @@ _KEEP_UNLESS_SET = {
 }
 
 
-def awaiting(files: Sequence[str]) -> list[str]:
-    """Returns the lines of a batch script that wait for these files."""
-    return [AWAIT, *(f"verl_slurm_await {shlex.quote(file)}" for file in files)]
+def awaiting(python: str, run_yaml: str) -> list[str]:
+    """Returns the lines of a batch script that wait for RUN, for Python and for what is installed there."""
+    commands = ("test", "-e", run_yaml), (python, "-P", "-c", "import verl_slurm_daemon, verl_slurm")
+    return [AWAIT, *(f"verl_slurm_await {shlex.join(command)}" for command in commands)]
 
 
 def sbatch_parameters(
@@ -79,7 +80,7 @@ def sbatch_parameters(
     expedite: bool = False,
     after: str = "",
     avoids: Sequence[str] = (),
-    awaits: Sequence[str] = (),
+    waits: Sequence[str] = (),
 ) -> dict[str, object]:
     """Returns keyword arguments of submitit's `SlurmExecutor.update_parameters`.
 
@@ -87,7 +88,7 @@ def sbatch_parameters(
         expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`requeue_rules.py`).
         after: id of a job that must have ended for good before this one starts; empty: none.
         avoids: nodes to stay away from, beside those that the user excludes.
-        awaits: files that the script waits for.
+        waits: lines of the script, from `awaiting`.
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
@@ -120,7 +121,7 @@ def sbatch_parameters(
         "use_srun": False,
         "stderr_to_stdout": True,
         # Ignored over exec, until the daemon listens: a warning in between would kill the batch process.
-        "setup": ["trap '' USR1 USR2 TERM CONT", *awaiting(awaits)],
+        "setup": ["trap '' USR1 USR2 TERM CONT", *waits],
         "additional_parameters": additional,
     }
     if config.may_lose_nodes:

@@ -42,7 +42,7 @@ All of this happens within KillWait, 30 s by default.
 def successor_script(python: str, paths: RunPaths) -> str:
     """Returns the batch script. Quotes each of our values that a shell reads. Pure."""
     lead = shlex.join([python, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)])
-    waits = "\n".join(awaiting([python, str(paths.run_yaml)]))
+    waits = "\n".join(awaiting(python, str(paths.run_yaml)))
     return f"#!/bin/bash\numask 077\ntrap '' USR1 USR2 TERM CONT\n{waits}\nexec {lead}\n"
 
 

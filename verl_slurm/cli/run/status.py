@@ -227,10 +227,12 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
 
 def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
     """Describes the end of a job that the journal does not have: it was killed, or failed before its daemon ran."""
-    name = shell_word(run.root)
     # The journal's own word is that of the attempt before.
     before = "its requeue was asked for, and" if ended else "without a word of its daemon:"
-    return f"{before} the job is over ({answer.state}); see verl-slurm logs {name}; verl-slurm submit {name} goes on"
+    return (
+        f"{before} the job is over ({answer.state}); see verl-slurm logs {shell_word(run.root)}; "
+        f"verl-slurm submit {shell_word(run.root)} goes on"
+    )
 
 
 def _unknown_job(run: RunPaths, events: list[Event], seen: Glance) -> str:
