@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.journals import append_event
+from tests.journals import append_event, make_events
 from tests.many_runs import make_run
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
 from verl_slurm.cli.show.run_tables import INTERRUPTIONS_TO_GO, interruption_words, interruptions_table
-from verl_slurm.journal.folds.outages import Outage, interruption_facts
+from verl_slurm.journal.folds.outages import Outage, Outages, interruption_facts
 
 Cli = Callable[..., Any]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -52,6 +52,18 @@ def test_the_sum_is_a_sentence() -> None:
         "3 times (2x preemption, 1x crash): 2 min 47 s in all, 1 min 20 s of it in the queue; "
         "1 without a save, finished rollouts are in the ledger"
     )
+
+
+def test_nothing_was_done_again_for_ranks_that_had_not_trained() -> None:
+    facts = {"attempt": 1, "job_id": "1", "time": NOW.isoformat()}
+    told = [
+        {"event": "started", "cluster": "slurm", "host": "n", "requeues": 0},
+        {"event": "restart", "number": 1, "resume": None, "progress": "start+0"},
+        {"event": "crash", "detail": "slurm.setup[0] failed"},
+    ]
+    outages = Outages(make_events([facts | event for event in told]))
+    said = interruption_words(interruption_facts(outages, NOW, has_ledger=False))
+    assert said.endswith("; none while the ranks trained")
 
 
 def test_a_loop_without_a_ledger_is_told_of_none() -> None:

@@ -71,6 +71,32 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     assert "PENDING, launch_failed_requeued_held; scontrol release 1" in said, said
 
 
+@pytest.mark.parametrize("state", ["FAILED", "CANCELLED"])
+@pytest.mark.parametrize("kind", ["queued", "running"])
+def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
+    kind: Kind, state: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", kind, job_id="1").root
+    job = re.sub("StdOut=.*", f"StdOut={run}/logs/1_0_log.out", (GOLDEN / "running.txt").read_text())
+    on_a_cluster_with(re.sub(r"JobState=\S+", f"JobState={state}", job), tmp_path, monkeypatch)
+    said = cli("status", run).out
+    assert f"the job is over ({state}); see verl-slurm logs {run}; verl-slurm submit {run} goes on" in said
+    assert "goes on by itself" not in said
+    assert said.count("\nended") == 1
+
+
+def test_a_local_run_is_told_nothing_of_a_slurm_that_is_away(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", cluster="local", job_id="999999999", host=socket.gethostname()).root
+    on_a_cluster_with("", tmp_path, monkeypatch)
+    away = "#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n"
+    (tmp_path / "bin/squeue").write_text(away)
+    said = cli("status", run).out
+    assert "does not answer" not in said
+    assert f"the job is over (GONE); see verl-slurm logs {run}" in said
+
+
 ASKING = (
     ["cancel", "{}"],
     ["requeue", "{}"],

@@ -17,6 +17,7 @@ from verl_slurm_daemon.link.channel import AgentLink, serve
 from tests.builders import run_config, write_config
 from tests.fakes.nvidia_smi import install_nvidia_smi
 from tests.journals import read_events
+from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
@@ -187,6 +188,18 @@ def test_a_lead_that_heard_of_the_end_of_its_ranks_lets_the_agent_go(stage: Stag
 
     play(stage, story)
     assert not stage.asked_slurm
+
+
+def test_a_python_that_is_not_on_the_node_is_no_crash_of_the_ranks(stage: Stage) -> None:
+    async def story() -> None:
+        await stage.lead(launch_and_answer)
+        await stage.agent(shim=SHIM.replace("/bin/sh", "/away/bin/python"))
+        heard = await stage.hear(NodeExited)
+        assert isinstance(heard, NodeExited)
+        assert heard.detail.startswith(f"{NOT_SET_UP}: /away/bin/python (found [Errno 2] No such file")
+        await stage.end()
+
+    play(stage, story)
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -11,7 +11,13 @@ from verl_slurm_daemon.journal import Journal
 from tests.journals import make_event, make_events, read_events
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.folds.progress import failed_starts, short_starts, stuck_restarts, unfit_starts
+from verl_slurm.journal.folds.progress import (
+    failed_starts,
+    no_progress,
+    short_starts,
+    stuck_restarts,
+    unfit_starts,
+)
 from verl_slurm.journal.status import Status
 
 
@@ -57,6 +63,17 @@ def test_half_a_line_costs_that_line_alone(tmp_path: Path) -> None:
 
 def test_crashes_at_the_same_place_are_counted() -> None:
     assert stuck_restarts(make_events([restart("a"), CRASH, restart("a"), CRASH])) == 2
+
+
+def test_the_end_for_want_of_progress_has_the_words_of_the_last_crash() -> None:
+    crash = {**CRASH, "detail": "a\nb\nnode n1: CondaError\nslurm.setup[0] failed"}
+    told = make_events([restart("a"), crash, {"event": "ended", "exit_code": 25}])
+    assert no_progress(told, 4, "verl-slurm logs /r") == (
+        "4 restarts in a row crashed without anything new; the last one: b / node n1: CondaError / "
+        "slurm.setup[0] failed; verl-slurm logs /r shows more"
+    )
+    service = {"event": "cause", "cause": "service", "evidence": "judge: exit code 1"}
+    assert "the last one: judge: exit code 1;" in no_progress(make_events([crash, service]), 4, "x")
 
 
 def test_progress_forgives_earlier_crashes() -> None:

@@ -11,6 +11,7 @@ from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import NEXT, State
 
 from tests.journals import make_event
+from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.events import Crash, Held, kind_of
 from verl_slurm.slurm.cause import CauseKind
@@ -613,9 +614,9 @@ def test_the_back_off_doubles_while_starts_bring_nothing_new() -> None:
 def test_starts_without_progress_end_the_run_with_their_own_exit_code() -> None:
     story = training()
     story.then(inputs.GenerationEnded(1))
-    (end,) = story.then(inputs.BackoffOver(3))
+    (end,) = story.then(inputs.BackoffOver(3, "3 restarts in a row; the last one: boom"))
     assert isinstance(end, act.Exit)
-    assert end.code is ExitCode.NO_PROGRESS
+    assert (end.code, end.reason[-4:]) == (ExitCode.NO_PROGRESS, "boom")
 
 
 def test_what_the_trainer_refuses_is_not_tried_again() -> None:
@@ -884,3 +885,35 @@ def test_a_verified_checkpoint_acquits_everybody() -> None:
     story.then(progress())
     story.then(inputs.Verified(SAVED, True, ""))
     assert story.model.failed == ()
+
+
+_ABSENT = "the key file cannot be read: /k (found No such file or directory)"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    "said",
+    [
+        inputs.NodeFailed("n1", f"{NOT_SET_UP}: slurm.setup (found no file)"),
+        inputs.ServiceLost(f"service judge on n1: {NOT_SET_UP}: services.judge.command"),
+        inputs.RankSaid(Refused(rank=1, exit_code=int(ExitCode.KEY), reason=_ABSENT)),
+    ],
+)
+def test_what_is_absent_is_the_environments_fault_once_ranks_have_trained(
+    said: inputs.Input, trained: bool
+) -> None:
+    story = Story(inputs.Ready(2, trained=trained), said, inputs.GenerationEnded(1))
+    crashes = [one.event for one in story.actions if isinstance(one, act.Note)]
+    kinds_of_crash = [event.kind for event in crashes if isinstance(event, Crash)]
+    # Before that, a wrong path is more likely: it counts, or ends the run.
+    refused = isinstance(said, inputs.RankSaid)
+    assert kinds_of_crash == (["environment"] if trained else [] if refused else ["crash"])
+
+
+def test_ranks_that_train_need_no_attempt_before_them_to_prove_it() -> None:
+    story = Story(inputs.Ready(2), progress(), inputs.NodeFailed("n1", "boom"), inputs.GenerationEnded(1))
+    story.then(inputs.BackoffOver(0))
+    story.then(inputs.NodeFailed("n1", f"{NOT_SET_UP}: slurm.setup"))
+    *_, crash = [one.event for one in story.then(inputs.GenerationEnded(1)) if isinstance(one, act.Note)]
+    assert kind_of(crash) == "warning"
+    assert story.model.failed[-1][0] == "environment"

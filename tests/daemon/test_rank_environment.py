@@ -9,8 +9,8 @@ import msgspec
 import pytest
 from verl_slurm_daemon.agent.rank_environment import prepare_environment
 
-from verl_slurm.base.errors import ConfigError, PermissionRefused
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.base.errors import NOT_SET_UP, ConfigError, PermissionRefused
+from verl_slurm.config.schema import DaemonConfig, RunConfig
 from verl_slurm.config.slurm import SlurmConfig
 
 NODE = {"PATH": "/usr/bin:/bin", "HOME": "/root", "NODE": "its own", "A": "node"}
@@ -45,11 +45,23 @@ def test_a_command_that_changes_path_loses_nothing(tmp_path: Path) -> None:
 
 def test_what_commands_say_is_in_the_ranks_log_and_a_failure_names_the_command(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with pytest.raises(ConfigError, match=r"slurm.setup\[1\] failed with exit code 3") as caught:
-        made(log, "echo loading", "(exit 3)")
+    with pytest.raises(
+        ConfigError, match=r"slurm.setup\[1\] failed with exit code 3: bash says so"
+    ) as caught:
+        made(log, "echo loading", "echo bash says so >&2; (exit 3)")
     assert str(log) in caught.value.one_line()
     assert log.read_text().startswith("loading\n")
     assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_shell_without_condas_hook_is_told_of_the_key_that_needs_none(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"conda: command not found.*slurm.python=NAME"):
+        made(tmp_path / "log", "conda activate mine")
+
+
+def test_a_command_that_hangs_is_named_before_the_lead_gives_the_start_up(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"{NOT_SET_UP}: .*slurm.setup \(found no end after"):
+        made(tmp_path / "log", "exec sleep 60", daemon=DaemonConfig(start_timeout_s=0.5))
 
 
 def test_a_secret_comes_from_its_file_at_each_start_and_stands_nowhere_else(tmp_path: Path) -> None:
@@ -77,5 +89,7 @@ def test_a_secret_that_is_not_there_ends_the_start(tmp_path: Path, content: str 
     if content is not None:
         secret.write_text(content)
         secret.chmod(0o600)
-    with pytest.raises(ConfigError, match="API_KEY"):
+    with pytest.raises(ConfigError, match="API_KEY") as caught:
         made(tmp_path / "log", env_from_files={"API_KEY": str(secret)})
+    # In a run that has trained the first is the node's fault; what is written wrongly stays the user's.
+    assert (NOT_SET_UP in str(caught.value)) is (content is None)

@@ -26,6 +26,7 @@ from tests.builders import new_run, run_config, write_config
 from tests.fakes.allocation import ScriptedAllocation
 from tests.journals import read_events
 from tests.processes import free_port, python_path
+from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
@@ -257,6 +258,15 @@ def test_a_service_without_restarts_left_fails_and_its_host_waits_for_the_lead(t
     assert story.run(lambda said: said.what == "failed") == 0
     assert [said.what for said in story.said] == ["started", "failed"]
     assert story.said[1].detail == "exit code 1: no model here"
+
+
+@pytest.mark.slow
+def test_a_service_whose_program_is_away_is_not_tried_and_the_node_is_named(tmp_path: Path) -> None:
+    story = HostStory(tmp_path, restarts=9)
+    (tmp_path / "judge.py").unlink()
+    assert story.run(lambda said: said.what == "failed") == 0
+    assert [said.what for said in story.said] == ["started", "failed"]
+    assert story.said[1].detail.startswith(f"{NOT_SET_UP}: services.judge.command (found no file {tmp_path}")
 
 
 @pytest.mark.slow

@@ -25,6 +25,8 @@ from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, commit_tree
 from verl_slurm.config.load import load_resolved
+from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.journal.events import Restart
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = pytest.mark.slow
@@ -280,6 +282,9 @@ def test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal(
     assert said == []
 
 
+_AGAIN = [Restart(1, None, "start+0")]
+
+
 @pytest.mark.parametrize("away", ["data.root", "data.eval_root", "model.path"])
 @pytest.mark.parametrize("how", ["missing", "empty"])
 def test_a_place_that_is_not_mounted_any_more_is_storage_that_is_away(
@@ -291,9 +296,23 @@ def test_a_place_that_is_not_mounted_any_more_is_storage_that_is_away(
         (place / "file").touch()
     data = {"root": str(places["data.root"]), "eval_root": str(places["data.eval_root"])}
     config = run_config(path=str(places["model.path"]), **data)
-    require_mounted(config)
+    require_mounted(config, _AGAIN)
     (places[away] / "file").unlink()
     if how == "missing":
         places[away].rmdir()
+    require_mounted(config, [])
     with pytest.raises(FileNotFoundError, match=f"{away} was there when the run started"):
-        require_mounted(config)
+        require_mounted(config, _AGAIN)
+
+
+@pytest.mark.parametrize("away", ["key_file", "old_key_files"])
+def test_a_key_that_was_there_before_is_storage_that_is_away(tmp_path: Path, away: str) -> None:
+    keys = {"key_file": tmp_path / "key_file", "old_key_files": tmp_path / "old_key_files"}
+    for place in (*keys.values(), tmp_path / "data"):
+        place.write_text("any")
+    encryption = EncryptionConfig(key_file=str(keys["key_file"]), old_key_files=[str(keys["old_key_files"])])
+    config = run_config(path=str(tmp_path / "data"), root=str(tmp_path / "data"), encryption=encryption)
+    require_mounted(config, _AGAIN)
+    keys[away].rename(tmp_path / "away")
+    with pytest.raises(FileNotFoundError, match=f"{away}.* was there when the run started"):
+        require_mounted(config, _AGAIN)

@@ -20,7 +20,7 @@ from verl_slurm.config.load import parse_config
 from verl_slurm.journal import files
 from verl_slurm.journal.folds.jobs import predecessor_of, successor_of
 from verl_slurm.runs.record import last_job
-from verl_slurm.slurm.batch import sbatch_parameters
+from verl_slurm.slurm.batch import AWAIT, awaiting, sbatch_parameters
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
 
@@ -278,8 +278,12 @@ def test_no_later_task_of_a_cancelled_chain_goes_on_either(
 
 
 def test_no_signal_that_is_ours_to_send_kills_a_batch_script_before_the_daemon_listens(run: RunPaths) -> None:
-    scripts = [successor_script("python", run), *map(str, sbatch_parameters(CONFIG)["setup"])]  # type: ignore[call-overload]
+    setup = sbatch_parameters(CONFIG, waits=awaiting("python", "/run/run.yaml"))["setup"]
+    assert isinstance(setup, list)
+    scripts = [successor_script("python", run), "\n".join(setup)]
     scripts += [path.read_text() for path in (Path(__file__).parents[2] / "sbatch").glob("*.sbatch")]
     traps = [line for script in scripts for line in script.splitlines() if line.startswith("trap ''")]
     assert len(traps) == len(scripts) > 6
     assert {frozenset(line.split()[2:]) for line in traps} == {frozenset(("USR1", "USR2", "TERM", "CONT"))}
+    # And each waits for what it starts.
+    assert all(AWAIT in script for script in scripts)

@@ -5,6 +5,7 @@ agent; the rank needs no torch. File systems that fail are mounted for a moment.
 """
 
 import contextlib
+import itertools
 import re
 import signal
 import subprocess
@@ -31,7 +32,13 @@ exit 1
 
 @pytest.fixture
 def stage(tmp_path: Path) -> Iterator[Stage]:
-    live = Stage(tmp_path, "daemon.backoff_s=3", "daemon.no_progress_limit=2", slurm=True)
+    away = tmp_path / "setup_is_away"
+    setup = f"slurm.setup=['test ! -e {away} || cat {away}/env.sh']"
+    secret = tmp_path / "secret"
+    secret.write_text("sesame")
+    secret.chmod(0o600)
+    words = ("daemon.backoff_s=3", "daemon.no_progress_limit=2", setup)
+    live = Stage(tmp_path, *words, f"env_from_files.API_KEY={secret}", slurm=True)
     yield live
     live.close()
 
@@ -74,6 +81,21 @@ def at_the_start(stage: Stage, what: Callable[[], contextlib.AbstractContextMana
     with what():
         stage.lead(saves=3, quick=True)
         waits(stage)
+
+
+def not_set_up(stage: Stage) -> None:
+    """The rank dies after its first save; before the next start, a secret and a file of `slurm.setup` are away."""
+    secret, setup = (stage.box.parent / name for name in ("secret", "setup_is_away"))
+    stage.lead(saves=3, dies=True, quick=True)
+    stage.wait("verified")
+    secret.rename(stage.box / "secret")
+    (stage.box / "go").touch()
+    assert "env_from_files.API_KEY" in stage.wait("crash", kind="environment")["detail"]
+    setup.touch()
+    (stage.box / "secret").rename(secret)
+    said = (stage.wait("crash", kind="environment", count=count)["detail"] for count in itertools.count(2))
+    assert any("env.sh: Not a directory" in detail for detail in said)
+    setup.unlink()
 
 
 def while_saving(stage: Stage) -> None:
@@ -166,6 +188,7 @@ def comes_back(stage: Stage) -> None:
 
 
 _Cell = tuple[str, str]
+_SET_UP = "commands, Python and secrets of ranks and services"
 WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN itself, as an attempt begins", "fails"): lambda s: as_an_attempt_begins(s, "EIO"),
     ("RUN itself, as an attempt begins", "hangs"): lambda s: as_an_attempt_begins(s, "silent"),
@@ -177,6 +200,7 @@ WALK: dict[_Cell, Callable[[Stage], None]] = {
     ),
     ("RUN's ledger", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "EIO")),
     ("RUN's ledger", "hangs"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "silent")),
+    (_SET_UP, "fails"): not_set_up,
     ("storage, as a rank writes", "fails"): while_saving,
     ("a save that is read back", "hangs"): as_it_is_read_back,
     ("slurmctld, as an attempt begins", "fails"): lambda s: at_the_start(s, lambda: slurm_away(s)),
@@ -197,6 +221,7 @@ _IN_CI = (
     ("RUN itself, as an attempt begins", "hangs"),
     ("RUN itself, while ranks train", "hangs"),
     ("RUN's checkpoints", "hangs"),
+    (_SET_UP, "fails"),
     ("a save that is read back", "hangs"),
     ("slurmctld, as ranks start", "fails"),
     ("slurmctld, at the end", "fails"),
@@ -204,6 +229,9 @@ _IN_CI = (
 )
 
 SHOWN: dict[_Cell, str] = {
+    ("Python of the batch script, and what is installed there, as Slurm starts the job", "fails"): (
+        "slurm/test_batch.py::test_a_python_that_stays_away_costs_a_requeue_and_not_the_job"
+    ),
     ("RUN itself, as an attempt begins", "lies"): (
         "base/test_fence.py::test_an_owner_that_cannot_be_read_is_refused_by_its_file"
     ),
@@ -235,6 +263,21 @@ SHOWN: dict[_Cell, str] = {
     ("data, model, image and code, as an attempt begins", "lies"): (
         "daemon/test_lead_local.py::test_changed_data_is_refused_by_name"
     ),
+    (_SET_UP, "hangs"): (
+        "daemon/test_rank_environment.py::"
+        "test_a_command_that_hangs_is_named_before_the_lead_gives_the_start_up"
+    ),
+    (_SET_UP, "lies"): "daemon/test_rank_environment.py::test_a_secret_that_others_can_read_is_not_used",
+    ("the files of keys, at each start of ranks", "fails"): (
+        "daemon/test_start.py::test_a_key_that_was_there_before_is_storage_that_is_away"
+    ),
+    ("the files of keys, at each start of ranks", "hangs"): (
+        "daemon/test_start.py::test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal"
+    ),
+    (
+        "the files of keys, at each start of ranks",
+        "lies",
+    ): "base/test_keys.py::test_what_is_no_key_is_refused_and_not_quoted",
     ("storage, as a rank writes", "hangs"): (
         "daemon/test_hang.py::test_a_save_that_training_waits_for_has_the_patience_of_loading_and_is_no_pace"
     ),

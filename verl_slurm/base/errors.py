@@ -15,6 +15,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import printable
 
 __all__ = [
+    "NOT_SET_UP",
     "UNREADABLE",
     "CheckpointCorrupt",
     "CheckpointsAbsent",
@@ -38,6 +39,7 @@ __all__ = [
     "VerlSlurmError",
     "WireError",
     "is_transient_storage_error",
+    "names_missing_file",
     "names_storage_error",
     "restart_may_help",
     "together",
@@ -251,6 +253,10 @@ class Diverged(VerlSlurmError):
     exit_code = ExitCode.DIVERGED
 
 
+NOT_SET_UP = "the node could not be set up for its ranks"
+"""Begins the error of a node on which a program, a command or a secret of the ranks does not answer. In a run that has
+trained before, the node or its storage is to blame.
+"""
 # Without ENOENT and EACCES: they stay until somebody acts, and a run that ends at once is noticed sooner than one that
 # uses up its starts.
 _STORAGE = frozenset(
@@ -292,6 +298,11 @@ def underlying(error: VerlSlurmError) -> VerlSlurmError:
 def names_storage_error(text: str) -> bool:
     """Returns whether the last words of a process name an error of storage: a rank may be any program."""
     return _STORAGE_WORDS.search(text) is not None
+
+
+def names_missing_file(text: str) -> bool:
+    """Returns whether an error's words name a file or a folder that is not there."""
+    return os.strerror(errno.ENOENT) in text
 
 
 def is_transient_storage_error(error: BaseException | None) -> bool:

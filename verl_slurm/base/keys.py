@@ -180,7 +180,7 @@ def read_key_file(path: Path) -> MasterKey:
             where=path,
             found=error.strerror,
             remedy=f"correct the path, or {_NEW}",
-        ) from None
+        ) from error
     if len(data) == KEY_BYTES:
         if data.isascii():  # by chance once in 2 ** 32; mostly a pass phrase, or a key of half the length
             raise _no_key(path, "32 characters of text")
@@ -262,4 +262,4 @@ def _require_safe_folder(folder: Path) -> None:
             where=folder,
             found=error.strerror,
             remedy="correct the path",
-        ) from None
+        ) from error

@@ -1,12 +1,13 @@
 """Builds what a run asks of sbatch. Pure: reads no disk, asks no Slurm.
 
-Three choices of the batch script carry the design (measured, Slurm 22.05 and 24.11):
+Four choices of the batch script carry the design (measured, Slurm 22.05 and 24.11):
 
 * `--signal=B:USR1@N` warns the batch process alone. Without `B:` every process of every step gets the signal, and any
   process without a handler dies of it.
 * the last line is `exec python ...`: Python becomes the batch process, and gets the signal itself.
 * `trap ''` before it: a warning in the half second before the daemon listens is ignored instead of killing the shell,
   and an ignored signal stays ignored over `exec`.
+* the script waits for Python (`AWAIT`): without it there is nothing of ours that could ask for another start.
 """
 
 import re
@@ -19,6 +20,8 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_components
 
 __all__ = [
+    "AWAIT",
+    "awaiting",
     "batch_script",
     "component_lines",
     "sbatch_options",
@@ -27,6 +30,29 @@ __all__ = [
     "unwanted_environment",
 ]
 
+AWAIT = """\
+verl_slurm_await() { # until this command succeeds: its file system may come late
+    local tries said how=requeue
+    for ((tries = 0; tries < 60; tries++)); do
+        if said=$("$@" 2>&1); then return; fi
+        ((tries)) || echo "verl-slurm: $* fails on $HOSTNAME: waits a minute for its file system: ${said##*$'\\n'}"
+        sleep 1
+    done
+    # After 24 starts a person has to look.
+    ((${SLURM_RESTART_COUNT:-0} % 24 < 23)) || how=requeuehold
+    # A job that is cancelled would be revived.
+    if [[ $(scontrol -o show job "$SLURM_JOB_ID") == *" JobState=RUNNING "* ]] && scontrol $how "$SLURM_JOB_ID"; then
+        [[ $how == requeuehold ]] || scontrol update JobId="$SLURM_JOB_ID" StartTime=now+600 || true
+        echo "verl-slurm: $* still fails: $how; if the job is held: scontrol release $SLURM_JOB_ID"
+        exit 25
+    fi
+    echo "verl-slurm: $* still fails, and Slurm takes no requeue: verl-slurm submit RUN goes on with the run"
+    exit 127
+}"""
+"""The shell's function that waits for a program, and asks for another start if it does not come. A start waits for a
+minute, and the next one begins ten minutes later: no nodes are held meanwhile. The scripts in `sbatch/` repeat it,
+since Slurm runs a copy of a script, beside which nothing lies.
+"""
 # Variables that sbatch reads before the script (man sbatch, INPUT ENVIRONMENT VARIABLES): a forgotten SBATCH_NO_REQUEUE
 # would silently override our `--requeue`. Also those of a job that we are inside of, which srun in the new job would
 # take for its own.
@@ -42,8 +68,19 @@ _KEEP_UNLESS_SET = {
 }
 
 
+def awaiting(python: str, run_yaml: str) -> list[str]:
+    """Returns the lines of a batch script that wait for RUN, for Python and for what is installed there."""
+    commands = ("test", "-e", run_yaml), (python, "-P", "-c", "import verl_slurm_daemon, verl_slurm")
+    return [AWAIT, *(f"verl_slurm_await {shlex.join(command)}" for command in commands)]
+
+
 def sbatch_parameters(
-    config: RunConfig, *, expedite: bool = False, after: str = "", avoids: Sequence[str] = ()
+    config: RunConfig,
+    *,
+    expedite: bool = False,
+    after: str = "",
+    avoids: Sequence[str] = (),
+    waits: Sequence[str] = (),
 ) -> dict[str, object]:
     """Returns keyword arguments of submitit's `SlurmExecutor.update_parameters`.
 
@@ -51,6 +88,7 @@ def sbatch_parameters(
         expedite: Slurm offers `--requeue=expedite`, and the configuration wants it (`requeue_rules.py`).
         after: id of a job that must have ended for good before this one starts; empty: none.
         avoids: nodes to stay away from, beside those that the user excludes.
+        waits: lines of the script, from `awaiting`.
     """
     slurm = config.slurm
     requeue = "expedite" if expedite else True
@@ -83,7 +121,7 @@ def sbatch_parameters(
         "use_srun": False,
         "stderr_to_stdout": True,
         # Ignored over exec, until the daemon listens: a warning in between would kill the batch process.
-        "setup": ["trap '' USR1 USR2 TERM CONT"],
+        "setup": ["trap '' USR1 USR2 TERM CONT", *waits],
         "additional_parameters": additional,
     }
     if config.may_lose_nodes:

@@ -8,7 +8,7 @@ import shlex
 
 from verl_slurm.config.slurm import SlurmConfig
 
-__all__ = ["python_of", "setup_script"]
+__all__ = ["OURS", "python_of", "setup_script"]
 
 # `module` is a function of the login shell. Batch jobs of sites that do not export it have these files.
 _MODULES = """\
@@ -19,7 +19,9 @@ if ! type module >/dev/null 2>&1; then
   done
 fi
 type module >/dev/null 2>&1 || _verl_slurm_failed 'no module command here'"""
-_FAILED = '_verl_slurm_failed() { echo "verl-slurm: $1" >&2; exit 1; }'
+OURS = "verl-slurm: "
+"""Begins the line that names what failed, the last of the script's output."""
+_FAILED = f'_verl_slurm_failed() {{ echo "{OURS}$1" >&2; exit 1; }}'
 
 
 def python_of(slurm: SlurmConfig) -> str | None:

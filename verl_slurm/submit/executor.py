@@ -31,7 +31,7 @@ from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_events
 from verl_slurm.runs.liveness import unknown_jobs
-from verl_slurm.slurm.batch import component_lines, sbatch_parameters, submission_environment
+from verl_slurm.slurm.batch import awaiting, component_lines, sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import is_answer
 from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
@@ -229,7 +229,8 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
     # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
     # submitit writes `--wckey=submitit` by itself, which a Slurm that enforces wckeys refuses.
-    parameters = sbatch_parameters(config, expedite=expedite, after=after, avoids=avoids)
+    waits = awaiting(sys.executable, str(paths.run_yaml))
+    parameters = sbatch_parameters(config, expedite=expedite, after=after, avoids=avoids, waits=waits)
     executor.update_parameters(**parameters, wckey=None)
     return executor
 

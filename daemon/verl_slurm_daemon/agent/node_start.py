@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.base.files import open_log, write_file
 from verl_slurm.base.memory import available_memory
 from verl_slurm.base.paths import RunPaths
@@ -112,7 +112,7 @@ class NodeStart:
 
         Raises:
             ConfigError, PermissionRefused: the node cannot be set up (`prepare_environment`).
-            OSError: no process can be had, or storage does not answer.
+            OSError: storage does not answer.
         """
         if self._standing is not None:
             prepared, launcher = self._standing
@@ -161,17 +161,22 @@ class NodeStart:
     ) -> asyncio.subprocess.Process:
         # A file and no pipe: a pipe that is not read any more would stop the ranks at a print.
         with open(self._open_log(), "wb") as output:
-            return await asyncio.create_subprocess_exec(
-                *argv,
-                env=environ,
-                cwd=prepared.place,
-                stdin=stdin,
-                stdout=output,
-                stderr=output,
-                # A session leader is how `bury_orphans` tells our children, which asyncio waits for, from adopted ones.
-                start_new_session=True,
-                preexec_fn=partial(keep_to, self._config, node_rank),
-            )
+            try:
+                return await asyncio.create_subprocess_exec(
+                    *argv,
+                    env=environ,
+                    cwd=prepared.place,
+                    stdin=stdin,
+                    stdout=output,
+                    stderr=output,
+                    # A session leader is how `bury_orphans` tells our children, which asyncio waits for, from adopted
+                    # ones.
+                    start_new_session=True,
+                    preexec_fn=partial(keep_to, self._config, node_rank),
+                )
+            # No process can be had, or the ranks' Python or the program's folder is not there.
+            except OSError as error:
+                raise ConfigError(NOT_SET_UP, where=argv[0], found=error) from error
 
     async def _with_services(self, environ: dict[str, str], launch: Launch) -> dict[str, str]:
         environ = environ | past_proxies(environ, launch.hosts)

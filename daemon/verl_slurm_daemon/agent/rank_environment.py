@@ -2,41 +2,60 @@
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-from verl_slurm.base.errors import ConfigError
+from verl_slurm.base.errors import NOT_SET_UP, ConfigError
 from verl_slurm.base.files import open_log, read_private
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.slurm.rank_setup import setup_script
+from verl_slurm.slurm.rank_setup import OURS, setup_script
 from verl_slurm_daemon.processes import child_setup, tail
 
 __all__ = ["past_proxies", "prepare_environment"]
 
 _TOLD_BYTES = 2000
+_SETUP_KEYS = "slurm.modules, slurm.python, slurm.setup"
+_SHARE_OF_START = 0.8
+"""Of `daemon.start_timeout_s`: a command that hangs is named before the lead gives the start up."""
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # bash's own state, which says nothing about the ranks.
 _OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
 
 
 async def prepare_environment(config: RunConfig, environ: Mapping[str, str], log: Path) -> dict[str, str]:
-    """Returns the environment. Takes as long as the user's commands; the lead limits the time of the start.
+    """Returns the environment. Takes as long as the user's commands.
 
     Args:
         environ: the agent's.
         log: where the commands' output goes.
 
     Raises:
-        ConfigError: a command failed, or a file holds no value.
+        ConfigError: a command failed, or a file is missing (`NOT_SET_UP`); or a file holds no value.
         PermissionRefused: a file with a secret is open to others.
-        OSError: bash or a file cannot be had here.
     """
-    made = dict(environ)
+    made, limit_s = dict(environ), _SHARE_OF_START * config.daemon.start_timeout_s
     if script := setup_script(config.slurm):
-        made = await _after(script, environ, log)
+        async with _within(limit_s, _SETUP_KEYS):
+            made = await _after(script, environ, log)
     made |= {name: str(value) for name, value in config.env.items()}
-    return made | {name: _secret(name, Path(path)) for name, path in config.env_from_files.items()}
+    for name, path in config.env_from_files.items():
+        async with _within(limit_s, f"env_from_files.{name}"):
+            made[name] = await asyncio.to_thread(_secret, name, Path(path))
+    return made
+
+
+@asynccontextmanager
+async def _within(limit_s: float, where: str) -> AsyncIterator[None]:
+    """Turns an error of the system, and silence, into the error of a node that cannot be set up."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except OSError as error:
+        silent = f"no end after {limit_s:.0f} s" if type(error) is TimeoutError and not error.errno else error
+        remedy = "is its file system mounted on this node?"
+        raise ConfigError(NOT_SET_UP, where=where, found=silent, remedy=remedy) from error
 
 
 def past_proxies(environ: Mapping[str, str], hosts: Iterable[str]) -> dict[str, str]:
@@ -75,12 +94,8 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
             )
         code = await bash.wait()
         if code != 0:
-            said = tail(log, _TOLD_BYTES).strip().splitlines()
             raise ConfigError(
-                "the node could not be set up for its ranks",
-                where="slurm.modules, slurm.python, slurm.setup",
-                found=said[-1] if said else f"exit code {code}",
-                remedy=f"see {log}",
+                NOT_SET_UP, where=_SETUP_KEYS, found=_words(log, code), remedy=_setup_remedy(script, log)
             )
         size = os.fstat(answer).st_size
         pairs = os.pread(answer, size, 0).split(b"\0")
@@ -88,6 +103,19 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
         os.close(answer)
     found = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs if b"=" in pair)
     return {name: value for name, value in found.items() if name not in _OF_BASH}
+
+
+def _words(log: Path, code: int) -> str:
+    """Returns what failed, and the last words of the program that did: ours come last in the log."""
+    lines = [line for line in tail(log, _TOLD_BYTES).splitlines() if line.strip()]
+    ours = lines.pop() if lines and lines[-1].startswith(OURS) else f"exit code {code}"
+    return f"{ours.removeprefix(OURS)}: {lines[-1]}" if lines else ours.removeprefix(OURS)
+
+
+def _setup_remedy(script: str, log: Path) -> str:
+    # `conda activate` needs conda's hook, which a shell without the user's profile lacks.
+    conda = "slurm.python=NAME activates an environment of conda's; " * ("conda activate" in script)
+    return f"{conda}see {log}"
 
 
 def _output(log: Path) -> BinaryIO:
@@ -99,12 +127,7 @@ def _output(log: Path) -> BinaryIO:
 
 
 def _secret(name: str, path: Path) -> str:
-    try:
-        value = os.fsdecode(read_private(path)).rstrip("\n")
-    except FileNotFoundError:
-        raise ConfigError(
-            "a secret of the ranks is not there", where=f"env_from_files.{name}", found=f"no file {path}"
-        ) from None
+    value = os.fsdecode(read_private(path)).rstrip("\n")
     if not value or "\0" in value:
         raise ConfigError(
             "a file holds no value for a variable", where=f"env_from_files.{name}", found=str(path)

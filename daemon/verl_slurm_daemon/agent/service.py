@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.errors import PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import NOT_SET_UP, ConfigError, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import open_log
 from verl_slurm.base.paths import RunPaths
@@ -186,6 +186,11 @@ class ServiceHost:
         )
         environ = await prepare_environment(shared, os.environ, self._log)
         environ |= past_proxies(environ, [link.own_host])
+        for program in (service.command[0], python_of(self._config.slurm) or ""):
+            if "/" in program and not os.path.exists(program):
+                raise ConfigError(
+                    NOT_SET_UP, where=f"services.{self._name}.command", found=f"no file {program}"
+                )
         restarts = 0
         while True:
             ready_s, detail = await self._once(link, environ, token)

@@ -28,7 +28,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Successor
 from verl_slurm.journal.files import append_event, read_events
 from verl_slurm.journal.folds.jobs import successor_of
-from verl_slurm.slurm.batch import sbatch_options, submission_environment
+from verl_slurm.slurm.batch import awaiting, sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
 __all__ = ["queue_successor", "successor_script"]
@@ -42,7 +42,8 @@ All of this happens within KillWait, 30 s by default.
 def successor_script(python: str, paths: RunPaths) -> str:
     """Returns the batch script. Quotes each of our values that a shell reads. Pure."""
     lead = shlex.join([python, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)])
-    return f"#!/bin/bash\numask 077\ntrap '' USR1 USR2 TERM CONT\nexec {lead}\n"
+    waits = "\n".join(awaiting(python, str(paths.run_yaml)))
+    return f"#!/bin/bash\numask 077\ntrap '' USR1 USR2 TERM CONT\n{waits}\nexec {lead}\n"
 
 
 async def queue_successor(

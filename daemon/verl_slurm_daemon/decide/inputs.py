@@ -50,6 +50,8 @@ class Ready(_Event, frozen=True):
     """Attempts in a row, before this one, that met a bad node."""
     failed: int = 0
     """Attempts in a row, before this one, that storage or Slurm stopped."""
+    trained: bool = False
+    """The ranks of an attempt before this one have trained."""
 
 
 class Shaped(_Event, frozen=True):
@@ -196,6 +198,8 @@ class BackoffOver(_Event, frozen=True):
     """The pause after a crash is over. `stuck`: the number of starts in a row that brought nothing new."""
 
     stuck: int
+    reason: str = ""
+    """Of an end because of them, with the words of the last crash."""
 
 
 class RequeueAnswered(_Event, frozen=True):

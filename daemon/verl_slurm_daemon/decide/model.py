@@ -123,6 +123,8 @@ class Model(msgspec.Struct, frozen=True):
     requeue: inputs.RequeueAnswered | None = None
     delay_s: int | None = None
     """Seconds that the next start has to wait; None: as the user configured it."""
+    trained: bool = False
+    """Ranks of this run have trained, so all that a start needs was there."""
     step: int = 0
     """Completed steps, as the ranks report them."""
     raised: str = ""

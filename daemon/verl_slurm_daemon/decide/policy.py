@@ -16,7 +16,7 @@ from typing import assert_never
 
 import msgspec
 
-from verl_slurm.base.errors import names_storage_error
+from verl_slurm.base.errors import NOT_SET_UP, names_missing_file, names_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
 from verl_slurm.wire.messages import (
@@ -47,6 +47,8 @@ _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitC
 _MOST_DOUBLINGS = 6
 _STRANGER_DELAY_S = 5
 """Wait in place after a start that met a stranger: 5 s, then 10, 20, 40; after that the job gives its nodes back."""
+_ABSENT = (ExitCode.KEY, ExitCode.DATA)
+"""Refusals of ranks that a file which is absent may explain."""
 _BEFORE_RANKS = (State.LAUNCHING, State.PAUSED)
 _TRAINING = (State.LAUNCHING, State.RUNNING)
 
@@ -65,8 +67,8 @@ def decide(model: Model, event: inputs.Input) -> Decision:
 
 def _decide(model: Model, event: inputs.Input) -> Decision:
     match event:
-        case inputs.Ready(world_size, strangers, unfit, failed):
-            known = {"strangers": strangers, "unfit": unfit, "starts_failed": failed}
+        case inputs.Ready(world_size, strangers, unfit, failed, trained):
+            known = {"strangers": strangers, "unfit": unfit, "starts_failed": failed, "trained": trained}
             return _launch(msgspec.structs.replace(model, world_size=world_size, **known))
         case inputs.Shaped(world_size):
             return Decision(msgspec.structs.replace(model, world_size=world_size))
@@ -128,8 +130,8 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
                 why = f"the deadline is near and the save is not verified{late_ranks(model)}"
                 return _give_up(model, why)
             return Decision(model)
-        case inputs.BackoffOver(stuck):
-            return _on_backoff_over(model, stuck)
+        case inputs.BackoffOver():
+            return _on_backoff_over(model, event)
         case inputs.RequeueAnswered():
             return _maybe_exit(msgspec.structs.replace(model, requeue=event))
         case _:
@@ -354,6 +356,9 @@ def _on_refused(model: Model, message: Refused) -> Decision:
     note = act.Note(ev.Refused(message.reason, message.rank))
     if model.state not in _TRAINING:
         return Decision(model, (note,))
+    # It was there before: a file system that is not mounted, and not a wrong path.
+    if model.trained and message.exit_code in _ABSENT and names_missing_file(message.reason):
+        return _on_failure(model, message.reason, "environment")
     if message.place and model.failure:
         return Decision(model)  # other ranks raise as well
     # User code that had worked is started once more: a service that it uses may answer again. The same exception at
@@ -371,7 +376,7 @@ def _on_progress(model: Model, message: Progress) -> Decision:
     notes = []
     model = msgspec.structs.replace(model, step=message.step)
     if model.state is State.LAUNCHING:
-        model = msgspec.structs.replace(model, state=State.RUNNING)
+        model = msgspec.structs.replace(model, state=State.RUNNING, trained=True)
         notes.append(act.Note(ev.Training(*where)))
     if message.new_rollouts > 0 and not model.fresh:
         model = msgspec.structs.replace(model, fresh=True)
@@ -381,7 +386,8 @@ def _on_progress(model: Model, message: Progress) -> Decision:
 
 def _on_failure(model: Model, detail: str, kind: FailureKind = "crash", node: str = "") -> Decision:
     """Reacts to a node that is dead or silent. The others are taken down too: no rank can go on alone."""
-    if kind == "crash" and names_storage_error(detail):
+    away = names_storage_error(detail) or (model.trained and NOT_SET_UP in detail)
+    if kind == "crash" and away:
         kind = "environment"
     # The first failure is kept: the peers of a dead rank fail in their collectives because of it.
     if model.state not in (*_TRAINING, State.SAVING) or model.failure or model.all_finished:
@@ -469,11 +475,11 @@ def _after_stranger(model: Model, of_kind: int, note: act.Note) -> Decision:
     return _leave(after, note)
 
 
-def _on_backoff_over(model: Model, stuck: int) -> Decision:
+def _on_backoff_over(model: Model, event: inputs.BackoffOver) -> Decision:
     if model.state is not State.PAUSED:
         return Decision(model)
-    if stuck >= model.limits.no_progress_limit:
-        return _exit(model, ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new")
+    if event.stuck >= model.limits.no_progress_limit:
+        return _exit(model, ExitCode.NO_PROGRESS, event.reason)
     return _launch(model)
 
 

@@ -17,9 +17,10 @@ from typing import Any, assert_never
 
 import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.errors import KeyRefused, VerlSlurmError, is_transient_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, load_keys
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import note_trained_with, trained_with
 from verl_slurm.config.changes import refuse_changes
@@ -28,7 +29,7 @@ from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.folds.progress import no_progress, stuck_restarts
 from verl_slurm.journal.folds.saves import on_nodes_alone
 from verl_slurm.journal.status import Status
 from verl_slurm.wire.connection_limits import REASONS
@@ -76,7 +77,14 @@ from verl_slurm_daemon.lead.second_copy import bring_home, left_behind, parts_si
 from verl_slurm_daemon.lead.services import Services
 from verl_slurm_daemon.lead.stacks import write_stacks
 from verl_slurm_daemon.lead.standby import AGENTS_READY_S, Standby
-from verl_slurm_daemon.lead.start import ENVIRONMENT, answered, failed_code, patiently, spoken
+from verl_slurm_daemon.lead.start import (
+    ENVIRONMENT,
+    answered,
+    failed_code,
+    patiently,
+    require_mounted,
+    spoken,
+)
 from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.lead.verdicts import Verdicts
@@ -134,7 +142,12 @@ class Effects:
             KeyRefused, PermissionRefused: `keys.load_keys`.
             OSError, SlurmMissing: storage or Slurm does not answer.
         """
-        self._keys = load_keys(self._config.checkpoint.encryption)
+        try:
+            self._keys = load_keys(self._config.checkpoint.encryption)
+        except KeyRefused as error:
+            if isinstance(error.__cause__, OSError) and is_transient_storage_error(error):
+                raise error.__cause__ from None
+            raise
         self._places = await asyncio.to_thread(places_seen, self._config, self._paths)
         token = secrets.token_bytes(32)
         # Twice the agents, those that stand by, too: each may ask over a second connection whether the lead lives.
@@ -284,6 +297,8 @@ class Effects:
         await asyncio.to_thread(self._require_unchanged, point)
         job = self._allocation.job_id, os.environ.get("SLURM_ARRAY_JOB_ID")
         events = await asyncio.to_thread(read_events, self._paths)
+        # At a restart in place, too: ranks would take what is not mounted for what is wrong.
+        await asyncio.to_thread(require_mounted, self._config, events)
         if done := nothing_left(self._config, point.manifest, events, *job):
             self._paths.resume_once.unlink(missing_ok=True)
             return inputs.AllDone(point.name, done)
@@ -562,7 +577,9 @@ class Effects:
 
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
-        stuck = 0
+        stuck, reason = 0, ""
         with contextlib.suppress(OSError):  # storage may work by now; if not, this code runs again soon
-            stuck = stuck_restarts(await answered(lambda: read_events(self._paths)))
-        self._post(inputs.BackoffOver(stuck))
+            events = await answered(lambda: read_events(self._paths))
+            stuck = stuck_restarts(events)
+            reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
+        self._post(inputs.BackoffOver(stuck, reason))

@@ -40,6 +40,8 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.progress import (
     failed_starts,
+    has_trained,
+    no_progress,
     short_starts,
     stranger_restarts,
     stuck_restarts,
@@ -349,10 +351,9 @@ class Lead:
         stuck, short = stuck_restarts(events), short_starts(events)
         # Counted in the journal over all attempts: a requeue does not renew this limit.
         if stuck >= limit:
-            journal.write(ev.Held(stuck, "every restart crashed at the same place"))
-            return inputs.Over(
-                ExitCode.NO_PROGRESS, f"{stuck} restarts in a row crashed without anything new"
-            )
+            reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
+            journal.write(ev.Held(stuck, reason))
+            return inputs.Over(ExitCode.NO_PROGRESS, reason)
         if short >= limit:
             limit_s = (await self._allocation.outlook()).limit_s
             known = "" if limit_s is None else f", {limit_s / 60:.0f} min,"
@@ -372,8 +373,8 @@ class Lead:
             SlurmMissing: Slurm does not.
         """
         notices: list[str] = []
-        if any(isinstance(event, ev.Restart) for event in await asyncio.to_thread(read_events, self._paths)):
-            await asyncio.to_thread(require_mounted, self._config)
+        events = await asyncio.to_thread(read_events, self._paths)
+        await asyncio.to_thread(require_mounted, self._config, events)
         await asyncio.to_thread(check_image, self._config)
         root = data_root(self._config)
         if root is not None:
@@ -391,7 +392,8 @@ class Lead:
         events = await asyncio.to_thread(read_events, self._paths)
         mine = self._allocation
         failed = failed_starts(events, mine.job_id, mine.restart)
-        return inputs.Ready(self._config.speakers, stranger_restarts(events), unfit_starts(events), failed)
+        counts = stranger_restarts(events), unfit_starts(events), failed
+        return inputs.Ready(self._config.speakers, *counts, trained=has_trained(events))
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -28,7 +28,7 @@ from verl_slurm.checkpoint.store.lost import require_run_id
 from verl_slurm.config.load import load_own
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Warned
+from verl_slurm.journal.events import Event, Restart, Warned
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.progress import failed_starts
 from verl_slurm.slurm.environment import SlurmJob
@@ -258,18 +258,23 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
         words.cancel()
 
 
-def require_mounted(config: RunConfig) -> None:
-    """Checks that what a run has trained with is there at all.
+def require_mounted(config: RunConfig, events: Iterable[Event]) -> None:
+    """Checks that what a run has trained with is there at all, if ranks were started for it before.
 
     A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
 
     Args:
-        config: of a run that ranks were started for before. At the first start a wrong path is more likely.
+        events: of the run. At the first start a wrong path is more likely, and is refused by whoever reads it.
 
     Raises:
         FileNotFoundError: a place is missing, or empty.
     """
-    places: dict[str, Path | str | None] = {"data.root": data_root(config)}
+    if not any(isinstance(event, Restart) for event in events):
+        return
+    places: dict[str, Path | str | None] = {"data.root": data_root(config), "Python": sys.executable}
+    if (keys := config.checkpoint.encryption) is not None:
+        places["checkpoint.encryption.key_file"] = keys.key_file
+        places |= {f"checkpoint.encryption.old_key_files: {path}": path for path in keys.old_key_files}
     if not config.trainer.is_guest:
         places |= {"data.eval_root": config.data.eval_root, "model.path": config.model.path}
     if (container := config.slurm.container) is not None and container.digest is not None:

@@ -33,7 +33,7 @@ from verl_slurm.journal.folds.outages import Outages, interruption_facts
 from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of, steps_of_equal_rewards
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.record import read_record
-from verl_slurm.runs.glance import glance, is_over
+from verl_slurm.runs.glance import Glance, glance, is_over
 from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
 from verl_slurm.runs.record import has_ledger
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
@@ -136,9 +136,6 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         lines.append(("last cause", facts["last_cause"]))
     if facts["ended"]:
         lines.append(("ended", facts["ended"]))
-    # A lead that is killed writes no end.
-    elif facts["job_over"]:
-        lines.append(("ended", f"without a word of its daemon; see verl-slurm logs {shell_word(run.root)}"))
     render.fields(lines, STATE_COLOURS)
     # The newest ones; --json has them all.
     if outages.each and num_interruptions:
@@ -212,8 +209,11 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
             answer = JobState(state="UNKNOWN", over=False, detail=error.one_line())
     unknown = ""
     if answer is None or (answer.over and not is_over(seen)):
-        unknown = _unknown_job(run, events)
-    return told_facts(seen) | {
+        unknown = _unknown_job(run, events, seen)
+    facts = told_facts(seen)
+    if answer is not None and answer.over and not is_over(seen) and not unknown:
+        facts["ended"] = _over_words(run, facts["ended"], answer)
+    return facts | {
         "unknown_job": unknown,
         "job_state": None if answer is None else answer.state,
         "job_detail": "" if answer is None else answer.detail,
@@ -225,12 +225,24 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
     }
 
 
-def _unknown_job(run: RunPaths, events: list[Event]) -> str:
-    """Describes a job of the run that Slurm has and its journal does not name; empty: there is none, or no answer."""
+def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
+    """Describes the end of a job that the journal does not have: it was killed, or failed before its daemon ran."""
+    # The journal's own word is that of the attempt before.
+    before = "its requeue was asked for, and" if ended else "without a word of its daemon:"
+    return (
+        f"{before} the job is over ({answer.state}); see verl-slurm logs {shell_word(run.root)}; "
+        f"verl-slurm submit {shell_word(run.root)} goes on"
+    )
+
+
+def _unknown_job(run: RunPaths, events: list[Event], seen: Glance) -> str:
+    """Describes a job of the run that Slurm has and its journal does not name; empty: there is none."""
     try:
         unknown = unknown_jobs(run, events) if shutil.which("squeue") else []
     except VerlSlurmError as error:
-        return f"not known: {error.one_line()}"
+        # A local run is none of Slurm's.
+        is_local = seen.job is not None and seen.job.cluster == "local"
+        return "" if is_local else f"not known: {error.one_line()}"
     if not unknown:
         return ""
     ends = f"verl-slurm cancel {shell_word(run.root)} ends it"

@@ -34,7 +34,9 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
     )
     if facts["tokens_lost"] == 0:
         return f"{words}; no token was lost"
-    some = sum(1 for row in facts["each"] if row["tokens_lost"] is None)
+    some = sum(1 for row in facts["each"] if row["tokens_lost"] is None and row["trained"])
+    if not some:
+        return f"{words}; none while the ranks trained"
     if not facts["has_ledger"]:
         return f"{words}; {some} without a save, what came after the last checkpoint was done again"
     return f"{words}; {some} without a save, finished rollouts are in the ledger"

@@ -79,6 +79,8 @@ class Outage(msgspec.Struct, kw_only=True):
     """What Slurm or the daemon said at its first sign, cut to 1,000 characters. Empty: a lead died without a word."""
     attempt: int = 0
     """The attempt that it struck."""
+    trained: bool = True
+    """The ranks had reported work, since they were last started, when it struck."""
 
     @property
     def tokens_lost(self) -> int | None:
@@ -100,7 +102,7 @@ class Outages:
         self._open: Outage | None = None
         self._attempt, self._living = 0, False
         self._began = self._last = self._mark = 0.0
-        self._relaunched = False
+        self._relaunched = self._trained = False
         for event in events:
             self.feed(event)
 
@@ -126,6 +128,10 @@ class Outages:
             self._failed(now, event)
         elif self._open is not None:
             self._went_on(now, event, self._open)
+        if isinstance(event, Started | Restart):
+            self._trained = False
+        elif isinstance(event, Training | FirstRollout | Saved):
+            self._trained = True
         # Never backwards, when a host's clock is set or another host's is behind.
         self._last = max(self._last, now)
 
@@ -184,7 +190,11 @@ class Outages:
     def _begin(self, cause: str, now: float, evidence: str = "") -> None:
         began = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
         self._open = Outage(
-            cause=cause, began=began, evidence=evidence[:_MOST_EVIDENCE], attempt=self._attempt
+            cause=cause,
+            began=began,
+            evidence=evidence[:_MOST_EVIDENCE],
+            attempt=self._attempt,
+            trained=self._trained,
         )
         self._began, self._relaunched = now, False
         self.each.append(self._open)

@@ -1,6 +1,6 @@
 """Whether a run gets anywhere: restarts, and attempts, in a row that came to nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from verl_slurm.journal.events import (
     Cause,
@@ -18,7 +18,22 @@ from verl_slurm.journal.events import (
     Verified,
 )
 
-__all__ = ["failed_starts", "short_starts", "stranger_restarts", "stuck_restarts", "unfit_starts"]
+__all__ = [
+    "failed_starts",
+    "has_trained",
+    "no_progress",
+    "short_starts",
+    "stranger_restarts",
+    "stuck_restarts",
+    "unfit_starts",
+]
+
+_LAST_LINES, _MOST_OF_LINE = 3, 300
+
+
+def has_trained(events: Iterable[Event]) -> bool:
+    """Returns whether the ranks of any attempt have trained: all that their start needs was there."""
+    return any(isinstance(event, Training | FirstRollout | Verified) for event in events)
 
 
 def stuck_restarts(events: Iterable[Event]) -> int:
@@ -31,6 +46,25 @@ def stuck_restarts(events: Iterable[Event]) -> int:
     (`stranger_restarts`). A new submission resets the count.
     """
     return _fruitless(events)[0]
+
+
+def no_progress(events: Sequence[Event], stuck: int, command: str) -> str:
+    """Returns the reason of an end after `stuck` such restarts: the last fault in its own words, and what shows more.
+
+    Args:
+        command: for people.
+    """
+    words = ""
+    for event in reversed(events):
+        if isinstance(event, Crash | Orphaned):
+            words = event.detail
+        elif isinstance(event, Cause) and event.cause == "service":
+            words = event.evidence
+        if words:
+            break
+    said = " / ".join(line.strip()[:_MOST_OF_LINE] for line in words.splitlines()[-_LAST_LINES:])
+    last = f"; the last one: {said}" if said else ""
+    return f"{stuck} restarts in a row crashed without anything new{last}; {command} shows more"
 
 
 def stranger_restarts(events: Iterable[Event]) -> int:
