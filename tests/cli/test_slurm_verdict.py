@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.builders import run_config
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.submit.checks.slurm_verdict import refused_keys
+from verl_slurm.submit.checks.slurm_verdict import refusal, refused_keys
 
 Cli = Callable[..., Any]
 pytestmark = pytest.mark.scenario("USE09")
@@ -83,3 +84,12 @@ def test_a_dry_run_is_a_list_with_a_line_for_each_thing_checked(
 )
 def test_each_refusal_of_slurm_is_translated_to_its_key(said: str, key: str | None) -> None:
     assert (refused_keys(said) or (None,))[0] == key
+
+
+def test_an_option_of_extra_that_is_refused_is_named_by_its_key() -> None:
+    config = run_config(gpus_per_node=0, extra={"gres": "gpu:v100:1"})
+    said = refusal(config, "Invalid generic resource (gres) specification")
+    assert said.where == "slurm.extra.gres=gpu:v100:1"
+    assert "slurm.gpus_per_node=0 asks for none" in said.one_line()
+    said = refusal(run_config(extra={"mem-per-cpu": "9T"}), "Memory required by task is not available")
+    assert said.where == "slurm.extra.mem-per-cpu=9T"

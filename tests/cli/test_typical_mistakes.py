@@ -233,3 +233,14 @@ def test_a_path_that_exists_in_both_places_is_refused(workplace: Path, cli: Cli)
     result = cli("submit", "elsewhere/config.yaml", f"model.path={workplace / 'model'}", "--cluster", "local")
     assert result.code == CONFIG
     assert f"means two things: data.root (found {place / 'data'}, beside the YAML, and " in result.error
+
+
+@pytest.mark.parametrize("words", [("list",), ("status", "run")])
+def test_a_directory_that_is_gone_is_no_traceback(
+    tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    result = cli(*words)
+    assert (result.code, "is gone; cd to" in result.error) == (ExitCode.NOT_FOUND, True)

@@ -368,6 +368,11 @@ def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(pla
     with pytest.raises(VerlSlurmError) as caught:
         check(ppo(place, *words))
     assert len(caught.value.lines()) == 2
+    with pytest.raises(VerlSlurmError) as caught:
+        check(ppo(place, "actor_rollout_ref.rollout.name=???", *words[1:]))
+    unset, gone = caught.value.lines()
+    assert "found ???, expected one of vllm" in unset
+    assert "/gone.yaml" in gone
     _, notes = check(ppo(place, "actor_rollout_ref.rollout.name=mine"))
     assert notes[0].startswith(
         "not looked at: verl.actor_rollout_ref.rollout.name=mine, which is none of verl's"

@@ -125,6 +125,7 @@ def test_all_words_that_verl_does_not_take_are_refused_at_once_each_with_its_rem
     assert lines.keys() == remedies.keys()
     for key, remedy in remedies.items():
         assert remedy in lines[key]
+        assert "(expected )" not in lines[key]
         assert ("+KEY" in lines[key]) is (remedy == "+KEY"), "verl would take it, and nothing would read it"
 
 

@@ -21,4 +21,6 @@ def without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _compose(_: Entry, settings: Iterable[Setting]) -> Composed:
     defaults = {key: Setting("", key, value) for key, value in _DEFAULTS.items()}
-    return Composed([], None, said_settings(defaults | {setting.key: setting for setting in settings}))
+    said = {setting.key: setting for setting in settings}
+    unset = tuple(key for key, setting in said.items() if setting.value == "???")
+    return Composed([], None, said_settings(defaults | said), unset)

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from verl_slurm.base.errors import OutputRefused, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import NotFound, OutputRefused, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.packages import PackageMissing
 
@@ -112,6 +112,14 @@ def _signals_unwind() -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
+def _is_somewhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def _run(words: list[str]) -> int:
     from verl_slurm.cli.main import cli
 
@@ -141,6 +149,11 @@ def _run(words: list[str]) -> int:
             "permission denied", where=error.filename, remedy="check the owner and the mode of that path"
         )
         return _report(refused, words)
+    except FileNotFoundError:
+        if _is_somewhere():
+            raise
+        gone = NotFound("the directory that you are in is gone", remedy="cd to one that is there")
+        return _report(gone, words)
     except ModuleNotFoundError as error:
         missing = PackageMissing.for_module(error.name or "")
         if missing is None:

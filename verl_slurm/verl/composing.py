@@ -267,7 +267,7 @@ def _unknown(entry: Entry, config: Any, key: str) -> ConfigError:
     return ConfigError(
         what,
         where=where,
-        expected=" or ".join(near) if len(near) < 3 else None,
+        expected=" or ".join(near) if 0 < len(near) < 3 else None,
         remedy="it is of another release or trainer of verl's; leave it out, or name the key that this one has",
     )
 

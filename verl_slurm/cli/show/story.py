@@ -34,6 +34,8 @@ _PLAIN = {
     "time_limit": "the job's time is nearly up",
     "cancel": "the job was cancelled",
     "requeued": "somebody requeued the job in Slurm",
+    "node_lost": "a node of the job is gone",
+    "failed": "something broke, and Slurm does not start the job again",
     "reclaimed": "the cloud takes a node back",
     "bad_node": "a node is not fit for ranks",
     "service": "a service that the run needs cannot be started again",

@@ -35,7 +35,7 @@ _KEYS = (
 _OF_A_NODE = ("distributed.nodes", "slurm.cpus_per_node", "slurm.mem_mb_per_node", "slurm.gpus_per_node")
 """No node has all of these: sbatch does not say which one is too much."""
 _REMEDIES = {
-    "slurm.gpus_per_node": "`sinfo -o '%P %G'` shows the GPUs of each partition; 0 asks for none",
+    "slurm.gpus_per_node": "`sinfo -o '%P %G'` shows the GPUs of each partition; slurm.gpus_per_node=0 asks for none",
     "slurm.extra.nodelist": "`sinfo -N` lists the nodes",
     "slurm.account": "`sacctmgr show assoc user=$USER` lists yours",
     "slurm.qos": "`sacctmgr show assoc user=$USER format=account,qos` lists yours",
@@ -45,6 +45,11 @@ _REMEDIES = {
     "slurm.partition": "`sinfo -s` lists them",
     "distributed.nodes": "`sinfo -o '%P %D %c %m %G'` shows what there is",
 }
+_IN_EXTRA = {
+    "slurm.gpus_per_node": re.compile(r"gres|gpus|.*-per-gpu|gpus-per-.*|tres-.*"),
+    "slurm.mem_mb_per_node": re.compile(r"mem|mem-per-.*"),
+}
+"""Options of `slurm.extra` that Slurm's words about a key may mean."""
 _VERDICT = re.compile(r"\bJob \d+ to start at\b")
 # True now, and perhaps not when the job's turn comes: Slurm queues such a job.
 _PASSES = re.compile(
@@ -77,6 +82,12 @@ def refusal(config: RunConfig, said: str) -> SlurmRefused:
     keys = refused_keys(said)
     # What was not asked for cannot be what is too much.
     asked = [f"{key}={_value(config, key)}" for key in keys if _value(config, key) not in (0, "unset")]
+    if keys and (meant := _IN_EXTRA.get(keys[0])):
+        asked += [
+            f"slurm.extra.{name}={value}"
+            for name, value in config.slurm.extra.items()
+            if meant.fullmatch(name)
+        ]
     remedy = (
         _REMEDIES.get(keys[0]) if keys else "do as it says in the slurm section; `sinfo` shows what there is"
     )

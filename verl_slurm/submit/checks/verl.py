@@ -101,9 +101,10 @@ def check_verl(
         else:
             _require_beside(entry)
         checked.append(f"verl {version} is installed")
-        settings, doubtful = _composed(config, paths, said, refused)
+        settings, doubtful, refused = _composed(config, paths, said, refused)
         notes += doubtful
-        _require_fewer(config, settings)
+        if not refused:
+            _require_fewer(config, settings)
     else:
         if refused:
             raise together(refused)
@@ -113,7 +114,7 @@ def check_verl(
         _require_named(entry, said)
     checked.append("verl's own settings")
     # All that is wrong is said at once: each look of the user's is a minute.
-    wrong: list[VerlSlurmError] = []
+    wrong: list[VerlSlurmError] = [*refused]
     for look in _looks(config, settings, said):
         try:
             notes += look()
@@ -133,7 +134,8 @@ def _looks(
     if entry == "ppo":
         yield partial(_check_engines, config, settings)
     for one in inputs_of(entry, settings, said):
-        yield partial(_check_one, one)
+        if one.place != "???":  # said already
+            yield partial(_check_one, one)
     for code in files_of(settings):
         yield partial(_check_file, config, code)
     for key, name in modules_of(settings):
@@ -150,14 +152,14 @@ def _check_module(config: RunConfig, key: str, name: str) -> list[str]:
 
 def _composed(
     config: RunConfig, paths: RunPaths, said: Mapping[str, Setting], refused: list[ConfigError]
-) -> tuple[Mapping[str, Any], list[str]]:
-    """Composes verl's settings, its own defaults included; returns them, and notes.
+) -> tuple[Mapping[str, Any], list[str], list[ConfigError]]:
+    """Composes verl's settings, its own defaults included; returns them, notes, and what is wrong.
 
     Args:
         refused: what is known to be wrong already; all of it is said at once.
 
     Raises:
-        ConfigError: verl does not take a setting, a run cannot, or one has no value.
+        ConfigError: verl does not take a setting, or a run cannot: nothing was composed.
     """
     entry, notes = config.trainer.entry, list[str]()
     if not config.trainer.command:  # a recipe has files of its own, and may read more keys
@@ -181,9 +183,7 @@ def _composed(
         for key in composed.unset
         if _counts(entry, settings, key)
     ]
-    if refused:
-        raise together(refused)
-    return settings, notes
+    return settings, notes, refused
 
 
 def _each(error: ConfigError) -> list[ConfigError]:
