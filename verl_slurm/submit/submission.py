@@ -172,7 +172,7 @@ def plan_submission(
         checked += good
     else:
         with python_not_run(not_run):
-            inputs, notes = check_inputs(runs, written.model.path)
+            inputs, notes = check_inputs(runs, written.model.path, begun=has_begun(paths))
         notes += check_family(config)
         checked += [f"{name} {taken}" for name, taken in inputs]
     check_resume_from(config)

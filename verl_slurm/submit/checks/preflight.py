@@ -207,12 +207,15 @@ def check_resume_from(config: RunConfig) -> None:
     require_same_models(manifest, config, path)
 
 
-def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, str]], list[str]]:
+def check_inputs(
+    config: RunConfig, written: str = "", *, begun: bool = False
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Checks that model, reward and data exist and are not empty. Paths must be absolute; `builtin:` names must exist.
 
     Args:
         config: paths absolute.
         written: `model.path` as the user wrote it.
+        begun: the run has trained on this data.
 
     Returns:
         The model, the data and the reward by name; and notes for the user about the data.
@@ -241,7 +244,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
         if root is None:
             continue
         # Built-in data may not be there yet, and needs no check.
-        text, said_of_data = (root, []) if root.startswith(BUILTIN) else check_data(config, key)
+        text, said_of_data = (root, []) if root.startswith(BUILTIN) else check_data(config, key, begun=begun)
         taken.append((name, text))
         notes += said_of_data
     return [*taken, ("reward", config.model.reward)], notes
