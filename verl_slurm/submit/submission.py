@@ -157,9 +157,10 @@ def plan_submission(
     not_run = why_not_run(config, dry_run=dry_run, stranger=bool(doubt))
     good, unseen = check_rank_environment(config, packages, not_run)
     checked += good
-    checked += check_hooks(config)
-    checked += check_services(config)
     inputs: list[tuple[str, str]] = []
+    with python_not_run(not_run):
+        hooks, services = check_hooks(config), check_services(config)
+    checked += [*hooks.good, *services.good]
     notes: list[str] = []
     good, unreachable = check_group(config)
     checked += good
@@ -193,6 +194,7 @@ def plan_submission(
         check_metrics_port(config),
         unreachable,
     )
+    unseen = [*unseen, *hooks.notes, *services.notes]
     notes = [*places.notes, *(text for text in (doubt, *unseen, note, *told, *asked, *notes) if text)]
     if slurm is not None:
         notes += machine_notes(config, slurm.conf)
