@@ -18,16 +18,24 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
 from verl_slurm.dataset.prompts.directory import data_files, no_rows
-from verl_slurm.dataset.prompts.rows import MissingValue, prompts_of, reads_missing
+from verl_slurm.dataset.prompts.formats import records
+from verl_slurm.dataset.prompts.rows import (
+    MissingValue,
+    found_at,
+    prompts_of,
+    reads_missing,
+    value_at_key,
+)
 
-__all__ = ["Look", "Wanted", "look_at"]
+__all__ = ["Look", "Rows", "Wanted", "WantedRows", "look_at", "look_at_rows"]
 
 _AT_LEAST_ROWS = 2000
 """Rows that are examined however slow the machine is."""
 _TEXTS_AT_ONCE = 1000
+MOST_TEXTS = 1000
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request for a look."""
 
     data: DataConfig
@@ -58,6 +66,33 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that read like a missing value, e.g. `nan`."""
     first_doubtful: str = ""
     """Place and text of the first of them."""
+
+
+class WantedRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request for a look at the data of another trainer, which names the keys that it reads."""
+
+    files: list[str]
+    keys: list[str]
+    """Keys that each row needs."""
+    messages: str
+    """The one that holds a conversation."""
+    texts: str = ""
+    """The one whose different texts are told."""
+    seconds: float = 2.0
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of that look."""
+
+    rows: int
+    whole: bool
+    """All rows were examined."""
+    lacking: dict[str, tuple[str, str]]
+    """Key to the first row without it, and what is there instead; a null counts as well."""
+    no_messages: tuple[str, str] | None = None
+    """The first row without a list of messages, and what is there."""
+    texts: dict[str, str] = {}
+    """Text to the first row that has it; the first `MOST_TEXTS`."""
 
 
 class _Tokenizer(Protocol):
@@ -132,6 +167,45 @@ def look_at(wanted: Wanted) -> Look:
         longest=lengths.longest,
         doubtful=doubtful,
         first_doubtful=first_doubtful,
+    )
+
+
+def look_at_rows(wanted: WantedRows) -> Rows:
+    """Examines the rows of some files, as far as time reaches; the first row of each file in any case.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    until, rows, whole = time.monotonic() + wanted.seconds, 0, True
+    lacking, texts = dict[str, tuple[str, str]](), dict[str, str]()
+    no_messages: tuple[str, str] | None = None
+    columns = {key.partition(".")[0] for key in wanted.keys}
+    for name in wanted.files:
+        with os.fdopen(open_regular(name, follow=True), "rb") as file:
+            for where, row in records(file, name, columns):
+                rows += 1
+                told = row if isinstance(row, dict) else {}
+                for key in wanted.keys:
+                    if key not in lacking and value_at_key(told, key) is None:
+                        lacking[key] = where, found_at(told, key)
+                value = value_at_key(told, wanted.messages)
+                if no_messages is None and value is not None and not _is_conversation(value):
+                    no_messages = where, found_at(told, wanted.messages)
+                if wanted.texts and len(texts) < MOST_TEXTS:
+                    text = value_at_key(told, wanted.texts)
+                    if isinstance(text, str) and text not in texts:
+                        texts[text] = where
+                if time.monotonic() > until:
+                    whole = False
+                    break
+    return Rows(rows=rows, whole=whole, lacking=lacking, no_messages=no_messages, texts=texts)
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
     )
 
 

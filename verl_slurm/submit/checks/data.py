@@ -23,9 +23,9 @@ from verl_slurm.dataset.prompts.choice import (
     unfinished_downloads,
 )
 from verl_slurm.dataset.prompts.directory import data_files, names_below
-from verl_slurm.dataset.prompts.look import Look, Wanted
+from verl_slurm.dataset.prompts.look import Look, Rows, Wanted, WantedRows
 
-__all__ = ["check_data", "recognize", "refuse_partial"]
+__all__ = ["check_data", "look_at_files", "recognize", "refuse_partial"]
 
 _TIMEOUT_S = 120.0
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
@@ -37,6 +37,7 @@ _MOST_NAMED = 4
 
 class _Answer(msgspec.Struct, frozen=True):
     look: Look | None = None
+    rows: Rows | None = None
     error: dict[str, str | None] | None = None
 
 
@@ -220,6 +221,34 @@ def _wanted(config: RunConfig, key: str) -> Wanted:
 
 
 def _look(wanted: Wanted) -> Look:
+    answer, words = _ask(wanted, wanted.root)
+    if answer.look is not None:
+        return answer.look
+    raise DataError(
+        "the data cannot be looked at",
+        where=wanted.root,
+        found=words,
+        expected="rows of moderate size",
+        remedy=f"see which row that is: set {wanted.key.replace('root', 'files')} to one file after the other",
+    )
+
+
+def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
+    """Returns what the files of another trainer hold; or why they cannot be looked at.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    answer, words = _ask(wanted, where)
+    return words if answer.rows is None else answer.rows
+
+
+def _ask(wanted: Wanted | WantedRows, where: str) -> tuple[_Answer, str]:
+    """Returns the answer of the process that looks; it is empty if it died, which the text explains.
+
+    Raises:
+        DataError: its own, or it takes too long.
+    """
     # A process of its own with bounded memory: a compressed page may need a thousand times its size.
     command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]
     try:
@@ -229,7 +258,7 @@ def _look(wanted: Wanted) -> Look:
     except subprocess.TimeoutExpired:
         raise DataError(
             "the data cannot be read in time",
-            where=wanted.root,
+            where=where,
             found=f"no answer after {_TIMEOUT_S:.0f} s",
             remedy="see whether its storage is well",
         ) from None
@@ -238,16 +267,8 @@ def _look(wanted: Wanted) -> Look:
     # It died without an answer, of its memory limit or a library's crash.
     except UNREADABLE:
         answer = _Answer()
-    if answer.look is not None:
-        return answer.look
     if answer.error is not None:
         parts: dict[str, Any] = dict(answer.error)
         raise DataError(parts.pop("what"), **parts)
     words = done.stderr.decode(errors="replace").strip().splitlines()
-    raise DataError(
-        "the data cannot be looked at",
-        where=wanted.root,
-        found=words[-1] if words else "a row that takes more than 352 MiB of memory",
-        expected="rows of moderate size",
-        remedy=f"see which row that is: set {wanted.key.replace('root', 'files')} to one file after the other",
-    )
+    return answer, words[-1] if words else "a row that takes more than 352 MiB of memory"
