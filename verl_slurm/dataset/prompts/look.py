@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.errors import DataError
+from verl_slurm.base.bounded import TOKENIZER, TooMuch, decode_json, open_regular, read_regular
+from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
@@ -66,6 +66,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that read like a missing value, e.g. `nan`."""
     first_doubtful: str = ""
     """Place and text of the first of them."""
+    begin: str = ""
+    """The token that the tokenizer puts before each prompt that is text."""
 
 
 class WantedRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -96,6 +98,7 @@ class Rows(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Tokenizer(Protocol):
+    def encode(self, text: str) -> Any: ...
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 
 
@@ -108,7 +111,9 @@ def look_at(wanted: Wanted) -> Look:
     root, config = Path(wanted.root), wanted.data
     files = data_files(root, config, key=wanted.key)
     limit = config.limit if wanted.key == "data.root" else None
-    lengths = _Lengths(_load(wanted.tokenizer), config.max_prompt_tokens)
+    tokenizer = _load(wanted.tokenizer)
+    begin = _begin(tokenizer, Path(wanted.tokenizer).parent) if tokenizer and wanted.tokenizer else None
+    lengths = _Lengths(tokenizer, config.max_prompt_tokens, begin)
     # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
@@ -167,6 +172,7 @@ def look_at(wanted: Wanted) -> Look:
         longest=lengths.longest,
         doubtful=doubtful,
         first_doubtful=first_doubtful,
+        begin=begin.tokens[0] if begin is not None and lengths.any else "",
     )
 
 
@@ -234,8 +240,9 @@ class _Missing:
 class _Lengths:
     """Counts tokens, a batch of prompts at a time."""
 
-    def __init__(self, tokenizer: _Tokenizer | None, most: int) -> None:
+    def __init__(self, tokenizer: _Tokenizer | None, most: int, begin: Any) -> None:
         self._tokenizer, self._most = tokenizer, most
+        self._begin, self.any = [] if begin is None else begin.ids[:1], False
         self._held: list[tuple[str, str]] = []
         self.there = tokenizer is not None
         self.longest = 0
@@ -243,6 +250,7 @@ class _Lengths:
     def add(self, where: str, prompt: str) -> None:
         if self._tokenizer is not None:
             self._held.append((where, prompt))
+            self.any = True
             # In batches: a call for each prompt costs more than its tokens, and all texts at once would not fit.
             if len(self._held) == _TEXTS_AT_ONCE:
                 self.look()
@@ -253,15 +261,33 @@ class _Lengths:
             return
         found = self._tokenizer.encode_batch_fast([prompt for _, prompt in held], add_special_tokens=False)
         for (where, prompt), tokens in zip(held, found, strict=True):
-            self.longest = max(self.longest, len(tokens))
-            if len(tokens) > self._most:
+            # As `trainer.data` puts it there.
+            length = len(tokens) + (len(self._begin) if tokens.ids[:1] != self._begin else 0)
+            self.longest = max(self.longest, length)
+            if length > self._most:
                 raise DataError(
                     "a prompt is too long",
                     where=f"{where}, prompt {prompt[:40]!r}",
-                    found=f"{len(tokens)} tokens",
+                    found=f"{length} tokens",
                     expected=f"at most data.max_prompt_tokens={self._most}",
                     remedy="raise data.max_prompt_tokens",
                 )
+
+
+def _begin(tokenizer: _Tokenizer, model: Path) -> Any:
+    """Returns the tokens of a text if the model's BOS is put before it; else None."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            data = read_regular(model / name, TOKENIZER, follow=True)
+            said = decode_json(data, dict[str, msgspec.Raw], TOKENIZER, doubles=False).get("bos_token")
+        except (OSError, *UNREADABLE):
+            continue
+        if said is not None:
+            token = msgspec.json.decode(said)
+            text = token.get("content") if isinstance(token, dict) else token
+            encoded = tokenizer.encode("x")
+            return encoded if encoded.tokens[:1] == [text] else None
+    return None
 
 
 def _load(path: str | None) -> _Tokenizer | None:

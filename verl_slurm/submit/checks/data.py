@@ -82,6 +82,8 @@ def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False
     kind = "conversations" if found.conversations else "prompts"
     rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
     text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
+    if found.begin:
+        text += f"; each {'that is text ' if found.conversations else ''}begins with {found.begin}"
     # The pattern is the user's, so it is taken; that it reaches into a test split may be an oversight.
     if len(splits := splits_of(names) - {""}) > 1:
         notes.append(f"{files_key} takes files of several splits: {', '.join(sorted(splits))}")
