@@ -57,7 +57,7 @@ from verl_slurm.submit.checks.preflight import (
 )
 from verl_slurm.submit.checks.programs import python_not_run
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
-from verl_slurm.submit.checks.resume_point import ResumeFound, check_records, find_resume
+from verl_slurm.submit.checks.resume_point import ResumeFound, check_frozen_inputs, check_records, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -244,6 +244,11 @@ def plan_submission(
     notes += taken.notes
     if taken.record.trees:
         checked.append(f"code {'; '.join(taken.lines())}")
+    wanted = config.checkpoint.resume_from
+    if (source_name := found.name if wanted == "auto" else wanted) and not config.trainer.is_guest:
+        # With `--code new` a changed reward is a new copy, which the ranks refuse.
+        moved = Moves.of(paths).config(config) if code == "run" else config
+        notes += check_frozen_inputs(moved, paths, source_name)
     if config.trainer.backend == "verl":
         with python_not_run(not_run):
             good, doubtful = check_verl(config, paths, committed)
