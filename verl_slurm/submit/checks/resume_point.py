@@ -142,6 +142,8 @@ def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
     """Returns how a tree differs from the recorded one; empty: not at all. None: it is too large to be read here, and
     has the recorded sizes as far as there is a record.
     """
+    if not tree.is_dir():  # e.g. a built-in model, which is built again
+        return None
     try:
         sizes = {
             os.path.relpath(os.path.join(folder, name), tree): os.stat(os.path.join(folder, name)).st_size
