@@ -141,3 +141,19 @@ def reward_switch(reward: str, step: int, **values: Any) -> RewardSwitch:
     """The first replacement of a run's reward, by a rule, without a warm start."""
     fields: dict[str, Any] = {"request": 1, "digest": "", "warm_start_steps": 0, "recorded_utc": ""}
     return RewardSwitch(reward=reward, step=step, **(fields | {"replaced": "rule:arithmetic"} | values))
+
+
+def write_verl_rows(path: Path, num: int = 64, **columns: object) -> None:
+    """Rows as verl's SFT and PPO read them, in a parquet file; a column that is None is left out."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    asked = [{"role": "user", "content": "1+1="}]
+    row: dict[str, object] = {
+        "messages": asked,
+        "prompt": asked,
+        "data_source": "sums",
+        "reward_model": {"ground_truth": "2"},
+    }
+    row = {key: value for key, value in (row | columns).items() if value is not None}
+    pq.write_table(pa.Table.from_pylist([row] * num), path)

@@ -45,7 +45,7 @@ SMALL = (
     "daemon.requeue_delay_s=2",
     "daemon.backoff_s=0.2",
     # Of a run that is slow beside others, the second copies of ranks would do their imports in vain.
-    "daemon.standby_after_s=null",
+    "daemon.standby_after_s=9999",
     "slurm.time_limit_min=20",
 )
 ONE_RANK = ("distributed.nodes=1", "distributed.dp_size=1")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_verl_rows
 from tests.cli.conftest import Cli
 from tests.hostile.measured import measured
 from tests.journals import append_event, read_events
@@ -34,7 +35,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verl_checks, "installed_verl", lambda: "0.9.1")
     monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {}, "ppo": {}})
     without_hydra(monkeypatch)
-    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    write_verl_rows(tmp_path / "data.parquet")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")

@@ -51,10 +51,14 @@ def test_good_ones_are_kept_and_may_change(tmp_path: Path) -> None:
 
 def test_programs_and_the_token_are_looked_for_before_queueing(tmp_path: Path) -> None:
     def config(*words: str) -> list[str]:
-        return check_hooks(absolute(parse_config(b"", "x.yaml", words), Places(tmp_path)))
+        found = check_hooks(absolute(parse_config(b"", "x.yaml", words), Places(tmp_path)))
+        return [*found.good, *found.notes]
 
     assert config() == []
-    assert config("hooks.on_end=[sh, -c, date]", "hooks.webhook=https://x/") == ["hooks on_end, webhook"]
+    assert config("hooks.on_end=[sh, -c, date]", "hooks.webhook=https://x/") == [
+        "not looked at: hooks.on_end: what sh starts",
+        "not looked at: whether hooks.webhook answers",
+    ]
     (tmp_path / "tell.sh").write_text("#!/bin/sh\n")
     with pytest.raises(ConfigError, match=f"no program {tmp_path}/tell.sh"):
         config("hooks.on_end=[./tell.sh]")

@@ -3,11 +3,14 @@
 import random
 import re
 import time
+from pathlib import Path
 
 import pytest
 
+from tests.builders import run_config
 from verl_slurm.base.errors import DataError
-from verl_slurm.dataset.prompts.choice import choose
+from verl_slurm.dataset.prompts.choice import choose, missing_shards, takes, unfinished_downloads
+from verl_slurm.submit.checks.data import check_data
 
 
 def chosen(pattern: str, *names: str) -> list[str]:
@@ -110,3 +113,62 @@ def test_a_test_split_of_another_kind_is_not_taken_for_the_training_data() -> No
         choose(["test.jsonl", "train.csv"], None, lambda _: b"", root="D", key="data.root")
     with pytest.raises(DataError, match=r"set data.eval_files='test\*.jsonl'"):
         choose(["test.jsonl", "train.jsonl"], None, lambda _: b"", root="D", key="data.eval_root")
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (
+            "t-00000-of-00003.jsonl t-00002-of-00003.jsonl",
+            "no t-00001-of-00003.jsonl (1 of 3 shards missing)",
+        ),
+        ("d/t-1-of-3.json d/t-3-of-3.json", "no d/t-2-of-3.json (1 of 3 shards missing)"),
+        ("t-00000-of-00003-0123456789abcdef.parquet", "no t-00001-of-00003.parquet, t-00002"),
+        ("t-1-of-9999999999999.json", "no t-0-of-9999999999999.json, t-2-of"),
+        ("t_0_of_2.csv", "no t_1_of_2.csv"),
+        ("t-00000-of-00002.json t-00001-of-00002.json.gz", "no t-00001-of-00002.json ("),
+        ("t-00000-of-00001.csv e-00001-of-00002.csv e-00000-of-00002.csv", ""),
+        ("a-00000-of-00002-0123456789abcdef.csv a-00001-of-00002-1123456789abcdef.csv", ""),
+        ("best-of-3.csv x-1-of-2/a.csv 2024.csv", ""),
+    ],
+)
+def test_a_name_of_a_shard_tells_which_others_are_missing(names: str, found: str) -> None:
+    said = missing_shards(names.split(), names.split())
+    assert found in said if found else said == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "unfinished"),
+    [
+        *[(f"b.jsonl{end}", True) for end in (".part", ".tmp", ".crdownload", ".aria2", ".0a1b2c3d.partial")],
+        (".b.jsonl.Ab12Cd", True),
+        ("Unconfirmed 1234.crdownload", True),
+        (".cache/huggingface/download/x1.0a1b.incomplete", True),
+        ("test.jsonl.part", False),
+        ("b.parquet.part", False),
+        ("notes.tmp", False),
+        ("other/b.jsonl.part", False),
+        ("b.jsonl.gz", False),
+    ],
+)
+def test_a_download_beside_the_data_that_is_not_finished_is_seen(name: str, unfinished: bool) -> None:
+    chosen = ["train.jsonl"]
+    assert bool(unfinished_downloads(chosen, [*chosen, name], takes(None, chosen))) is unfinished
+
+
+@pytest.mark.parametrize("key", ["data.root", "data.eval_root"])
+def test_data_of_which_a_part_is_missing_is_refused_unless_it_is_known(tmp_path: Path, key: str) -> None:
+    (tmp_path / "train-00000-of-00002.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    config = run_config(root=str(tmp_path), eval_root=str(tmp_path))
+    with pytest.raises(DataError, match=r"shards of the data are missing.*found no train-00001-of-00002"):
+        check_data(config, key)
+    # A run that has trained on it could not go on with more.
+    _, notes = check_data(config, key, begun=True)
+    assert "shards of the data are missing: no train-00001" in notes[0]
+    files = key.replace("root", "files").removeprefix("data.")
+    config = run_config(root=str(tmp_path), eval_root=str(tmp_path), **{files: "train-0000?-of-00002.jsonl"})
+    assert "shards of the data are missing" in check_data(config, key)[1][0]
+    (tmp_path / "train-00001-of-00002.jsonl.part").touch()
+    config = run_config(root=str(tmp_path), eval_root=str(tmp_path), **{files: "*.jsonl"})
+    with pytest.raises(DataError, match=r"a download of the data is not finished.*found train-00001"):
+        check_data(config, key)

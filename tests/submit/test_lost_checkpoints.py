@@ -5,12 +5,13 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.builders import cold_tier, run_config
+from tests.builders import cold_tier, run_config, write_manifest
 from tests.checkpoint.conftest import manifest_of, owns_it, stage
 from tests.harness import ROOT
 from tests.journals import append_event, read_events
@@ -19,6 +20,7 @@ from verl_slurm.base.errors import (
     CheckpointsAbsent,
     CheckpointsLost,
     ConfigError,
+    DataError,
     DatasetDrift,
     Fenced,
     PermissionRefused,
@@ -27,10 +29,11 @@ from verl_slurm.base.errors import (
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.commit import commit
+from verl_slurm.checkpoint.store.frozen import record_frozen
 from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.load import load_own, load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import Drift
+from verl_slurm.dataset.fingerprint.record import Drift, fingerprint
 from verl_slurm.runtime_state.segment import frame, head
 from verl_slurm.submit.checks import resume_point
 from verl_slurm.submit.checks.preflight import check_run_dir
@@ -183,3 +186,42 @@ def test_a_process_of_the_run_says_the_same_of_an_empty_run_yaml(
     run.run_yaml.write_bytes(b"")
     with pytest.raises(ConfigError, match="configuration is empty.*config.yaml in one of its checkpoints"):
         load(run.run_yaml)
+
+
+def test_what_does_not_train_and_has_changed_is_refused_before_it_waits_in_the_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths, model, reward = RunPaths(tmp_path / "run"), tmp_path / "model", tmp_path / "reward.py"
+    model.mkdir()
+    weights = model / "model.safetensors"
+    weights.write_bytes(b"1234")
+    reward.write_text("def f(): pass\n")
+    (tmp_path / "template").write_text("{{ messages }}")
+    was = fingerprint(model)
+    checkpoint = paths.checkpoints / "step_000001"
+    checkpoint.mkdir(parents=True)
+    template = tmp_path / "template"
+    shas = [sha256(path.read_bytes()).hexdigest() for path in (reward, template)]
+    write_manifest(checkpoint, frozen={"reference": was.digest, "reward": shas[0], "chat_template": shas[1]})
+    config = run_config(path=str(model), reward=f"python:{reward}:f", chat_template=str(template))
+
+    def check() -> list[str]:
+        return resume_point.check_frozen_inputs(config, paths, checkpoint.name)
+
+    assert check() == []
+    for path, other in ((weights, b"1235"), (reward, b"def f(): return 1\n"), (template, b"{{ other }}")):
+        before = path.read_bytes()
+        path.write_bytes(other)
+        role = {weights: "reference", reward: "reward", template: "chat_template"}[path]
+        with pytest.raises(DataError, match=f"is not what the run was trained with: {role}:"):
+            check()
+        path.write_bytes(before)
+    # Too large to be read: the sizes of the record tell, and what they do not tell is said.
+    monkeypatch.setattr(resume_point, "_MOST_READ", 1)
+    private_dir(paths.frozen)
+    record_frozen(paths, was)
+    weights.write_bytes(b"1235")
+    assert "not looked at: whether each byte of" in check()[0]
+    weights.write_bytes(b"12345")
+    with pytest.raises(DataError, match="has 5 bytes, not 4"):
+        check()

@@ -92,6 +92,13 @@ def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest
     monkeypatch.setattr("resource.getrlimit", lambda kind: (600 if kind == resource.RLIMIT_CPU else -1, -1))
     (note,) = shell_notes(run_config(), {}, {})
     assert "CPU 600 (ulimit -t)" in note
+    monkeypatch.setattr(
+        "resource.getrlimit", lambda kind: (64 if kind == resource.RLIMIT_MEMLOCK else -1, -1)
+    )
+    for keys in ({"nodes": 2}, {"nodes": 1, "gpus_per_node": 8}):
+        assert shell_notes(run_config(**keys), {}, {}) == []
+    assert "MEMLOCK 64 (ulimit -l)" in shell_notes(run_config(nodes=2, gpus_per_node=8), {}, {})[0]
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (600 if kind == resource.RLIMIT_CPU else -1, -1))
     for conf, extra in (
         ({"PropagateResourceLimits": "NONE"}, {}),
         ({"PropagateResourceLimitsExcept": "CPU"}, {}),

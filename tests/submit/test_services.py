@@ -1,15 +1,20 @@
 """Services of a run before its job is queued: their programs and secrets, and the batch script with their nodes."""
 
+import re
+import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.builders import run_config
-from verl_slurm.base.errors import ConfigError, PermissionRefused
+from verl_slurm.base.errors import ConfigError, DataError, PermissionRefused
+from verl_slurm.config.hooks import HooksConfig
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import ServiceConfig
 from verl_slurm.slurm.batch import batch_script, component_lines, sbatch_parameters
 from verl_slurm.submit.checks.inputs import absolute
+from verl_slurm.submit.checks.preflight import check_hooks
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.executor import with_components
 from verl_slurm.submit.relative_paths import Places
@@ -36,7 +41,47 @@ def test_a_program_that_is_not_there_is_found_at_submit(program: str) -> None:
 
 def test_a_program_that_modules_may_bring_is_left_to_the_node() -> None:
     service = ServiceConfig(command=("no-such-program-here",))
-    assert check_services(run_config(services={"judge": service}, modules=("redis",))) == ["services judge"]
+    found = check_services(run_config(services={"judge": service}, modules=("redis",)))
+    assert found.good == []
+    assert "not looked at: services.judge.command: no program no-such-program-here here" in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("-m", "no_such_module.part", "no no_such_module"),
+        ("-m", "email", "no __main__.py in "),
+        ("judge.py", "import no_such_module\n", "no no_such_module"),
+        ("judge.py", "def (\n", "cannot be read"),
+        ("judge", "#!/bin/no-such-shell\n", "no /bin/no-such-shell"),
+        ("judge", "#!/usr/bin/env -S A=1 no-such-shell\n", "no no-such-shell"),
+        ("judge", "echo\n", "text without an interpreter"),
+        ("judge", f"#!{sys.executable}\nimport no_such_module\n", "no no_such_module"),
+    ],
+)
+def test_a_service_and_a_hook_that_could_not_start_are_refused(
+    tmp_path: Path, name: str, text: str, told: str
+) -> None:
+    program = tmp_path / name
+    program.write_text(text)
+    program.chmod(0o755)
+    words = ("-m", text) if name == "-m" else (str(program), "--port", "{port}")
+    with pytest.raises((ConfigError, DataError), match=re.escape(told)):
+        check_services(with_service(*words))
+    if name == "judge":
+        with pytest.raises((ConfigError, DataError), match=re.escape(told)):
+            check_hooks(msgspec.structs.replace(run_config(), hooks=HooksConfig(on_end=words)))
+
+
+def test_what_a_shell_starts_is_not_called_good(tmp_path: Path) -> None:
+    found = check_services(with_service("sh", "-c", "exec judge"))
+    assert found == ([], ["not looked at: services.judge.command: what sh starts"])
+    (tmp_path / "near.py").touch()
+    (tmp_path / "judge.py").write_text("import near\n")
+    assert check_services(with_service(str(tmp_path / "judge.py"))) == (["services judge"], [])
+    # A service may have a search path of its own.
+    own = with_service("-m", "near", env={"PYTHONPATH": str(tmp_path)})
+    assert check_services(own) == (["services judge"], [])
 
 
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
@@ -44,7 +89,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
     key.write_text("x")
     key.chmod(0o644)
     with pytest.raises(PermissionRefused):
-        check_services(with_service("-m", "judge", env_from_files={"KEY": str(key)}))
+        check_services(with_service("-m", "json.tool", env_from_files={"KEY": str(key)}))
 
 
 def test_nodes_of_the_same_kind_are_asked_for_with_those_of_the_ranks() -> None:

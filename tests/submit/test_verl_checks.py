@@ -10,7 +10,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from tests.builders import checkpoint_info, write_manifest
+from tests.builders import checkpoint_info, write_manifest, write_verl_rows
 from tests.verl.uncomposed import without_hydra
 from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.base.paths import RunPaths
@@ -25,12 +25,24 @@ from verl_slurm.submit.checks.room import checkpoint_size
 from verl_slurm.submit.checks.verl import check_ranks, check_verl
 from verl_slurm.verl.releases import installed_verl
 
+pytest.importorskip("pyarrow")
+
+REWARDS = """
+def default_compute_score(data_source, solution_str, ground_truth, **kwargs):
+    if data_source == "openai/gsm8k":
+        return 1.0
+    elif data_source in ["math", "sums"] or data_source.startswith("aime"):
+        return 2.0
+    else:
+        raise NotImplementedError(data_source)
+"""
+
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {}, "ppo": {}})
     without_hydra(monkeypatch)
-    (tmp_path / "train.parquet").write_bytes(b"PAR1")
+    write_verl_rows(tmp_path / "train.parquet")
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
@@ -380,7 +392,101 @@ def test_all_that_is_missing_is_said_at_once_and_what_nobody_can_see_is_said(pla
     boxed = ppo(place, *words)
     inside = msgspec.structs.replace(boxed.slurm, container=ContainerConfig(image="docker://x"))
     _, notes = check(msgspec.structs.replace(boxed, slurm=inside))
-    assert [note.startswith("not looked at: ") for note in notes] == [True] * 3
+    assert [note.startswith("not looked at: ") for note in notes] == [True] * 4
+
+
+def with_rewards(given: RunConfig, place: Path) -> RunConfig:
+    """A verl that is found by the ranks' Python, and has rewards for some data."""
+    folder = place / "packages/verl/utils/reward_score"
+    folder.mkdir(parents=True)
+    (place / "packages/verl/__init__.py").write_text("raise SystemExit('imported')")
+    (folder / "__init__.py").write_text(REWARDS)
+    return msgspec.structs.replace(given, env={"PYTHONPATH": str(place / "packages")})
+
+
+OWN = ["reward.custom_reward_function.path=PLACE/f.py", "reward.custom_reward_function.name=f"]
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("columns", "words", "found"),
+    [
+        ({}, [], ""),
+        ({"data_source": "aime2024"}, [], ""),
+        (
+            {"data_source": "mine"},
+            [],
+            "no reward for this data.*row 1 .found data_source 'mine'.*openai/gsm8k",
+        ),
+        ({"data_source": "mine"}, OWN, ""),
+        ({"data_source": None}, [], "expected a value under 'data_source'"),
+        ({"data_source": None}, OWN, "expected a value under 'data_source'"),
+        ({"data_source": None, "reward_model": None}, ["reward.reward_model.enable=true"], ""),
+        ({"reward_model": None}, [], "expected a value under 'reward_model.ground_truth'"),
+        ({"reward_model": {"ground_truth": None, "style": "x"}}, [], "found null, expected a value under"),
+        ({"reward_model": {"ground_truth": None, "style": "x"}}, OWN, ""),
+        ({}, ["data.prompt_key=question"], "found keys .*expected a value under 'question'"),
+        ({"prompt": "1+1="}, [], "a row holds no conversation"),
+        ({}, ["data.train_batch_size=1024"], "fewer rows than one batch.*found 1024, and 64 rows"),
+        ({}, ["data.train_batch_size=32", "data.train_max_samples=16"], "and 16 rows"),
+        ({}, ["data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16"], "larger than the batch"),
+        ({}, ["data.train_files=PLACE/model"], "verl does not read such a file.*found a directory"),
+        ({}, ["data.train_files=[PLACE/t-0-of-2.parquet]"], "no t-1-of-2.parquet"),
+    ],
+)
+def test_data_that_verl_could_not_train_on_is_refused(
+    place: Path, columns: dict[str, object], words: list[str], found: str
+) -> None:
+    write_verl_rows(place / "train.parquet", **columns)
+    write_verl_rows(place / "t-0-of-2.parquet")
+    (place / "f.py").write_text("def f(): pass\n")
+    told = (f"verl.{word.replace('PLACE', str(place))}" for word in words)
+    given = with_rewards(config(place, "verl.algorithm.adv_estimator=grpo", *told, entry="ppo"), place)
+    if found:
+        with pytest.raises(VerlSlurmError, match=found):
+            check(given)
+        return
+    checked, _ = check(given)
+    [good] = [line for line in checked if line.startswith("verl.data.train_files")]
+    assert "1 file, 64 rows with prompt" in good
+
+
+def test_the_conversations_of_supervised_training_are_looked_at(place: Path) -> None:
+    assert "verl.data.train_files: 1 file, 64 rows with messages" in check(config(place))[0]
+    with pytest.raises(DataError, match=r"under 'turns'.*set verl\.data\.messages_key"):
+        check(config(place, "verl.data.messages_key=turns"))
+    with pytest.raises(ConfigError, match="fewer rows than one batch"):
+        check(config(place, "verl.data.train_batch_size=128"))
+    # The list is the user's: a shard that lies there is left out, and a note says so.
+    for number in (0, 1):
+        write_verl_rows(place / f"t-{number}-of-2.parquet")
+    _, notes = check(config(place, f"verl.data.train_files=[{place}/t-0-of-2.parquet]"))
+    assert "no t-1-of-2.parquet (1 of 2 shards missing)" in notes[0]
+
+
+def test_what_is_not_known_of_verls_data_is_not_called_good(place: Path) -> None:
+    write_verl_rows(place / "train.parquet", data_source=None)
+    (place / "loops.yaml").write_text("- name: x\n  _target_: json.Loop\n")
+    (place / "own.py").write_text("class D: pass\n")
+    own = ["data.custom_cls.path=PLACE/own.py", "data.custom_cls.name=D"]
+    loops = ["actor_rollout_ref.rollout.agent.agent_loop_config_path=PLACE/loops.yaml"]
+    manager = ["reward.reward_manager.source=importlib", "reward.reward_manager.name=M"]
+    for words, told in (
+        (own, "the rows of verl.data.train_files: the class of"),
+        (loops, "which the agent loops of"),
+        (loops, "the classes that"),
+        (manager, "which the reward manager M may decide"),
+        (["data.train_files=${oc.env:DATA}"], "verl.data.train_files, which the job's environment decides"),
+    ):
+        checked, notes = check(ppo(place, *(word.replace("PLACE", str(place)) for word in words)))
+        assert any(note.startswith("not looked at: ") and told in note for note in notes), notes
+        assert not any("data_source" in line for line in checked)
+    (place / "loops.yaml").write_text("- name: x\n  _target_: vs_not_there.Loop\n")
+    with pytest.raises(ConfigError, match="no vs_not_there"):
+        check(ppo(place, loops[0].replace("PLACE", str(place))))
+    (place / "loops.yaml").write_text("- name: [x\n")
+    with pytest.raises(DataError, match="cannot be read"):
+        check(ppo(place, loops[0].replace("PLACE", str(place))))
 
 
 def test_a_model_that_verl_cannot_train_is_refused(place: Path) -> None:

@@ -1,15 +1,19 @@
 """Prompts in an order that is a function of seed and offset."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
+from tests.builders import run_config
 from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.trainer.data import PromptData, load_tokenizer
+from verl_slurm.submit.checks.data import check_data
+from verl_slurm.trainer.data import PromptData, begin_token, load_tokenizer
 
 pytestmark = pytest.mark.torch
 
@@ -137,3 +141,36 @@ def test_the_responses_to_a_prompt_lie_together_and_each_has_a_name_of_its_own(
     assert torch.equal(batch["prompt_ids"], one.batch(2, 4)["prompt_ids"].repeat_interleave(3, dim=0))
     # Five prompts in an epoch: the sixteenth response answers the first of the next.
     assert three.row(15) == one.row(5)
+
+
+def test_a_text_begins_as_the_models_tokenizer_begins_it(
+    tmp_path: Path, tiny: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    assert begin_token(tokenizer) is None
+    model = tmp_path / "model"
+    changed = load_tokenizer(tiny)
+    changed.add_special_tokens({"bos_token": "<begin>"})
+    special = [("<begin>", changed.bos_token_id), (changed.eos_token, changed.eos_token_id)]
+    changed.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"<begin> $A {changed.eos_token}", special_tokens=special
+    )
+    changed.save_pretrained(model)
+    rows: list[object] = ["1=", "<begin>22=", [{"role": "user", "content": "333="}]]
+    root = tmp_path / "data"
+    root.mkdir()
+    (root / "x.jsonl").write_text("".join(json.dumps({"prompt": row, "answer": "1"}) + "\n" for row in rows))
+    config = DataConfig(root=str(root), max_prompt_tokens=5, shuffle=False)
+    template = "{{ messages[0].content }}"
+    batch = PromptData(root, load_tokenizer(model), config, 0, template=template).batch(0, 3)
+    decoded = [
+        changed.decode(ids[mask]) for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)
+    ]
+    assert decoded == ["<begin>1=", "<begin>22=", "333="]
+    # submit counts it as well, and says it.
+    (root / "x.jsonl").write_text('{"prompt": "123=", "answer": "1"}\n')
+    for most, found in ((5, ""), (4, "found 5 tokens")):
+        run = run_config(root=str(root), path=str(model), max_prompt_tokens=most)
+        with pytest.raises(DataError, match=found) if found else nullcontext():
+            assert check_data(run)[0].endswith("1 file, 1 prompt; each begins with <begin>")
+    with pytest.raises(DataError, match="found 5 tokens"):
+        PromptData(root, load_tokenizer(model), DataConfig(max_prompt_tokens=4), 0)

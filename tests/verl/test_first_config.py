@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import write_verl_rows
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.__main__ import main
 
@@ -23,7 +24,7 @@ def test_verl_takes_the_first_configuration(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     (tmp_path / "data").mkdir()
     for name in ("train.parquet", "test.parquet"):
-        (tmp_path / "data" / name).write_bytes(b"")
+        write_verl_rows(tmp_path / "data" / name, 2048, data_source="openai/gsm8k")
     words = ["--for", "verl", "--model", "model", "--data", "data", "--nodes", "1", "--ranks", "2"]
     assert main(["init", "first.yaml", *words]) == ExitCode.OK
     assert main(["submit", "first.yaml", "--dry-run", "--cluster", "local"]) == ExitCode.OK

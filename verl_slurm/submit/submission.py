@@ -57,7 +57,7 @@ from verl_slurm.submit.checks.preflight import (
 )
 from verl_slurm.submit.checks.programs import python_not_run
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
-from verl_slurm.submit.checks.resume_point import ResumeFound, check_records, find_resume
+from verl_slurm.submit.checks.resume_point import ResumeFound, check_frozen_inputs, check_records, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -157,9 +157,10 @@ def plan_submission(
     not_run = why_not_run(config, dry_run=dry_run, stranger=bool(doubt))
     good, unseen = check_rank_environment(config, packages, not_run)
     checked += good
-    checked += check_hooks(config)
-    checked += check_services(config)
     inputs: list[tuple[str, str]] = []
+    with python_not_run(not_run):
+        hooks, services = check_hooks(config), check_services(config)
+    checked += [*hooks.good, *services.good]
     notes: list[str] = []
     good, unreachable = check_group(config)
     checked += good
@@ -172,7 +173,7 @@ def plan_submission(
         checked += good
     else:
         with python_not_run(not_run):
-            inputs, notes = check_inputs(runs, written.model.path)
+            inputs, notes = check_inputs(runs, written.model.path, begun=has_begun(paths))
         notes += check_family(config)
         checked += [f"{name} {taken}" for name, taken in inputs]
     check_resume_from(config)
@@ -193,6 +194,7 @@ def plan_submission(
         check_metrics_port(config),
         unreachable,
     )
+    unseen = [*unseen, *hooks.notes, *services.notes]
     notes = [*places.notes, *(text for text in (doubt, *unseen, note, *told, *asked, *notes) if text)]
     if slurm is not None:
         notes += machine_notes(config, slurm.conf)
@@ -242,6 +244,11 @@ def plan_submission(
     notes += taken.notes
     if taken.record.trees:
         checked.append(f"code {'; '.join(taken.lines())}")
+    wanted = config.checkpoint.resume_from
+    if (source_name := found.name if wanted == "auto" else wanted) and not config.trainer.is_guest:
+        # With `--code new` a changed reward is a new copy, which the ranks refuse.
+        moved = Moves.of(paths).config(config) if code == "run" else config
+        notes += check_frozen_inputs(moved, paths, source_name)
     if config.trainer.backend == "verl":
         with python_not_run(not_run):
             good, doubtful = check_verl(config, paths, committed)

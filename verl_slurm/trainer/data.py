@@ -33,6 +33,7 @@ __all__ = [
     "Row",
     "Sides",
     "as_text",
+    "begin_token",
     "drop_shared",
     "end_tokens",
     "first_by_digest",
@@ -183,6 +184,13 @@ def end_tokens(model_path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[in
     return tuple(dict.fromkeys([int(tokenizer.eos_token_id), *named]))
 
 
+def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Returns the token that the tokenizer itself puts before a text (BOS); None: it puts none."""
+    ids: list[int] = tokenizer("x")["input_ids"]
+    first = tokenizer.bos_token_id
+    return int(first) if first is not None and ids[:1] == [first] else None
+
+
 def _read_rows(
     root: Path,
     config: DataConfig,
@@ -266,7 +274,15 @@ class PromptData:
     ) -> None:
         # Before the split: it goes by the text that the policy sees.
         render = plain_text if config.chat_template == "none" else as_text(tokenizer, template)
-        train, rest = read_sides(root, config, recorded=recorded, render=render)
+        rendered = set[str]()
+
+        def text_of(where: str, prompt: Prompt) -> str:
+            text = render(where, prompt)
+            if not isinstance(prompt, str):
+                rendered.add(text)
+            return text
+
+        train, rest = read_sides(root, config, recorded=recorded, render=text_of)
         rows = train if held_out is None else first_by_digest(rest, held_out)
         self._prompts = [prompt for prompt, _ in rows]
         self._answers = [answer for _, answer in rows]
@@ -275,11 +291,17 @@ class PromptData:
         self._order: tuple[int, list[int]] = (-1, [])
         self._length, self._pad = config.max_prompt_tokens, int(tokenizer.pad_token_id)
         # Token ids are stored end to end: padded, a data set of a million prompts would take gigabytes on every rank.
-        parts, lengths = [], []
+        parts, lengths, begin = [], [], begin_token(tokenizer)
         for start in range(0, len(rows), _ENCODED_AT_ONCE):
             texts = self._prompts[start : start + _ENCODED_AT_ONCE]
-            # A chat template has written its special tokens itself.
             encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            if begin is not None:
+                # As the tokenizer does it for text, but without an end token, behind which nothing would follow. A
+                # chat template has written its special tokens itself, and so may the author of a text.
+                encoded = [
+                    ids if text in rendered or ids[:1] == [begin] else [begin, *ids]
+                    for text, ids in zip(texts, encoded, strict=True)
+                ]
             lengths += [len(ids) for ids in encoded]
             parts.append(torch.tensor([token for ids in encoded for token in ids], dtype=torch.int32))
         longest = max(range(len(lengths)), key=lengths.__getitem__)

@@ -33,7 +33,14 @@ from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.record import FileDigest, Fingerprint, fingerprint
 
-__all__ = ["check_frozen", "frozen_digests", "read_back_others", "record_frozen", "store_frozen"]
+__all__ = [
+    "check_frozen",
+    "frozen_digests",
+    "read_back_others",
+    "record_frozen",
+    "recorded_model",
+    "store_frozen",
+]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 4 << 20
@@ -50,7 +57,7 @@ def frozen_digests(paths: RunPaths) -> list[str]:
 def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
     """Records the expected content of the copy of that digest, durably; does nothing if the record exists."""
     # Written once: the record proves itself by its digest, and the source may have changed since.
-    if _record(paths, seen.digest) is None:
+    if recorded_model(paths, seen.digest) is None:
         write_file(_record_path(paths, seen.digest), msgspec.json.encode(seen, order="sorted") + b"\n")
 
 
@@ -151,13 +158,13 @@ def _differences(expected: _Contents, found: _Contents, unread: set[str]) -> lis
 
 def _expected(paths: RunPaths, digest: str, seen: Fingerprint | None) -> _Contents | None:
     # What was hashed just now outweighs a file that lies beside the copy.
-    known = seen if seen is not None and seen.digest == digest else _record(paths, digest)
+    known = seen if seen is not None and seen.digest == digest else recorded_model(paths, digest)
     if known is None:
         return None
     return {path: (entry.size, entry.sha256) for path, entry in known.files.items()}
 
 
-def _record(paths: RunPaths, digest: str) -> Fingerprint | None:
+def recorded_model(paths: RunPaths, digest: str) -> Fingerprint | None:
     """Returns the record; None if it is missing or does not have the digest."""
     try:
         data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)

@@ -10,8 +10,9 @@ import sys
 
 import msgspec
 
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import DataError
-from verl_slurm.dataset.prompts.look import Wanted, look_at
+from verl_slurm.dataset.prompts.look import Wanted, WantedRows, look_at, look_at_rows
 
 __all__ = ["main"]
 
@@ -25,9 +26,13 @@ def main() -> int:
     # Not RLIMIT_AS: a thread reserves addresses that it never touches.
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted)
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Wanted | WantedRows)
     try:
-        answer: dict[str, object] = {"look": look_at(wanted)}
+        answer: dict[str, object] = (
+            {"look": look_at(wanted)} if isinstance(wanted, Wanted) else {"rows": look_at_rows(wanted)}
+        )
+    except (OSError, TooMuch) as problem:
+        answer = {"error": {"what": "a data file cannot be read", "found": str(problem)}}
     except DataError as error:
         parts = ("what", "where", "found", "expected", "remedy")
         said = {part: getattr(error, part) for part in parts}

@@ -13,17 +13,30 @@ tells its split by a word of its own in the file's name, or in that of a directo
 
 `data.files` is a glob relative to the root: `*` and `?` stay within a name, `**/` is any number of directories. Files
 are read in the order of their paths.
+
+Whether the data is whole is told by names, too: of shards (`train-00000-of-00003.parquet`), and of what programs that
+download or copy write before a file is there (`train.jsonl.part`).
 """
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from fnmatch import fnmatchcase
+from itertools import islice
 
 import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = ["SUFFIXES", "choose", "is_data", "splits_of"]
+__all__ = [
+    "SUFFIXES",
+    "choose",
+    "is_data",
+    "missing_shards",
+    "names_shards",
+    "splits_of",
+    "takes",
+    "unfinished_downloads",
+]
 
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 _EXPECTED = "*.jsonl, *.parquet, *.json, *.csv, *.tsv, or a directory that `datasets` saved"
@@ -36,6 +49,14 @@ _SPLIT = re.compile(
     r"(?i:(train(?:ing)?)|test(?:s|ing)?|validation|valid|val|dev(?:el)?|eval(?:uation)?|held[-_]?out|holdout)"
     r"(?![a-z])"
 )
+# The hash that older versions of `datasets` put behind it differs from shard to shard.
+_SHARD = re.compile(r"(.*?)(\d+)([-_]of[-_])(\d+)(?:-[0-9a-f]{16})?(\D.*|)", re.DOTALL)
+_UNFINISHED = re.compile(
+    r"(.+?)(?:\.(?:incomplete|part(?:ial)?|tmp|temp|crdownload|opdownload|download|aria2|filepart)|_\.gstmp)"
+)
+_OF_RSYNC = re.compile(r"\.(.+)\.[A-Za-z0-9]{6}")
+_OF_THE_HUB = ".cache/huggingface/download/"
+"""Where `hf download --local-dir` keeps what is not there yet."""
 _SHOWN = 4
 
 
@@ -117,6 +138,75 @@ _CONVERT = 'convert it to JSON Lines, {"prompt": ..., "answer": ...} on each lin
 def splits_of(names: Iterable[str]) -> set[str]:
     """Returns the splits that the names tell, in lower case; `train` for all words for it, "" for a name without."""
     return {_split(name) for name in names}
+
+
+def missing_shards(chosen: Iterable[str], names: Iterable[str]) -> str:
+    """Returns which shards of the chosen files are not among `names`; empty: all are there."""
+    groups: dict[tuple[str, ...], set[int]] = {}
+    wanted = {group: total for name in chosen for group, _, total in _shards(name)}
+    for name in names:
+        for group, number, _ in _shards(name):
+            groups.setdefault(group, set()).add(number)
+    said = []
+    for group, total in sorted(wanted.items()):
+        there = groups.get(group, set())
+        # Weights count from 1, data of `datasets` from 0.
+        numbers = range(1, total + 1) if total in there and 0 not in there else range(total)
+        if count := total - sum(number in numbers for number in there):
+            before, width, between, digits, after = group
+            lacking = (f"{before}{n:0{width}}{between}{digits}{after}" for n in numbers if n not in there)
+            shown = ", ".join(islice(lacking, _SHOWN))
+            said.append(f"no {shown} ({count} of {total} shards missing)")
+    return "; ".join(said)
+
+
+def names_shards(pattern: str | None) -> bool:
+    """Returns whether a pattern tells shards by their numbers: `train-0000?-of-00003.parquet`."""
+    return pattern is not None and re.search(r"\d[?*]*[-_]of[-_]", pattern) is not None
+
+
+def _shards(name: str) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """Yields the set that a shard belongs to, its number, and the size of the set; nothing for another file."""
+    folder = _prefix(name)
+    if match := _SHARD.fullmatch(name, len(folder)):
+        before, number, between, total, after = match.groups()
+        yield (folder + before, str(len(number)), between, total, after), int(number), int(total)
+
+
+def unfinished_downloads(
+    chosen: Iterable[str], names: Iterable[str], belongs: Callable[[str], bool]
+) -> list[str]:
+    """Lists names beside the chosen files that a download or a copy has not finished.
+
+    Args:
+        belongs: whether a file of that name, relative to the root, would belong to the data.
+    """
+    folders, found = {_prefix(name) for name in chosen}, []
+    for name in sorted(names):
+        folder = _prefix(name)
+        inside, own = folder.removeprefix(_OF_THE_HUB), name[len(folder) :]
+        match = _UNFINISHED.fullmatch(own) or _OF_RSYNC.fullmatch(own)
+        if inside not in folders or match is None:
+            continue
+        # rclone and the hub put a hash between the file's name and the end.
+        stem = match[1] if is_data(match[1]) else match[1].rpartition(".")[0]
+        told = is_data(stem)
+        # Programs of all kinds write files called .tmp.
+        if (
+            belongs(inside + stem)
+            if told
+            else own.endswith((".incomplete", ".crdownload", ".part", ".partial"))
+        ):
+            found.append(name)
+    return found
+
+
+def takes(pattern: str | None, chosen: Collection[str]) -> Callable[[str], bool]:
+    """Returns a function that tells whether a further file would be read as `chosen` are."""
+    kinds, splits = {_suffix(name) for name in chosen}, {"", "train"} | splits_of(chosen)
+    if pattern is not None:
+        return lambda name: _matches(pattern, name)
+    return lambda name: _suffix(name) in kinds and _split(name) in splits
 
 
 def _split(name: str) -> str:

@@ -18,7 +18,7 @@ from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.choice import choose
 from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
 
-__all__ = ["Content", "data_files", "no_rows", "prompts_below"]
+__all__ = ["Content", "data_files", "names_below", "no_rows", "prompts_below"]
 
 Content = tuple[int, str]
 """Bytes and SHA-256 of a file as it was fingerprinted."""
@@ -43,7 +43,7 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
     pattern = _pattern(config, key)
     try:
         # All names, before any choice: the message for a wrong directory says what is there.
-        names = list(_names(root))
+        names = list(names_below(root))
     except OSError as error:
         raise DataError(
             "the data cannot be read", where=error.filename or root, found=error.strerror, remedy="chmod u+rx"
@@ -106,7 +106,7 @@ def _pattern(config: DataConfig, key: str) -> str | None:
     return config.files if key == "data.root" else config.eval_files
 
 
-def _names(root: Path) -> Iterator[str]:
+def names_below(root: Path) -> Iterator[str]:
     """Yields every file below `root`; follows links as the fingerprint does."""
 
     def refuse(error: OSError) -> None:

@@ -12,22 +12,30 @@ from typing import Any, Protocol
 
 import msgspec
 
-from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.errors import DataError
+from verl_slurm.base.bounded import TOKENIZER, TooMuch, decode_json, open_regular, read_regular
+from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
 from verl_slurm.dataset.prompts.directory import data_files, no_rows
-from verl_slurm.dataset.prompts.rows import MissingValue, prompts_of, reads_missing
+from verl_slurm.dataset.prompts.formats import records
+from verl_slurm.dataset.prompts.rows import (
+    MissingValue,
+    found_at,
+    prompts_of,
+    reads_missing,
+    value_at_key,
+)
 
-__all__ = ["Look", "Wanted", "look_at"]
+__all__ = ["Look", "Rows", "Wanted", "WantedRows", "look_at", "look_at_rows"]
 
 _AT_LEAST_ROWS = 2000
 """Rows that are examined however slow the machine is."""
 _TEXTS_AT_ONCE = 1000
+MOST_TEXTS = 1000
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A request for a look."""
 
     data: DataConfig
@@ -58,9 +66,39 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """Answers that read like a missing value, e.g. `nan`."""
     first_doubtful: str = ""
     """Place and text of the first of them."""
+    begin: str = ""
+    """The token that the tokenizer puts before each prompt that is text."""
+
+
+class WantedRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A request for a look at the data of another trainer, which names the keys that it reads."""
+
+    files: list[str]
+    keys: list[str]
+    """Keys that each row needs."""
+    messages: str
+    """The one that holds a conversation."""
+    texts: str = ""
+    """The one whose different texts are told."""
+    seconds: float = 2.0
+
+
+class Rows(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of that look."""
+
+    rows: int
+    whole: bool
+    """All rows were examined."""
+    lacking: dict[str, tuple[str, str]]
+    """Key to the first row without it, and what is there instead; a null counts as well."""
+    no_messages: tuple[str, str] | None = None
+    """The first row without a list of messages, and what is there."""
+    texts: dict[str, str] = {}
+    """Text to the first row that has it; the first `MOST_TEXTS`."""
 
 
 class _Tokenizer(Protocol):
+    def encode(self, text: str) -> Any: ...
     def encode_batch_fast(self, texts: list[str], *, add_special_tokens: bool) -> list[Any]: ...
 
 
@@ -73,7 +111,9 @@ def look_at(wanted: Wanted) -> Look:
     root, config = Path(wanted.root), wanted.data
     files = data_files(root, config, key=wanted.key)
     limit = config.limit if wanted.key == "data.root" else None
-    lengths = _Lengths(_load(wanted.tokenizer), config.max_prompt_tokens)
+    tokenizer = _load(wanted.tokenizer)
+    begin = _begin(tokenizer, Path(wanted.tokenizer).parent) if tokenizer and wanted.tokenizer else None
+    lengths = _Lengths(tokenizer, config.max_prompt_tokens, begin)
     # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
@@ -132,6 +172,46 @@ def look_at(wanted: Wanted) -> Look:
         longest=lengths.longest,
         doubtful=doubtful,
         first_doubtful=first_doubtful,
+        begin=begin.tokens[0] if begin is not None and lengths.any else "",
+    )
+
+
+def look_at_rows(wanted: WantedRows) -> Rows:
+    """Examines the rows of some files, as far as time reaches; the first row of each file in any case.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    until, rows, whole = time.monotonic() + wanted.seconds, 0, True
+    lacking, texts = dict[str, tuple[str, str]](), dict[str, str]()
+    no_messages: tuple[str, str] | None = None
+    columns = {key.partition(".")[0] for key in wanted.keys}
+    for name in wanted.files:
+        with os.fdopen(open_regular(name, follow=True), "rb") as file:
+            for where, row in records(file, name, columns):
+                rows += 1
+                told = row if isinstance(row, dict) else {}
+                for key in wanted.keys:
+                    if key not in lacking and value_at_key(told, key) is None:
+                        lacking[key] = where, found_at(told, key)
+                value = value_at_key(told, wanted.messages)
+                if no_messages is None and value is not None and not _is_conversation(value):
+                    no_messages = where, found_at(told, wanted.messages)
+                if wanted.texts and len(texts) < MOST_TEXTS:
+                    text = value_at_key(told, wanted.texts)
+                    if isinstance(text, str) and text not in texts:
+                        texts[text] = where
+                if time.monotonic() > until:
+                    whole = False
+                    break
+    return Rows(rows=rows, whole=whole, lacking=lacking, no_messages=no_messages, texts=texts)
+
+
+def _is_conversation(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
     )
 
 
@@ -160,8 +240,9 @@ class _Missing:
 class _Lengths:
     """Counts tokens, a batch of prompts at a time."""
 
-    def __init__(self, tokenizer: _Tokenizer | None, most: int) -> None:
+    def __init__(self, tokenizer: _Tokenizer | None, most: int, begin: Any) -> None:
         self._tokenizer, self._most = tokenizer, most
+        self._begin, self.any = [] if begin is None else begin.ids[:1], False
         self._held: list[tuple[str, str]] = []
         self.there = tokenizer is not None
         self.longest = 0
@@ -169,6 +250,7 @@ class _Lengths:
     def add(self, where: str, prompt: str) -> None:
         if self._tokenizer is not None:
             self._held.append((where, prompt))
+            self.any = True
             # In batches: a call for each prompt costs more than its tokens, and all texts at once would not fit.
             if len(self._held) == _TEXTS_AT_ONCE:
                 self.look()
@@ -179,15 +261,33 @@ class _Lengths:
             return
         found = self._tokenizer.encode_batch_fast([prompt for _, prompt in held], add_special_tokens=False)
         for (where, prompt), tokens in zip(held, found, strict=True):
-            self.longest = max(self.longest, len(tokens))
-            if len(tokens) > self._most:
+            # As `trainer.data` puts it there.
+            length = len(tokens) + (len(self._begin) if tokens.ids[:1] != self._begin else 0)
+            self.longest = max(self.longest, length)
+            if length > self._most:
                 raise DataError(
                     "a prompt is too long",
                     where=f"{where}, prompt {prompt[:40]!r}",
-                    found=f"{len(tokens)} tokens",
+                    found=f"{length} tokens",
                     expected=f"at most data.max_prompt_tokens={self._most}",
                     remedy="raise data.max_prompt_tokens",
                 )
+
+
+def _begin(tokenizer: _Tokenizer, model: Path) -> Any:
+    """Returns the tokens of a text if the model's BOS is put before it; else None."""
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        try:
+            data = read_regular(model / name, TOKENIZER, follow=True)
+            said = decode_json(data, dict[str, msgspec.Raw], TOKENIZER, doubles=False).get("bos_token")
+        except (OSError, *UNREADABLE):
+            continue
+        if said is not None:
+            token = msgspec.json.decode(said)
+            text = token.get("content") if isinstance(token, dict) else token
+            encoded = tokenizer.encode("x")
+            return encoded if encoded.tokens[:1] == [text] else None
+    return None
 
 
 def _load(path: str | None) -> _Tokenizer | None:

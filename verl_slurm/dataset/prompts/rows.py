@@ -19,7 +19,7 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.formats import records
 
-__all__ = ["Messages", "MissingValue", "Prompt", "prompts_of", "reads_missing"]
+__all__ = ["Messages", "MissingValue", "Prompt", "found_at", "prompts_of", "reads_missing", "value_at_key"]
 
 Messages = list[dict[str, Any]]
 """A conversation as chat templates take it: `role` and `content`, and further keys (`name`, `tool_calls`)."""
@@ -134,6 +134,18 @@ def _value(row: dict[str, Any], key: str) -> Any:
             return _MISSING
         value = value[part]
     return value
+
+
+def value_at_key(row: dict[str, Any], key: str) -> Any:
+    """Returns the value under a key; None: there is none, or it is null."""
+    value = _value(row, key)
+    return None if value is _MISSING else value
+
+
+def found_at(row: dict[str, Any], key: str) -> str:
+    """Describes what a row has under a key, or which keys it has."""
+    value = _value(row, key)
+    return f"keys {', '.join(_keys(row)) or 'none'}" if value is _MISSING else _kind(value)
 
 
 def _prompt(value: Any, row: dict[str, Any], where: str, key: str) -> Prompt:

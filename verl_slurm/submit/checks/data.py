@@ -4,21 +4,28 @@ import errno
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.base.errors import UNREADABLE, DataError, together
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.prompts.chat_template import has_template, read_template
-from verl_slurm.dataset.prompts.choice import is_data, splits_of
-from verl_slurm.dataset.prompts.directory import data_files
-from verl_slurm.dataset.prompts.look import Look, Wanted
+from verl_slurm.dataset.prompts.choice import (
+    is_data,
+    missing_shards,
+    names_shards,
+    splits_of,
+    takes,
+    unfinished_downloads,
+)
+from verl_slurm.dataset.prompts.directory import data_files, names_below
+from verl_slurm.dataset.prompts.look import Look, Rows, Wanted, WantedRows
 
-__all__ = ["check_data", "recognize"]
+__all__ = ["check_data", "look_at_files", "recognize", "refuse_partial"]
 
 _TIMEOUT_S = 120.0
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
@@ -30,15 +37,17 @@ _MOST_NAMED = 4
 
 class _Answer(msgspec.Struct, frozen=True):
     look: Look | None = None
+    rows: Rows | None = None
     error: dict[str, str | None] | None = None
 
 
-def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str]]:
+def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False) -> tuple[str, list[str]]:
     """Reads `data.root` or `data.eval_root`: every row, as far as two seconds reach.
 
     Args:
         config: paths absolute.
         key: which of the two.
+        begun: the run has trained on this data, so that it can only go on with it: what is missing is a note.
 
     Returns:
         A description of the data, and notes for the user.
@@ -58,16 +67,26 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str
                 found=os.strerror(errno.EACCES),
                 remedy=f"chmod u+r {shell_word(path)}",
             )
+    pattern = data.files if key == "data.root" else data.eval_files
+    files_key = key.replace("root", "files")
+    notes = refuse_partial(
+        Path(root),
+        names,
+        list(names_below(Path(root))),
+        takes(pattern, names),
+        remedy=f"copy or download them; to use a part, name its numbers: {files_key}='train-0000?-of-00003.jsonl'",
+        known=begun or names_shards(pattern),
+        key=key,
+    )
     found = _look(_wanted(config, key))
     kind = "conversations" if found.conversations else "prompts"
     rows = f"{found.rows} {kind if found.rows != 1 else kind[:-1]}"
     text = f"{root}: {counted(found.files, 'file')}, {rows if found.whole else f'more than {rows}'}"
-    notes = []
-    files_key = key.replace("root", "files")
+    if found.begin:
+        text += f"; each {'that is text ' if found.conversations else ''}begins with {found.begin}"
     # The pattern is the user's, so it is taken; that it reaches into a test split may be an oversight.
     if len(splits := splits_of(names) - {""}) > 1:
         notes.append(f"{files_key} takes files of several splits: {', '.join(sorted(splits))}")
-    pattern = data.files if key == "data.root" else data.eval_files
     if pattern is None and (unread := _beside(Path(root), names)):
         notes.append(f"{key}: not read, set {files_key} if they belong to it: {', '.join(unread)}")
     if found.doubtful:
@@ -80,6 +99,54 @@ def check_data(config: RunConfig, key: str = "data.root") -> tuple[str, list[str
     elif not found.measured and not config.model.path.startswith(BUILTIN):
         text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
     return text, notes
+
+
+def refuse_partial(
+    root: Path,
+    chosen: Sequence[str],
+    names: Sequence[str],
+    belongs: Callable[[str], bool],
+    *,
+    remedy: str,
+    known: bool,
+    key: str,
+) -> list[str]:
+    """Refuses data of which a part is not there; returns notes.
+
+    Args:
+        root: of both lists.
+        chosen: the files that are read.
+        names: all that lies there.
+        belongs: whether a further file would be read, too (`unfinished_downloads`).
+        remedy: for shards.
+        known: the user knows: it is said and not refused.
+
+    Raises:
+        DataError: shards are missing, or a download is not finished.
+    """
+    problems = []
+    if lacking := missing_shards(chosen, names):
+        problems.append(
+            DataError(
+                "shards of the data are missing",
+                where=root,
+                found=lacking,
+                expected="every shard that the files' names count",
+                remedy=remedy,
+            )
+        )
+    if unfinished := unfinished_downloads(chosen, names, belongs):
+        problems.append(
+            DataError(
+                "a download of the data is not finished",
+                where=root,
+                found=unfinished[0] + (f" and {len(unfinished) - 1} more" if unfinished[1:] else ""),
+                remedy=f"finish it, or remove what is left of it: {shell_word(root / unfinished[0])}",
+            )
+        )
+    if problems and not known:
+        raise together(problems)
+    return [f"{key}: {problem.what}: {problem.found}" for problem in problems]
 
 
 def _beside(root: Path, names: Sequence[str]) -> list[str]:
@@ -156,6 +223,34 @@ def _wanted(config: RunConfig, key: str) -> Wanted:
 
 
 def _look(wanted: Wanted) -> Look:
+    answer, words = _ask(wanted, wanted.root)
+    if answer.look is not None:
+        return answer.look
+    raise DataError(
+        "the data cannot be looked at",
+        where=wanted.root,
+        found=words,
+        expected="rows of moderate size",
+        remedy=f"see which row that is: set {wanted.key.replace('root', 'files')} to one file after the other",
+    )
+
+
+def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
+    """Returns what the files of another trainer hold; or why they cannot be looked at.
+
+    Raises:
+        DataError: a file cannot be read.
+    """
+    answer, words = _ask(wanted, where)
+    return words if answer.rows is None else answer.rows
+
+
+def _ask(wanted: Wanted | WantedRows, where: str) -> tuple[_Answer, str]:
+    """Returns the answer of the process that looks; it is empty if it died, which the text explains.
+
+    Raises:
+        DataError: its own, or it takes too long.
+    """
     # A process of its own with bounded memory: a compressed page may need a thousand times its size.
     command = [sys.executable, "-P", "-m", "verl_slurm.dataset.prompts"]
     try:
@@ -165,7 +260,7 @@ def _look(wanted: Wanted) -> Look:
     except subprocess.TimeoutExpired:
         raise DataError(
             "the data cannot be read in time",
-            where=wanted.root,
+            where=where,
             found=f"no answer after {_TIMEOUT_S:.0f} s",
             remedy="see whether its storage is well",
         ) from None
@@ -174,16 +269,8 @@ def _look(wanted: Wanted) -> Look:
     # It died without an answer, of its memory limit or a library's crash.
     except UNREADABLE:
         answer = _Answer()
-    if answer.look is not None:
-        return answer.look
     if answer.error is not None:
         parts: dict[str, Any] = dict(answer.error)
         raise DataError(parts.pop("what"), **parts)
     words = done.stderr.decode(errors="replace").strip().splitlines()
-    raise DataError(
-        "the data cannot be looked at",
-        where=wanted.root,
-        found=words[-1] if words else "a row that takes more than 352 MiB of memory",
-        expected="rows of moderate size",
-        remedy=f"see which row that is: set {wanted.key.replace('root', 'files')} to one file after the other",
-    )
+    return answer, words[-1] if words else "a row that takes more than 352 MiB of memory"

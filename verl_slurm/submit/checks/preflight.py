@@ -34,12 +34,14 @@ from verl_slurm.config.checks.rollout import check_engine, require_engine
 from verl_slurm.config.hooks import HOOKS
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.config.services import nodes_of_components
+from verl_slurm.config.slurm import SlurmConfig
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.submit.checks.data import check_data
 from verl_slurm.submit.checks.inputs import check_names, check_reward
 from verl_slurm.submit.checks.model_families import check_model_shape, said_of
 from verl_slurm.submit.checks.model_files import check_model, refuse_adapter
+from verl_slurm.submit.checks.programs import Found, check_executable
 from verl_slurm.submit.plan import Cluster
 from verl_slurm.submit.undoing import only_submitter
 from verl_slurm.wire.http import read_token
@@ -140,30 +142,39 @@ def check_metrics_port(config: RunConfig) -> str | None:
     )
 
 
-def check_hooks(config: RunConfig) -> list[str]:
-    """Checks that the programs of `hooks` are there, and the token is private; returns what was checked.
+def check_hooks(config: RunConfig) -> Found:
+    """Checks that the programs of `hooks` are there and can be started, and the token is private.
 
     Raises:
-        ConfigError, PermissionRefused: they are not.
+        ConfigError, DataError, PermissionRefused: they are not.
     """
-    hooks = config.hooks
-    given = {hook: getattr(hooks, hook)[0] for hook in HOOKS if getattr(hooks, hook)}
-    for hook, program in given.items():
-        if shutil.which(program) is None:
+    hooks, good, notes = config.hooks, list[str](), list[str]()
+    # The lead runs them, outside of an image and of what is set up for the ranks.
+    plain = msgspec.structs.replace(config, slurm=SlurmConfig())
+    for hook in HOOKS:
+        if not (words := getattr(hooks, hook)):
+            continue
+        if shutil.which(words[0]) is None:
             raise ConfigError(
                 "a hook cannot be run",
                 where=f"hooks.{hook}",
-                found=f"no program {program}",
+                found=f"no program {words[0]}",
                 remedy="give the path of an executable file (chmod +x), with its arguments as further words",
             )
+        found = check_executable(plain, words, f"hooks.{hook}")
+        good += [hook] if found.good else []
+        notes += found.notes
     if hooks.webhook_token_file is not None:
         try:
             read_private(Path(hooks.webhook_token_file))
         except OSError as error:
-            where, found = "hooks.webhook_token_file", f"{hooks.webhook_token_file}: {error.strerror}"
-            raise ConfigError("the webhook's token cannot be read", where=where, found=found) from None
-    told = [*given, *(["webhook"] if hooks.webhook else [])]
-    return [f"hooks {', '.join(told)}"] if told else []
+            place = f"{hooks.webhook_token_file}: {error.strerror}"
+            raise ConfigError(
+                "the webhook's token cannot be read", where="hooks.webhook_token_file", found=place
+            ) from None
+    if hooks.webhook:
+        notes.append("not looked at: whether hooks.webhook answers")
+    return Found([f"hooks {', '.join(good)}"] if good else [], notes)
 
 
 def check_resume_from(config: RunConfig) -> None:
@@ -207,12 +218,15 @@ def check_resume_from(config: RunConfig) -> None:
     require_same_models(manifest, config, path)
 
 
-def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, str]], list[str]]:
+def check_inputs(
+    config: RunConfig, written: str = "", *, begun: bool = False
+) -> tuple[list[tuple[str, str]], list[str]]:
     """Checks that model, reward and data exist and are not empty. Paths must be absolute; `builtin:` names must exist.
 
     Args:
         config: paths absolute.
         written: `model.path` as the user wrote it.
+        begun: the run has trained on this data.
 
     Returns:
         The model, the data and the reward by name; and notes for the user about the data.
@@ -241,7 +255,7 @@ def check_inputs(config: RunConfig, written: str = "") -> tuple[list[tuple[str, 
         if root is None:
             continue
         # Built-in data may not be there yet, and needs no check.
-        text, said_of_data = (root, []) if root.startswith(BUILTIN) else check_data(config, key)
+        text, said_of_data = (root, []) if root.startswith(BUILTIN) else check_data(config, key, begun=begun)
         taken.append((name, text))
         notes += said_of_data
     return [*taken, ("reward", config.model.reward)], notes

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
+from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.reward_spec import bindings, names_of
@@ -25,8 +26,12 @@ from verl_slurm.program.installed import look
 from verl_slurm.slurm.rank_setup import python_of
 
 __all__ = [
+    "MODULE",
     "Found",
+    "check_executable",
+    "check_file",
     "check_imports",
+    "check_module",
     "check_modules",
     "check_program",
     "check_source",
@@ -53,8 +58,9 @@ _LAUNCHER_MODULES = re.compile(
 _SHELL_FILE = re.compile(r".+\.(?:sh|bash|zsh|ksh|csh|slurm|sbatch|job|sub)")
 _TAKES_MODULES = re.compile(rf"{_PYTHON}|accelerate|torchrun|deepspeed|uvx?|composer|ft_launcher")
 _ASSIGNED = re.compile(r"([A-Za-z_]\w*)=(.*)", re.ASCII | re.DOTALL)
-_MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
+MODULE = re.compile(r"[^\W\d]\w*(?:\.\w+)*")
 _PLAIN = re.compile(r"[A-Za-z_./~-][\w./=@+:~-]*")
+_HEAD_BYTES = 1024
 _UNPARSED = (OSError, SyntaxError, ValueError, RecursionError, MemoryError)
 """Errors of reading and parsing a source; `TooMuch` is a ValueError."""
 
@@ -97,9 +103,65 @@ def check_program(config: RunConfig) -> Found:
         return Found([], [f"not looked at: trainer.command, which begins with {program}, {other}"])
     if why := other or _why_not_python(path):
         raise _no_program(words, why)
-    tree, problem = _parsed(config, path, "trainer.command")
-    found = Found(["program"], [problem] if problem else [])
-    return _joined(found, check_imports(config, path, tree, beside=[str(path.parent)])) if tree else found
+    return check_file(config, path, "trainer.command")
+
+
+def check_file(config: RunConfig, path: Path, key: str) -> Found:
+    """Checks a Python file that is a program: it parses and finds its imports.
+
+    Raises:
+        ConfigError: a module is missing, or a relative import cannot work.
+        DataError: it cannot be parsed.
+    """
+    tree, problem = _parsed(config, path, key)
+    if tree is None:
+        return Found([], [problem])
+    return _joined(Found(["program"], []), check_imports(config, path, tree, beside=[str(path.parent)]))
+
+
+def check_executable(config: RunConfig, words: Sequence[str], key: str) -> Found:
+    """Checks a command that the kernel starts: a script's interpreter is there, and its Python parses.
+
+    Args:
+        words: the first is found in PATH.
+
+    Raises:
+        ConfigError: a script without an interpreter, or a module that it imports is missing.
+        DataError: its Python source cannot be parsed.
+    """
+    path = Path(shutil.which(words[0]) or words[0])
+    if words[1:] and _LAUNCHER.fullmatch(path.name):
+        return Found([], [f"not looked at: {key}: what {words[0]} starts"])
+    try:
+        with os.fdopen(open_regular(path, follow=True), "rb") as file:
+            head = file.read(_HEAD_BYTES)
+    except (OSError, TooMuch) as error:
+        return Found([], [f"not looked at: {key}: {path} ({error})"])
+    # A binary, of this machine or of another kind.
+    if not head.startswith(b"#!") and b"\0" in head:
+        return Found(["program"], [])
+    first = os.fsdecode(head[2:].partition(b"\n")[0]).split() if head.startswith(b"#!") else []
+    if first and Path(first[0]).name == "env":
+        first = [word for word in first[1:] if not word.startswith("-") and not _ASSIGNED.fullmatch(word)]
+    interpreter = shutil.which(first[0]) if first else None
+    if interpreter is None:
+        if first and (unseen := why_unseen(config)):
+            return Found([], [f"not looked at: {key}: whether {path} finds {first[0]}: {unseen}"])
+        raise ConfigError(
+            "a program cannot be started",
+            where=f"{key}: {path}",
+            found=f"no {first[0]}" if first else "text without an interpreter in its first line",
+            expected="a binary, or a script that begins with #! and a program that is there",
+            remedy="write its interpreter into its first line, e.g. #!/bin/sh",
+        )
+    if not re.fullmatch(_PYTHON, Path(interpreter).name):
+        return Found(["program"], [])
+    ours = python_of(config.slurm) or sys.executable
+    if os.path.realpath(interpreter) == os.path.realpath(ours):
+        return check_file(config, path, key)
+    tree, problem = _parsed(config, path, key)
+    imports = f"not looked at: what {path} imports, which {interpreter} runs"
+    return Found(["program"] if tree else [], [problem or imports])
 
 
 def _why_not_python(path: Path) -> str:
@@ -171,7 +233,7 @@ def program_behind(words: Sequence[str]) -> list[str]:
         # To others, such as srun, -m means something else.
         elif word in ("-m", "--module") and _TAKES_MODULES.fullmatch(starter) and words[number + 1 :]:
             if not _LAUNCHER_MODULES.fullmatch(words[number + 1]):
-                return ["-m", *words[number + 1 :]] if _MODULE.fullmatch(words[number + 1]) else []
+                return ["-m", *words[number + 1 :]] if MODULE.fullmatch(words[number + 1]) else []
         elif _PLAIN.fullmatch(word) and word.endswith(".py") and not word.startswith("-"):
             return list(words[number:])
     return []
@@ -179,7 +241,7 @@ def program_behind(words: Sequence[str]) -> list[str]:
 
 def _module(config: RunConfig, words: Sequence[str]) -> Found:
     name = words[1] if len(words) > 1 else ""
-    if not _MODULE.fullmatch(name):
+    if not MODULE.fullmatch(name):
         raise _no_program(words, "-m without a module")
     if _LAUNCHER_MODULES.fullmatch(name):
         raise _no_program(words, "a launcher")
@@ -191,7 +253,17 @@ def _module(config: RunConfig, words: Sequence[str]) -> Found:
             remedy=f"trainer: {{backend: verl, entry: {'sft' if 'sft' in name else 'ppo'}}}, with its settings below "
             "`verl:` or after `--`",
         )
-    found = check_modules(config, [name.partition(".")[0]], f"trainer.command: -m {name}")
+    return check_module(config, name, "trainer.command")
+
+
+def check_module(config: RunConfig, name: str, key: str) -> Found:
+    """Checks a module that `-m` starts: it is there, parses and finds its imports.
+
+    Raises:
+        ConfigError: a module is missing.
+        DataError: it cannot be parsed.
+    """
+    found = check_modules(config, [name.partition(".")[0]], f"{key}: -m {name}")
     if found.notes:
         return found
     entries: Sequence[str] | None = ranks_search(config)
@@ -199,15 +271,25 @@ def _module(config: RunConfig, words: Sequence[str]) -> Found:
         spec = PathFinder.find_spec(part, entries) if entries else None
         if spec is None:
             # The first part is there: an importer of a package's own may find what is not in a directory.
-            return Found(["program"], [f"not looked at: whether the module {name} is there"])
+            return Found([], [f"not looked at: whether the module {name} is there"])
         origin, entries = spec.origin, spec.submodule_search_locations
         if entries is not None and not list(entries):
             entries = None
-    if origin is not None and origin.endswith(".py") and entries is None:
-        source, problem = _parsed(config, Path(origin), "trainer.command")
+    package = name.rpartition(".")[0]
+    if entries is not None:
+        package, spec = name, PathFinder.find_spec("__main__", entries)
+        if spec is None:
+            raise ConfigError(
+                "a package that is no program",
+                where=f"{key}: -m {name}",
+                found=f"no __main__.py in {next(iter(entries))}",
+                remedy="name the module in it that is to run",
+            )
+        origin = spec.origin
+    if origin is not None and origin.endswith(".py"):
+        source, problem = _parsed(config, Path(origin), key)
         if source is None:
-            return Found(["program"], [problem])
-        package = name.rpartition(".")[0]
+            return Found([], [problem])
         return _joined(Found(["program"], []), check_imports(config, Path(origin), source, package=package))
     return Found(["program"], [])
 

@@ -1,26 +1,31 @@
 """Looks for the checkpoint that a run which is submitted again goes on from."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.bounded import DATA_FILES, decode_json, read_regular
-from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
+from verl_slurm.base.bounded import DATA_FILES, SOURCE, decode_json, read_regular
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, DataError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
+from verl_slurm.checkpoint.store.frozen import recorded_model
 from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error
 from verl_slurm.checkpoint.store.recover import choose_resume
-from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.config.schema import RunConfig
+from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.reward_spec import parse_reward, source_file
+from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.wire.reward_plan import read_reward_plan
 
-__all__ = ["ResumeFound", "check_records", "find_resume"]
+__all__ = ["ResumeFound", "check_frozen_inputs", "check_records", "find_resume"]
 
 _MOST_READ = 1 << 30
 """Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case."""
@@ -73,6 +78,88 @@ def check_records(paths: RunPaths, committed: Sequence[CheckpointInfo]) -> None:
 
 def _read_object(path: Path) -> None:
     decode_json(read_regular(path, DATA_FILES), dict[str, object], DATA_FILES)
+
+
+def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[str]:
+    """Refuses what does not train and is not what the run was trained with, as the ranks would; returns notes.
+
+    Args:
+        config: of the native trainer, as its ranks would read it.
+        name: the checkpoint that the run goes on from, of this run or an absolute path.
+
+    Raises:
+        DataError: the model, the reward, what is held out, or the chat template has changed.
+    """
+    try:
+        was = read_manifest(paths.checkpoints / name).frozen
+        switches = read_reward_plan(paths).switches
+    except (OSError, VerlSlurmError):  # the lead says what is wrong with it
+        return []
+    notes, changed = list[str](), dict[str, tuple[str, str]]()
+    trees = {"reference": config.model.path, "eval_data": config.data.eval_root or ""}
+    files = {"chat_template": config.data.chat_template}
+    # The last replacement is in force, or will be made again.
+    reward, expected = config.model.reward, was.get("reward", "")
+    if switches:
+        reward, expected = switches[-1].reward, switches[-1].digest
+    if (spec := parse_reward(reward)) is not None and spec.kind == "classifier":
+        trees["reward"] = spec.name
+    elif spec is not None and spec.kind != "rule":
+        files["reward"] = str(source_file(spec))
+    for role, digest in {**was, "reward": expected}.items():
+        if not digest or trees.get(role, "").startswith(BUILTIN):
+            continue
+        found: str | None = None
+        if role in files:
+            try:
+                now = sha256(read_regular(Path(files[role]), SOURCE, follow=True)).hexdigest()
+            except (OSError, ValueError):
+                continue
+            found = "" if now == digest else f"{files[role]} has SHA-256 {now}"
+        elif trees.get(role):
+            found = _changed(paths, Path(trees[role]), digest)
+        else:
+            continue
+        if found is None:
+            notes.append(
+                f"not looked at: whether each byte of {trees[role]} is as it was; the ranks read all"
+            )
+        elif found:
+            changed[role] = found, digest
+    if changed:
+        raise DataError(
+            f"what does not train is not what the run was trained with: {', '.join(changed)}",
+            where=paths.checkpoints / name,
+            found="; ".join(found for found, _ in changed.values()),
+            expected=", ".join(digest for _, digest in changed.values()),
+            remedy="put it back as it was (RUN/frozen and RUN/rewards have it by digest); change a reward with "
+            f"`verl-slurm update-reward {shell_word(paths.root)} NEW`, or start a new run",
+        )
+    return notes
+
+
+def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
+    """Returns how a tree differs from the recorded one; empty: not at all. None: it is too large to be read here, and
+    has the recorded sizes as far as there is a record.
+    """
+    if not tree.is_dir():  # e.g. a built-in model, which is built again
+        return None
+    try:
+        sizes = {
+            os.path.relpath(os.path.join(folder, name), tree): os.stat(os.path.join(folder, name)).st_size
+            for folder, _, names in os.walk(tree, followlinks=True)
+            for name in names
+        }
+        if sum(sizes.values()) <= _MOST_READ:
+            now = fingerprint(tree).digest
+            return "" if now == digest else f"{tree} has the digest {now}"
+    except (OSError, DataError) as error:
+        return str(error)
+    record = recorded_model(paths, digest)
+    for path, entry in record.files.items() if record is not None else ():
+        if entry.kind == "file" and sizes.get(path) != entry.size:
+            return f"{tree / path} has {sizes.get(path, 'no')} bytes, not {entry.size}"
+    return None
 
 
 class _TooLarge(Exception):

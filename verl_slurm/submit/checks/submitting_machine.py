@@ -24,6 +24,8 @@ _LIMITS = (
     ("NOFILE", resource.RLIMIT_NOFILE, "-n", 1024),
     ("NPROC", resource.RLIMIT_NPROC, "-u", 1024),
 )
+# GPUs of several nodes exchange by memory that is locked (InfiniBand, RoCE).
+_OF_SEVERAL = (("MEMLOCK", resource.RLIMIT_MEMLOCK, "-l", math.inf),)
 
 
 def shell_notes(config: RunConfig, conf: Mapping[str, str], environ: Mapping[str, str]) -> list[str]:
@@ -40,9 +42,10 @@ def shell_notes(config: RunConfig, conf: Mapping[str, str], environ: Mapping[str
     # Slurm gives a job the soft limits of the shell, unless the site or the option says otherwise.
     said = str(config.slurm.extra.get("propagate", conf.get("PropagateResourceLimits", "ALL"))).upper()
     kept = conf.get("PropagateResourceLimitsExcept", "").upper().split(",") if said == "ALL" else []
+    several = config.slurm.gpus_per_node > 0 and config.distributed.nodes > 1
     low = [
         f"{name} {soft} (ulimit {option})"
-        for name, kind, option, least in _LIMITS
+        for name, kind, option, least in _LIMITS + (_OF_SEVERAL if several else ())
         if (said == "ALL" or name in said.split(",")) and name not in kept and "ALL" not in kept
         if (soft := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY and soft < least
     ]

@@ -11,6 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from verl_slurm.base.bounded import CONFIG, read_model_config, read_regular
 from verl_slurm.base.errors import (
     UNREADABLE,
@@ -30,7 +33,8 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.verl_settings import start_settings
 from verl_slurm.submit.checks.model_files import refuse_adapter, weights_problem
-from verl_slurm.submit.checks.programs import check_modules, check_source
+from verl_slurm.submit.checks.programs import Found, check_modules, check_source
+from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
 from verl_slurm.verl.composing import unread_additions
 from verl_slurm.verl.inputs import (
     ENGINES,
@@ -59,6 +63,8 @@ from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source
 __all__ = ["check_input", "check_ranks", "check_verl"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
+"""Keys of YAML files that name classes, under `class_name` or `_target_`."""
 # Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
 _BESIDES = {
     "sft": {"uvicorn": "uvicorn", "fastapi": "fastapi"},
@@ -115,39 +121,65 @@ def check_verl(
     checked.append("verl's own settings")
     # All that is wrong is said at once: each look of the user's is a minute.
     wrong: list[VerlSlurmError] = [*refused]
-    for look in _looks(config, settings, said):
+    read = list[str]()
+    for look in _looks(config, settings, said, begun=bool(committed)):
         try:
-            notes += look()
+            good, unseen = look()
         except VerlSlurmError as error:
             wrong.append(error)
+        else:
+            read, notes = [*read, *good], [*notes, *unseen]
     if wrong:
         raise together(wrong)
-    checked.append("verl's data files and models")
-    return checked, notes
+    return [*checked, *read], notes
 
 
 def _looks(
-    config: RunConfig, settings: Mapping[str, Any], said: Mapping[str, Setting]
-) -> Iterator[Callable[[], list[str]]]:
-    """Yields a check for each thing that verl will read or import. Each returns notes, or raises."""
+    config: RunConfig, settings: Mapping[str, Any], said: Mapping[str, Setting], *, begun: bool
+) -> Iterator[Callable[[], Found]]:
+    """Yields a check for each thing that verl will read or import. Each may raise."""
     entry = config.trainer.entry
     if entry == "ppo":
         yield partial(_check_engines, config, settings)
-    for one in inputs_of(entry, settings, said):
-        if one.place != "???":  # said already
-            yield partial(_check_one, one)
+    yield lambda: Found([], check_sizes(entry, settings))
+    inputs = [one for one in inputs_of(entry, settings, said) if one.place != "???"]  # said already
+    for one in inputs:
+        yield partial(_check_one, one)
+    for key, kind in input_keys(entry).items():
+        named = [one for one in inputs if one.key == key]
+        if kind == "data":
+            yield partial(_check_data, config, settings, key, named, begun=begun)
+        if "${" in str(value_at(settings, key)):
+            yield partial(Found, [], [f"not looked at: verl.{key}, which the job's environment decides"])
     for code in files_of(settings):
         yield partial(_check_file, config, code)
     for key, name in modules_of(settings):
         yield partial(_check_module, config, key, name)
 
 
-def _check_one(one: Input) -> list[str]:
-    return [note] if (note := check_input(one)) else []
+def _check_one(one: Input) -> Found:
+    if note := check_input(one):
+        return Found([], [note])
+    if one.kind == "data":  # said by `_check_data`
+        return Found([], [])
+    if any(Path(one.place).expanduser().glob("*.safetensors")):
+        return Found([f"verl.{one.key}: config.json and headers of the weights"], [])
+    return Found([f"verl.{one.key}: config.json"], [f"not looked at: the weights of verl.{one.key}: pickles"])
 
 
-def _check_module(config: RunConfig, key: str, name: str) -> list[str]:
-    return check_modules(config, [name], f"verl.{key}").notes
+def _check_data(
+    config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
+) -> Found:
+    try:
+        for one in inputs:
+            check_input(one)
+    except DataError:  # `_check_one` says it
+        return Found([], [])
+    return check_verl_data(config, settings, key, inputs, begun=begun)
+
+
+def _check_module(config: RunConfig, key: str, name: str) -> Found:
+    return check_modules(config, [name], f"verl.{key}")
 
 
 def _composed(
@@ -207,8 +239,8 @@ def _counts(entry: Entry, settings: Mapping[str, Any], key: str) -> bool:
     return True
 
 
-def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
-    """Refuses an engine whose package the ranks' Python does not have; returns notes."""
+def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> Found:
+    """Refuses an engine whose package the ranks' Python does not have."""
     notes = []
     for key, name in engines_of(settings).items():
         if package := ENGINES.get(name):
@@ -217,11 +249,11 @@ def _check_engines(config: RunConfig, settings: Mapping[str, Any]) -> list[str]:
             notes.append(
                 f"not looked at: verl.{key}={name}, which is none of verl's engines ({', '.join(ENGINES)})"
             )
-    return notes
+    return Found([], notes)
 
 
-def _check_file(config: RunConfig, file: CodeFile) -> list[str]:
-    """Checks a file of code or settings that verl reads; returns notes.
+def _check_file(config: RunConfig, file: CodeFile) -> Found:
+    """Checks a file of code or settings that verl reads.
 
     Raises:
         ConfigError, DataError: it is not there, cannot be parsed, lacks what is taken from it, or a module.
@@ -238,17 +270,17 @@ def _check_file(config: RunConfig, file: CodeFile) -> list[str]:
         )
     if file.place.startswith("pkg://"):
         module = file.place.removeprefix("pkg://").replace("/", ".").partition(".")[0]
-        return check_modules(config, [module], f"{where}={file.place}").notes
+        return check_modules(config, [module], f"{where}={file.place}")
     place = Path(file.place.removeprefix("file://")).expanduser()
     takes_hub_names = file.key.endswith(
         ("model_path", "model.path", "tokenizer_path", "config_path", "adapter_path")
     )
     if takes_hub_names and not place.is_absolute() and _HUB_NAME.fullmatch(file.place) and not place.suffix:
-        return [f"not looked at: {where}, taken for a name of the Hugging Face hub: {file.place}"]
+        note = f"not looked at: {where}, taken for a name of the Hugging Face hub: {file.place}"
+        return Found([], [note])
     if not place.exists() and inside:
-        return [
-            f"not looked at: {where}={file.place}, which this machine does not have: it may be the container's"
-        ]
+        note = f"{where}={file.place}, which this machine does not have: it may be the container's"
+        return Found([], [f"not looked at: {note}"])
     if not place.exists():
         raise DataError(
             "a file that verl reads is not there",
@@ -257,22 +289,34 @@ def _check_file(config: RunConfig, file: CodeFile) -> list[str]:
             remedy=f"set {where}",
         )
     if place.suffix == ".py":
-        return check_source(config, where, place, file.name or "").notes
-    if place.suffix in (".yaml", ".yml") and file.key.endswith("tool_config_path"):
-        return _check_tools(config, where, place)
-    return []
+        return Found([f"{where}: {place.name}"], check_source(config, where, place, file.name or "").notes)
+    if place.suffix in (".yaml", ".yml") and file.key.endswith(_OF_CLASSES):
+        return _check_classes(config, where, place)
+    return Found([], [f"not looked at: the content of {where}: {file.place}"])
 
 
-def _check_tools(config: RunConfig, where: str, place: Path) -> list[str]:
-    """Looks for the modules of the classes that a file of tools names; returns notes."""
+def _check_classes(config: RunConfig, where: str, place: Path) -> Found:
+    """Looks for the modules of the classes that a file of settings names.
+
+    Raises:
+        DataError: it is not YAML.
+        ConfigError: a module is missing.
+    """
     try:
         text = read_regular(place, CONFIG, follow=True).decode()
-    except (OSError, ValueError) as error:
+        yaml: Any = YAML(typ="safe", pure=True)
+        # Its form alone: nothing is made of it.
+        yaml.compose(text)
+    except (OSError, ValueError, YAMLError, RecursionError) as error:
         raise DataError(
-            "a file that verl reads cannot be read", where=f"{where}: {place}", found=error
+            "a file that verl reads cannot be read",
+            where=f"{where}: {place}",
+            found=str(error).partition("\n")[0],
         ) from None
-    names = re.findall(r"^[ \t-]*class_name:\s*[\"']?([A-Za-z_]\w*)\.[\w.]+", text, re.MULTILINE)
-    return check_modules(config, names, str(place)).notes if names else []
+    names = re.findall(r"""["']?(?:class_name|_target_)["']?\s*:\s*["']?([A-Za-z_]\w*)\.[\w.]+""", text)
+    notes = check_modules(config, names, str(place)).notes if names else []
+    unseen = [f"not looked at: whether the classes that {place} names are there"]
+    return Found([f"{where}: {place.name}"], [*notes, *unseen])
 
 
 def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]) -> str:
