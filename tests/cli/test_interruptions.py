@@ -81,6 +81,14 @@ def test_status_tells_of_a_checkpoint_that_is_gone_and_list_calls_it_lost(cli: C
     assert said in " ".join(cli("list", paths.root).err.split())
 
 
+def test_a_verified_save_that_is_gone_before_its_resume_is_not_counted_on(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "queued")
+    assert "no token was lost" in cli("status", paths.root).out
+    (*_, newest) = sorted(paths.checkpoints.iterdir())
+    shutil.rmtree(newest)
+    assert "without a save to go on from" in cli("status", paths.root).out
+
+
 def test_status_repeats_what_the_last_starts_found_lost(cli: Cli, tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", "done")
     append_event(paths, "warning", attempt=1, topic="rollouts", text="at least 8 finished responses")

@@ -266,17 +266,16 @@ def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], outages: 
             break
         if isinstance(event, Warned) and event.topic in ("checkpoint", "rollouts"):
             lines.insert(0, event.text)
+    last = next((one for one in outages.each[-1:] if one.seconds is None and one.resumed is None), None)
     ended = facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
-    checkpoint = facts["checkpoint"]
-    # While ranks are at work, or a start has told it, nothing more is to be said.
-    if not ended or not os.access(run.checkpoints, os.R_OK):
+    # While ranks are at work nothing is lost yet; and a colleague (`group`) sees no checkpoints.
+    if not (ended or last) or not os.access(run.checkpoints, os.R_OK):
         return lines
-    last = outages.each[-1] if outages.each and outages.each[-1].resumed is None else None
     if last is not None and last.saved:
         last.verified &= os.path.lexists(run.checkpoints / last.saved)
     # A file that cannot be read costs this line of the answer, and not the others.
     with suppress(OSError, VerlSlurmError):
-        name = checkpoint["name"] if checkpoint else ""
+        name = facts["checkpoint"]["name"] if facts["checkpoint"] else ""
         if lost := lost_rollouts(run, load_resolved(run.run_yaml), events, name):
             lines.append(lost)
             if last is not None:
