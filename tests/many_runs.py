@@ -10,7 +10,7 @@ import msgspec
 from tests.builders import make_manifest
 from tests.journals import make_events
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.manifest import render, sealed
+from verl_slurm.checkpoint.format.manifest import checkpoint_order, render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry
 from verl_slurm.journal.folds.outages import Outages
 
@@ -93,7 +93,9 @@ def make_run(
     _write_status(paths, teller, kind)
     first = max(teller.step - num_checkpoints + 1, 1)
     for step in range(first, first + num_checkpoints):
-        _write_checkpoint(paths, step)
+        # The journal's newest is there: in a run that was preempted, one of the middle of a step.
+        newest = step == first + num_checkpoints - 1 and teller.last
+        _write_checkpoint(paths, newest or f"step_{step:06d}")
     return paths
 
 
@@ -113,14 +115,17 @@ def _write_status(paths: RunPaths, teller: Teller, kind: Kind) -> None:
     paths.status.write_text(json.dumps(status))
 
 
-def _write_checkpoint(paths: RunPaths, step: int) -> None:
-    path = paths.checkpoint(step)
+def _write_checkpoint(paths: RunPaths, name: str) -> None:
+    path = paths.checkpoints / name
+    step, safe_point = checkpoint_order(name) or (0, 0)
     path.mkdir()
     names = [
         f"{domain}/rank_{rank:04d}.bin" for domain in ("actor", "critic", "optimizer") for rank in range(16)
     ]
     manifest = make_manifest(
         step,
+        name=name,
+        safe_point=safe_point,
         world_size=16,
         schema_id="0" * 64,
         files=tuple(FileEntry(path=name, size=333_333_333, sha256="0" * 64) for name in names),

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,11 +17,16 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.store.lost import (
     former_checkpoint,
+    gone_back,
     lost_error,
+    lost_rollouts,
     require_never_saved,
     require_run_id,
 )
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
+from verl_slurm.checkpoint.store.run_config import note_trained_with
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.files import read_events
 from verl_slurm.journal.steps import append_step
 from verl_slurm.runtime_state.segment import frame, head
 
@@ -173,3 +179,170 @@ def test_a_lost_run_id_is_refused_where_tiers_hold_copies(run: RunPaths) -> None
     run.tier_records.write_text(json.dumps({"tiers": {"cold": {"step_000003": {}}}}))
     with pytest.raises(TierError, match=r"step_000003 was in tier cold.*PREFIX/NAME-ID"):
         require_run_id(run)
+
+
+def back_from(run: RunPaths, present: str = "step_000002") -> str:
+    return gone_back(run, read_events(run), present)
+
+
+@pytest.fixture
+def saved(run: RunPaths) -> RunPaths:
+    """Four checkpoints, by its journal."""
+    for step in range(1, 5):
+        append_event(run, "saved", name=f"step_{step:06d}")
+        append_event(run, "verified", name=f"step_{step:06d}")
+    return run
+
+
+def test_a_newer_checkpoint_that_is_gone_is_named_with_the_steps_done_again(saved: RunPaths) -> None:
+    again = "the run goes back to step_000002, and does steps 3 and 4 again"
+    assert back_from(saved) == f"step_000004 was verified and is gone: {again}"
+    private_dir(saved.checkpoints / "step_000004")  # without its manifest
+    assert back_from(saved) == f"step_000004 was verified and is damaged: {again}"
+    move_to_quarantine(saved.checkpoints / "step_000004", ["damaged"])
+    assert back_from(saved).startswith("step_000004 was verified and is damaged, and set aside in")
+    assert back_from(saved, "step_000003").endswith("does step 4 again")
+    append_event(saved, "saved", name="step_000004_sp0007")
+    assert "step_000004_sp0007 was saved" in back_from(saved)
+    assert back_from(saved, "step_000001").endswith("does steps 2 to 5 again")
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        ("restart", {"number": 1, "resume": "step_000002"}),
+        ("force_resume", {"lost": "x"}),
+        # Never a checkpoint, or removed while newer ones were there.
+        ("corrupt", {"name": "step_000005"}),
+        ("pruned", {"name": "step_000005"}),
+    ],
+)
+def test_what_was_told_or_is_no_loss_is_not_told(saved: RunPaths, event: tuple[str, dict[str, Any]]) -> None:
+    kind, fields = event
+    append_event(saved, "saved", name="step_000005")
+    append_event(saved, kind, **fields)
+    assert back_from(saved, "step_000002" if "name" not in fields else "step_000004") == ""
+
+
+def test_one_that_only_nodes_have_is_not_called_gone(saved: RunPaths) -> None:
+    append_event(saved, "saved", name="step_000005", on_shared=False)
+    assert back_from(saved, "step_000004") == ""
+
+
+def test_a_run_whose_journal_was_emptied_knows_it_by_its_snapshot(saved: RunPaths) -> None:
+    saved.events.write_bytes(b"")
+    saved.status.write_text('{"last_checkpoint": "step_000004"}')
+    assert "step_000004 was verified and is gone" in back_from(saved)
+
+
+def test_a_loop_without_a_daemon_knows_it_by_the_hint(saved: RunPaths) -> None:
+    (saved.checkpoints / "latest").write_text("step_000004\n")
+    assert "step_000004 was saved and is gone" in gone_back(saved, (), "step_000002")
+
+
+# Four micro-batches of two responses on each of two ranks: eight in a step.
+SHAPE = run_config(ranks=2, sizes=(8, 8, 8), sampled_at_once=2, steps=9)
+
+
+@pytest.fixture
+def sampling(tmp_path: Path) -> RunPaths:
+    """Killed while it scored the second step."""
+    paths = begun_run(tmp_path / "run")
+    note_trained_with(paths, SHAPE)
+    append_event(paths, "restart", attempt=1, number=1, progress="start+0")
+    append_event(paths, "first_rollout", attempt=1, phase="generate", index=1)
+    for rank in (0, 1):
+        record(paths, rank, *((step, 2 * piece + rank) for step in (0, 1) for piece in range(4)))
+    at(paths, 1, "score", 1)
+    return paths
+
+
+def record(paths: RunPaths, rank: int, *keys: tuple[int, int]) -> None:
+    private_dir(paths.ledger)
+    data = b"".join(frame(run_id(paths), step, number, b"rollout") for step, number in keys)
+    paths.ledger_segment(1, rank).write_bytes(head(1, rank) + data)
+
+
+def at(paths: RunPaths, step: int, phase: str, index: int) -> None:
+    paths.status.write_text(json.dumps({"attempt": 1, "step": step, "phase": phase, "index": index}))
+
+
+def sampled_again(run: RunPaths, present: str = "", config: RunConfig = SHAPE) -> str:
+    return lost_rollouts(run, config, read_events(run), present)
+
+
+@pytest.mark.parametrize(
+    ("present", "rank", "keys", "number"),
+    [
+        ("", 0, [], 16),
+        ("step_000001", 0, [], 8),
+        ("step_000001", 1, [(1, 1)], 6),
+        ("step_000001_sp0003", 1, [(1, 1), (1, 3), (1, 5)], 2),
+        # The checkpoint holds them itself.
+        ("step_000001_sp0004", 1, [], 0),
+        ("step_000002", 1, [], 0),
+    ],
+)
+def test_finished_responses_that_the_ledger_has_no_more_are_counted(
+    sampling: RunPaths, present: str, rank: int, keys: list[tuple[int, int]], number: int
+) -> None:
+    assert sampled_again(sampling, present) == ""
+    record(sampling, rank, *keys)
+    words = (
+        f"at least {number} finished responses are not in {sampling.ledger} any more: they are sampled again"
+    )
+    assert sampled_again(sampling, present) == (words if number else "")
+    append_event(sampling, "warning", topic="rollouts", text=words)
+    append_event(sampling, "restart", attempt=2, number=1, resume=present or None)
+    assert sampled_again(sampling, present) == "", "told once"
+
+
+def test_ranks_that_are_one_piece_short_of_the_position_have_lost_nothing(sampling: RunPaths) -> None:
+    at(sampling, 1, "generate", 3)
+    record(sampling, 1, (0, 1), (0, 3), (0, 5), (0, 7), (1, 1), (1, 3))
+    assert sampled_again(sampling) == ""
+
+
+def test_a_ledger_that_is_lost_without_a_snapshot_is_said_without_a_number(sampling: RunPaths) -> None:
+    sampling.status.unlink()
+    assert sampled_again(sampling) == ""
+    shutil.rmtree(sampling.ledger)
+    assert sampled_again(sampling).startswith("an unknown number of finished responses")
+
+
+GUEST = run_config(backend="verl", entry="ppo")
+
+
+@pytest.fixture
+def guest(tmp_path: Path) -> RunPaths:
+    """Two processes that record responses, single turns and tokens."""
+    paths = begun_run(tmp_path / "run")
+    append_event(paths, "restart", attempt=1, number=1, progress="start+100")
+    append_event(paths, "training", attempt=1, phase="step_end")
+    for place in (paths, RunPaths(paths.ledger / "turns"), RunPaths(paths.ledger / "tokens")):
+        private_dir(place.ledger)
+        for rank in (0, 1):
+            place.ledger_segment(1, rank).write_bytes(head(1, rank))
+    record(paths, 0, (7, 0))
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("lose", "said"),
+    [
+        (lambda run: run.ledger_segment(1, 0).unlink(), "an unknown number of finished responses"),
+        (lambda run: run.ledger_segment(1, 1).unlink(), "an unknown number of finished responses"),
+        (lambda run: run.ledger_segment(1, 1).write_bytes(b""), "an unknown number of finished responses"),
+        (lambda run: shutil.rmtree(run.ledger), "an unknown number of finished responses"),
+        (
+            lambda run: [path.unlink() for path in (run.ledger / "tokens").rglob("*.ledger")],
+            "the log of tokens is gone",
+        ),
+    ],
+)
+def test_what_verl_had_recorded_is_missed(
+    guest: RunPaths, lose: Callable[[RunPaths], object], said: str
+) -> None:
+    assert sampled_again(guest, config=GUEST) == ""
+    lose(guest)
+    assert sampled_again(guest, config=GUEST).startswith(said)

@@ -1,10 +1,12 @@
 """What `status` says of a run's interruptions."""
 
+import shutil
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.journals import append_event, make_events
@@ -50,7 +52,7 @@ def test_the_sum_is_a_sentence() -> None:
     assert words(BACK) == "once (preemption): 1 min 14 s in all, 40 s of it in the queue; no token was lost"
     assert words(BACK, BACK, CRASH) == (
         "3 times (2x preemption, 1x crash): 2 min 47 s in all, 1 min 20 s of it in the queue; "
-        "1 without a save, finished rollouts are in the ledger"
+        "1 without a save to go on from, finished rollouts are in the ledger"
     )
 
 
@@ -64,6 +66,45 @@ def test_nothing_was_done_again_for_ranks_that_had_not_trained() -> None:
     outages = Outages(make_events([facts | event for event in told]))
     said = interruption_words(interruption_facts(outages, NOW, has_ledger=False))
     assert said.endswith("; none while the ranks trained")
+
+
+def test_lost_rollouts_are_not_called_kept() -> None:
+    lost = msgspec.structs.replace(CRASH, rollouts_lost="at least 8 finished responses")
+    assert words(BACK, lost).endswith(
+        "1 without a save to go on from, 1 of these also lost finished rollouts"
+    )
+    assert interruptions_table([lost], NOW)["tokens lost"] == ["finished ones, too"]
+
+
+def test_a_verified_save_that_waits_for_its_resume_has_lost_no_token() -> None:
+    waiting = msgspec.structs.replace(LASTING, saved="step_000004", verified=True)
+    assert words(waiting).endswith("no token was lost")
+
+
+def test_status_tells_of_a_checkpoint_that_is_gone_and_list_calls_it_lost(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "done")
+    name = cli("status", paths.root, "--json").json["checkpoint"]["name"]
+    assert "is gone" not in cli("status", paths.root).out
+    assert "LOST" not in cli("list", tmp_path).out
+    shutil.rmtree(paths.checkpoints / name)
+    said = f"{name} was verified and is gone: the run goes back to"
+    assert said in " ".join(cli("status", paths.root).out.split())
+    assert f"LOST {name}" in cli("list", tmp_path).out
+    assert said in " ".join(cli("list", paths.root).err.split())
+
+
+def test_a_verified_save_that_is_gone_before_its_resume_is_not_counted_on(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "queued")
+    assert "no token was lost" in cli("status", paths.root).out
+    (*_, newest) = sorted(paths.checkpoints.iterdir())
+    shutil.rmtree(newest)
+    assert "without a save to go on from" in cli("status", paths.root).out
+
+
+def test_status_repeats_what_the_last_starts_found_lost(cli: Cli, tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "done")
+    append_event(paths, "warning", attempt=1, topic="rollouts", text="at least 8 finished responses")
+    assert "WARNING, at least 8 finished responses" in cli("status", paths.root).out
 
 
 def test_a_loop_without_a_ledger_is_told_of_none() -> None:

@@ -66,7 +66,7 @@ def test_json_has_it_as_values(cli: Cli, place: Path) -> None:
     assert first["interruptions"]["last"]["cause"] == "preemption"
     assert first["interruptions"]["last"]["queue_s"] == 40.0
     assert second["interruptions"]["last"]["seconds"] is None, "it waits still"
-    assert first["checkpoint"]["name"] == f"step_{first['checkpoint']['step']:06d}"
+    assert first["checkpoint"]["name"] == first["status"]["last_checkpoint"]
 
 
 def test_only_runs_in_a_state(cli: Cli, place: Path) -> None:

@@ -30,8 +30,11 @@ def test_the_step_survives_a_requeue_and_follows_the_checkpoint_that_it_goes_bac
     journal.status(lead._status)
     former = read_status(paths)["step"]
     assert former > 100
+    # By it is judged whether the ledger still has what was recorded.
+    assert (lead._status.phase, lead._status.index) == ("generate", 3)
     journal.write(make_event("restart", number=1, resume="step_000042_sp0007"))
     assert (lead._status.step, lead._status.last_checkpoint) == (42, "step_000042_sp0007")
+    assert (lead._status.phase, lead._status.index) == ("", 0)
     journal.write(make_event("restart", number=2, resume=None))
     assert (lead._status.step, lead._status.last_checkpoint) == (0, "")
 

@@ -215,6 +215,43 @@ def test_what_only_a_tier_has_is_brought_back(archived: RunPaths) -> None:
     assert read_back(archived, point.name, 1).good
 
 
+def test_a_newest_that_only_a_tier_has_is_brought_back_over_an_older_one(archived: RunPaths) -> None:
+    save(archived, 2)
+    # By a user's word: what a tier has, is of the path that was left.
+    assert find_resume_point(archived, "auto", 1, has_tiers=True).name == "step_000002"
+    append_event(archived, "verified", name="step_000004")
+    assert find_resume_point(archived, "auto", 1, has_tiers=True).name == "step_000004"
+    assert _warned(archived, "step_000004") == []
+
+
+def test_a_newest_that_no_tier_gives_back_is_missed(archived: RunPaths, tmp_path: Path) -> None:
+    save(archived, 2)
+    append_event(archived, "verified", name="step_000004")
+    for path in (tmp_path / "cold").rglob("step_000004"):
+        shutil.rmtree(path)
+    assert find_resume_point(archived, "auto", 1, has_tiers=True).name == "step_000002"
+    assert "step_000004 was verified and is gone" in _warned(archived, "step_000002")[0]
+
+
+def _warned(run: RunPaths, name: str) -> list[str]:
+    """What a start from there warns of."""
+    point = ResumePoint(name, (), name)
+    asyncio.run(
+        wait_for_checkpoints(lambda: point, run_config(), Journal(run, epoch=1, job_id="1"), asyncio.Event())
+    )
+    return [event["text"] for event in read_events(run) if event["event"] == "warning"]
+
+
+def test_a_start_from_an_older_checkpoint_warns_unless_the_user_named_it(run: RunPaths) -> None:
+    append_event(run, "verified", name="step_000004")
+    ask_once(run)
+    assert _warned(run, "step_000002") == []
+    run.resume_once.unlink()
+    assert _warned(run, "step_000002") == [
+        "step_000004 was verified and is gone: the run goes back to step_000002, and does steps 3 and 4 again"
+    ]
+
+
 def test_a_run_that_was_told_to_begin_from_nothing_is_not_brought_back(archived: RunPaths) -> None:
     ask_once(archived)
     assert find_resume_point(archived, None, 1, has_tiers=True).name == ""

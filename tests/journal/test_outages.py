@@ -26,7 +26,7 @@ def test_a_preemption_costs_what_lies_between_the_warning_and_the_first_new_roll
     teller.save()
     teller.preempt()
     (lasting,) = told(teller).each
-    assert (lasting.cause, lasting.seconds, lasting.tokens_lost) == ("preemption", None, None)
+    assert (lasting.cause, lasting.seconds, lasting.tokens_lost) == ("preemption", None, 0)
     teller.start(queued_s=40.0)
     (one,) = told(teller).each
     # 0.1 asked, 3 saved, 2 verified, 0.5 requeued, 1 ended, 40 queued, 2 resume and restart, 20 ranks, 5 rollout
@@ -35,6 +35,24 @@ def test_a_preemption_costs_what_lies_between_the_warning_and_the_first_new_roll
     assert one.saved == one.resumed == "step_000001_sp0088"
     assert one.tokens_lost == 0
     assert one.began == "2026-11-01T08:01:43.000+00:00"
+
+
+def test_a_save_is_counted_on_once_it_is_verified_until_the_ranks_start_from_another(teller: Teller) -> None:
+    teller.preempt()
+    del teller.events[-3:]  # killed before the save was read back
+    assert told(teller).each[0].tokens_lost is None
+    teller.say("verified", name=teller.last)
+    assert told(teller).each[0].tokens_lost == 0
+    teller.last = ""
+    teller.start()
+    assert told(teller).each[0].tokens_lost is None
+
+
+def test_rollouts_that_a_start_found_lost_belong_to_the_interruption_before_it(teller: Teller) -> None:
+    teller.say("crash", detail="killed")
+    teller.say("warning", topic="rollouts", text="at least 8")
+    teller.say("restart", number=2, resume=None)
+    assert told(teller).each[0].rollouts_lost == "at least 8"
 
 
 def test_event_by_event_is_as_read_back(teller: Teller) -> None:

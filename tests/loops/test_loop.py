@@ -1,6 +1,7 @@
 """`verl_slurm.run` by hand: two ranks with every kind of state, killed, and bit for bit what nobody disturbed."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -225,6 +226,20 @@ def test_by_hand_it_keeps_its_hands_off_a_run_that_a_daemon_serves(alone: Alone)
     write_file(private_dir(alone.paths.control) / alone.paths.lead_address.name, b"{}")
     with pytest.raises(RanksFailed, match="a daemon serves this run"):
         verl_slurm.run(model=alone.model, run_dir=alone.paths.root).__enter__()
+
+
+def test_by_hand_it_says_that_a_newer_checkpoint_is_gone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    for steps in (2, 4, 4):
+        with verl_slurm.run(model=nn.Linear(2, 2), run_dir=paths.root) as run:
+            for _ in run.steps(steps):
+                pass
+        heard = capfd.readouterr().err
+        shutil.rmtree(paths.checkpoint(4), ignore_errors=True)
+    said = "step_000004 was saved and is gone: the run goes back to step_000002, and does steps 3 and 4 again"
+    assert said in heard
 
 
 def test_what_could_only_be_pickled_is_refused_by_name_before_the_first_step() -> None:

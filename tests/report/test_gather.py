@@ -1,6 +1,7 @@
 """The facts of a report: the same numbers as `status` and the metrics, of whole runs, guests and damaged ones."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from tests.builders import reward_switch
 from tests.interrupted_runs import make_interrupted_run
 from tests.journals import append_event
+from tests.many_runs import make_run
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.files import read_events
@@ -102,6 +104,14 @@ def test_bad_and_slow_nodes_and_warnings_are_told(run: RunPaths) -> None:
     assert {one.what for one in found.nodes} == {"slow", "hang", "avoided"}
     assert found.nodes[0].node == "node2"
     assert [one.topic for one in found.warnings] == ["storage"]
+
+
+def test_a_checkpoint_that_is_gone_is_among_the_warnings(tmp_path: Path) -> None:
+    paths = make_run(tmp_path / "run", "done")
+    assert facts(paths).warnings == []
+    (*_, newest) = sorted(paths.checkpoints.iterdir())
+    shutil.rmtree(newest)
+    assert f"{newest.name} was verified and is gone" in facts(paths).warnings[0].text
 
 
 def test_a_run_that_has_not_ended_is_provisional(tmp_path: Path) -> None:

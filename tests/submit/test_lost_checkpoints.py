@@ -87,6 +87,19 @@ def test_a_damaged_newest_checkpoint_is_said_with_the_one_that_is_taken(run: Run
     assert any("step_000002" in note and "goes back to step_000001" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("large", [False, True])
+def test_a_newest_checkpoint_that_is_gone_is_said_with_the_steps_done_again(
+    run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    if large:
+        monkeypatch.setattr(resume_point, "_MOST_READ", 1)
+    shutil.rmtree(run.checkpoint(2))
+    said = "step_000002 was verified and is gone: the run goes back to step_000001, and does step 2 again"
+    assert any(said in note for note in plan(run).notes)
+    config = run_config(tiers=(cold_tier(tmp_path / "cold"),))
+    assert "looks for it in the tiers; without it" in resume_point.find_resume(config, run, [], None).note
+
+
 def test_a_checkpoint_too_large_to_be_read_here_is_not_called_good(
     run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import clear_work, require_guest, sweep_work
-from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error
+from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_error
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
@@ -315,4 +315,6 @@ def _take_the_run(run_dir: Path) -> _Start:
     choice = choose_resume(paths, "auto")
     if choice.name is None and (trace := former_checkpoint(paths, RunConfig(), by_hand=True)):
         raise lost_error(paths, trace, by_hand=True)
+    if lost := gone_back(paths, (), choice.name or ""):
+        _complain(lost)
     return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")

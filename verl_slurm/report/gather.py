@@ -14,6 +14,7 @@ from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
 from verl_slurm.base.errors import NotFound, PermissionRefused, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.newest import Newest
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.config.load import differences, load_resolved
@@ -27,7 +28,7 @@ from verl_slurm.journal.folds.timeline import Timeline
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.curves import Steps
-from verl_slurm.report.facts import Report, RewardFact, RunFacts, SampleFacts, Setting
+from verl_slurm.report.facts import Report, RewardFact, RunFacts, SampleFacts, Setting, WarningFact
 from verl_slurm.report.from_events import allocation_of, checkpoints_of, nodes_of, warnings_of
 from verl_slurm.runs.glance import ask_for, glance, state_of, steps_done
 from verl_slurm.runs.record import has_ledger
@@ -178,6 +179,8 @@ class _Reader:
                 Outages(events), datetime.fromtimestamp(until, UTC), has_ledger=has_ledger(paths)
             )
         facts.checkpoints = self._try("checkpoints", lambda: checkpoints_of(paths, events, steps), [])
+        if lost := self._try("the newest checkpoint", lambda: self._lost(events, newest), ""):
+            facts.warnings.insert(0, WarningFact(time=None, topic="checkpoint", text=lost))
         if self._num_samples:
             facts.samples = self._try("samples.jsonl", self._samples, [])
         facts.missing = self._missing
@@ -246,6 +249,9 @@ class _Reader:
             self._missing.append(f"the scheduler's answer: {problem}")
         answer = seen.get(one.root)
         return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint
+
+    def _lost(self, events: Sequence[Event], newest: Newest | None) -> str:
+        return "" if newest is None else gone_back(self.paths, events, newest.name, self.config)
 
     def _rewards(self) -> list[RewardFact]:
         return [

@@ -19,6 +19,8 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
+from verl_slurm.checkpoint.store.lost import in_tiers
 from verl_slurm.checkpoint.store.newest import Newest, newest_checkpoint
 from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
 from verl_slurm.journal.files import read_last_events
@@ -69,7 +71,7 @@ class Glance(msgspec.Struct, kw_only=True):
     """The newest cause, unless it is longer ago than what was read back."""
     checkpoint: Newest | None = None
     lost: str = ""
-    """The checkpoint that the run had, where it has none."""
+    """The checkpoint that the run had last, where it has none, or an older one alone."""
     interruptions: int = 0
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
@@ -167,7 +169,11 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
         # A colleague (`group`) sees none of them.
         with suppress(PermissionError):
             checkpoint = newest_checkpoint(paths)
-            lost = "" if checkpoint else status.get("last_checkpoint", "")
+            lost = status.get("last_checkpoint", "")
+            order = checkpoint_order(lost) or (-1, -1)
+            # A start brings one from its tiers.
+            if checkpoint and (order <= (checkpoint.step, checkpoint.safe_point) or in_tiers(paths, lost)):
+                lost = ""
     except OSError as error:
         if events is not None:
             raise

@@ -28,6 +28,7 @@ def main(args: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m verl_slurm.tiers", description=__doc__)
     parser.add_argument("what", choices=("sync", "restore"), help="one pass; or the newest checkpoint back")
     parser.add_argument("--run", required=True, type=Path, help="the run's directory")
+    parser.add_argument("--name", default="", help="of the checkpoint to restore")
     chosen = parser.parse_args(args)
     paths = RunPaths(chosen.run.resolve())
     try:
@@ -36,7 +37,7 @@ def main(args: list[str] | None = None) -> int:
             # Default action: the kernel ends this process, even inside a read that does not return.
             signal.alarm(_SURVEY_S)
             fetched = fetch_newest(
-                paths, config, on_limit=lambda seconds: _extend(seconds * len(config.tiers))
+                paths, config, only=chosen.name, on_limit=lambda seconds: _extend(seconds * len(config.tiers))
             )
             _say({"name": fetched.name, "reasons": fetched.reasons})
             return ExitCode.OK

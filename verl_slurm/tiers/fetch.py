@@ -93,12 +93,14 @@ def fetch_newest(
     paths: RunPaths,
     config: RunConfig,
     *,
+    only: str = "",
     tiers: Sequence[OpenTier] | None = None,
     on_limit: Callable[[float], None] = lambda seconds: None,
 ) -> Fetched:
     """Brings the newest checkpoint that any tier has whole; an older one if the newest does not verify.
 
     Args:
+        only: this checkpoint and no other.
         on_limit: called before each checkpoint with the seconds that fetching and verifying it may take.
 
     Raises:
@@ -120,7 +122,7 @@ def fetch_newest(
     ]
     reasons += refused
     # Without tier 0: the caller found nothing there that verifies.
-    names, failure = newest_first(states[1:]), TierError
+    names, failure = [name for name in newest_first(states[1:]) if only in ("", name)], TierError
     for name in names:
         # Twice the time of a fetch: what has arrived is read back from the disk as well.
         claimed = max(copy.num_bytes for state in states[1:] for copy in state.copies if copy.name == name)
@@ -137,14 +139,17 @@ def fetch_newest(
         return Fetched(name=name, tier=tier, reasons=tuple(reasons))
     for state in away:
         # A tier that never had a checkpoint of this run, as at a first start, does not stop it.
-        known = [name for name, record in memory.records.get(state.name, {}).items() if record.ok]
+        records = memory.records.get(state.name, {})
+        known = [name for name, record in records.items() if record.ok and only in ("", name)]
         if known:
             raise TierAway(
-                "no checkpoint is left in the run, and a tier that has some does not answer",
+                f"{only or 'no checkpoint'} is {'not' if only else 'left'} in the run, and a tier that has "
+                f"{'it' if only else 'some'} does not answer",
                 where=f"tier {state.name}",
                 found=state.detail,
                 expected=max(known, key=lambda n: checkpoint_order(n) or (-1, -1)),
-                remedy="start again when it answers; checkpoint.resume_from=null begins afresh",
+                remedy="start again when it answers; checkpoint.resume_from="
+                f"{'NAME goes on from an older one' if only else 'null begins afresh'}",
             )
     # There were checkpoints: to begin afresh is the user's decision.
     if names or refused:

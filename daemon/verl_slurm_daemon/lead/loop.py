@@ -254,6 +254,8 @@ class Lead:
         with suppress(OSError):  # it informs, nothing depends on it
             former = read_status(self._paths)
             self._status.step = max(former.get("step", 0), 0)
+            # Up to the restart: by it is judged whether the ledger has all that was recorded.
+            self._status.phase, self._status.index = former.get("phase", ""), former.get("index", 0)
             self._outages = Outages(read_events(self._paths))
 
     def _journaled(self, event: ev.Event) -> None:
@@ -265,7 +267,7 @@ class Lead:
         if isinstance(event, ev.Restart):  # it may have gone back: then so has the run
             status.last_checkpoint = event.resume or ""
             status.step = (checkpoint_order(status.last_checkpoint) or (0, 0))[0]
-            status.phase = ""
+            status.phase, status.index = "", 0
         is_saved = isinstance(event, ev.Verified) or (isinstance(event, ev.Saved) and not event.on_shared)
         if is_saved and self._journal is not None:
             # The run begins anew no longer: if this is lost, it must not begin again in silence.

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base import bounded
-from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost
+from verl_slurm.base.errors import CheckpointsAbsent, CheckpointsLost, TierError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.keys import Keyring
@@ -24,11 +24,18 @@ from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.loop_checkpoint import sweep_work
-from verl_slurm.checkpoint.store.lost import require_never_saved
+from verl_slurm.checkpoint.store.lost import (
+    gone_back,
+    in_tiers,
+    lost_rollouts,
+    missing_checkpoint,
+    require_never_saved,
+)
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Resume
+from verl_slurm.journal.events import Resume, Warned
+from verl_slurm.journal.files import read_events
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.journal import Journal
@@ -79,8 +86,9 @@ def find_resume_point(
     If the user named a checkpoint (or null: none), the run goes on from there, and newer ones are set aside. A
     checkpoint of another run is copied in first.
 
-    If no checkpoint of the run itself verifies and it has tiers, the newest one in the tiers is brought back.
-    This is not done if the run was told to begin from nothing and has saved nothing since.
+    If no checkpoint of the run itself verifies and it has tiers, the newest one in the tiers is brought back; if only
+    its newest is lost, that one, from a tier that had it. This is not done if the run was told to begin from nothing
+    and has saved nothing since.
 
     Args:
         keys: the checkpoint must be signed with one of them.
@@ -107,6 +115,8 @@ def find_resume_point(
     # from a tier what the user wanted to leave.
     if choice.name is not None:
         paths.from_nothing.unlink(missing_ok=True)
+        if has_tiers and resume_from == "auto":
+            choice = _newer_from_tiers(paths, choice, checked)
     elif resume_from is None:
         write_file(private_dir(paths.control) / paths.from_nothing.name, b"")
     elif has_tiers and not paths.from_nothing.exists():
@@ -132,10 +142,25 @@ def find_resume_point(
     return ResumePoint(name, tuple(reasons), progress, choice.manifest, journaled > 0)
 
 
+def _newer_from_tiers(
+    paths: RunPaths, choice: ResumeChoice, verifier: Callable[[Path], Verdict]
+) -> ResumeChoice:
+    lost, _ = missing_checkpoint(paths, read_events(paths), choice.name or "")
+    if not lost or not in_tiers(paths, lost):
+        return choice
+    try:
+        restore_newest(paths, lost)
+    except TierError as error:  # it answers, and has it no more: the older one is what is left
+        return replace(choice, reasons=(*choice.reasons, error.one_line()))
+    found = choose_resume(paths, "auto", verifier=verifier)
+    return replace(found, reasons=(*choice.reasons, "asked the run's tiers", *found.reasons))
+
+
 async def wait_for_checkpoints(
     find: Callable[[], ResumePoint], config: RunConfig, journal: Journal, leaving: asyncio.Event
 ) -> ResumePoint:
-    """Returns the resume point, but never the beginning of a run that has had a checkpoint.
+    """Returns the resume point, but never the beginning of a run that has had a checkpoint. Warns of what is
+    done again.
 
     Where the directory of checkpoints is absent or empty, as one that is not mounted, it is looked at again for half a
     minute.
@@ -148,12 +173,17 @@ async def wait_for_checkpoints(
         CheckpointsLost: the run has had a checkpoint and has none that can be used.
         InterruptedError: the restart was ended meanwhile.
     """
+
     for pause in (*IN_PLACE_S, None):
         point = await asyncio.to_thread(find)
-        if point.name:
-            return point
         try:
-            await asyncio.to_thread(require_never_saved, journal.paths, config, journal.epoch)
+            if not point.name:
+                await asyncio.to_thread(require_never_saved, journal.paths, config, journal.epoch)
+            # A user who named the checkpoint knows what the run goes back to.
+            if not journal.paths.resume_once.exists():
+                await asyncio.to_thread(_warn_of_losses, journal, config, point.name)
+            if point.name:
+                return point
             again = ("from step 0 again, with the rollouts that the ledger holds",) * point.rollouts
             return msgspec.structs.replace(point, reasons=(*point.reasons, *again))
         except CheckpointsLost as error:
@@ -167,6 +197,17 @@ async def wait_for_checkpoints(
             await asyncio.wait_for(leaving.wait(), pause)
             raise InterruptedError("it is being ended while its checkpoints are waited for")
     raise AssertionError("the last look returns or raises")
+
+
+def _warn_of_losses(journal: Journal, config: RunConfig, name: str) -> None:
+    paths, events = journal.paths, read_events(journal.paths)
+    lost = {
+        "checkpoint": gone_back(paths, events, name),
+        "rollouts": lost_rollouts(paths, config, events, name),
+    }
+    for topic, text in lost.items():
+        if text:
+            journal.write(Warned(topic, text))
 
 
 def _manifest_of(checkpoint: Path) -> bytes | None:

@@ -1,5 +1,6 @@
 """Tells whether a run has lost what it cannot make again: its id, or the checkpoints that it had. A run without a
-checkpoint to resume from that once had one must not begin again in silence.
+checkpoint to resume from that once had one must not begin again in silence. Nor may one go back to an older one, or
+sample again what its ledger had.
 
 Files are lost one by one: a purge takes checkpoints, a full disk the journal, a user the logs. So each trace that a
 checkpoint leaves is enough. A run that was killed before its first save has none of them, and its journal is whole.
@@ -8,7 +9,7 @@ Where no trace is left and the journal has a gap, nothing can tell, and that cou
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,17 +21,30 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.run_id import run_id
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
+from verl_slurm.journal.folds.saves import newest_save
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, open_segment, scan
 from verl_slurm.runtime_state.segment_files import segments
 
-__all__ = ["data_digest", "former_checkpoint", "lost_error", "require_never_saved", "require_run_id"]
+__all__ = [
+    "data_digest",
+    "former_checkpoint",
+    "found_elsewhere",
+    "gone_back",
+    "in_tiers",
+    "lost_error",
+    "lost_rollouts",
+    "missing_checkpoint",
+    "require_never_saved",
+    "require_run_id",
+]
 
 _RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
@@ -85,7 +99,7 @@ def require_run_id(paths: RunPaths) -> None:
             named = next((item.run for item in gaps if isinstance(item, Gap) and item.run), named)
         finally:
             os.close(fd)
-    copies = _in_tiers(paths)
+    copies = in_tiers(paths)
     if named:
         raise TierError(
             "the run's id is lost, and its ledger holds rollouts that bear it",
@@ -123,6 +137,166 @@ def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> Checkpo
         remedy=f"{'mount its file system, or ' * absent}bring one back (a backup, a tier, "
         f"checkpoints/quarantine); to begin again from step 0: {'another run_dir' if by_hand else again}",
     )
+
+
+def missing_checkpoint(paths: RunPaths, events: Iterable[ev.Event], present: str) -> tuple[str, str]:
+    """Returns the checkpoint that the run had last, where `present` is older, and what was done with it; two empty
+    texts: none is missing.
+
+    Args:
+        present: the newest that is there, or that is resumed from. Empty: `former_checkpoint` tells.
+    """
+    newest = newest_save(events)
+    if not any(newest):  # an emptied journal
+        newest = read_status(paths).get("last_checkpoint", ""), "verified"
+    if not newest[0] and newest[1] == "verified":  # a loop without a daemon
+        with suppress(FileNotFoundError, TooMuch, ValueError):
+            newest = read_regular(paths.latest, SMALL).decode().strip(), "saved"
+    order, before = checkpoint_order(newest[0]), checkpoint_order(present)
+    return newest if order is not None and before is not None and before < order else ("", "")
+
+
+def gone_back(
+    paths: RunPaths, events: Iterable[ev.Event], present: str, config: RunConfig | None = None
+) -> str:
+    """Returns what a start from `present` loses: a newer checkpoint, and the steps that are done again. Empty: nothing.
+
+    Args:
+        present: as of `missing_checkpoint`.
+        config: of a start that is to come, and may find it elsewhere.
+    """
+    name, done = missing_checkpoint(paths, events, present)
+    if not name:
+        return ""
+    where = "gone"
+    if os.path.lexists(paths.checkpoints / name):
+        where = "damaged"
+    elif any(entry.startswith(f"{name}.") for entry in names_in(paths.run, paths.quarantine)):
+        where = f"damaged, and set aside in {paths.quarantine}"
+    first = (checkpoint_order(present) or (0, 0))[0] + 1
+    step, within = checkpoint_order(name) or (0, 0)
+    last = step + bool(within)
+    steps = f"steps {first} {'and' if last == first + 1 else 'to'} {last}" if last > first else f"step {last}"
+    elsewhere = found_elsewhere(config) if config is not None else ""
+    instead = f"the next start looks for it in {elsewhere}; without it, " * bool(elsewhere)
+    return (
+        f"{name} was {done} and is {where}: {instead}the run goes back to {present}, and does {steps} again"
+    )
+
+
+def lost_rollouts(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event], present: str) -> str:
+    """Returns what a start samples again although the ranks before it had recorded it. Empty: nothing is known to be.
+
+    Call it before that start is in the journal.
+
+    Args:
+        present: the checkpoint that it resumes from; empty: none.
+
+    Raises:
+        OSError: the ledger cannot be read.
+    """
+    last: ev.Restart | None = None
+    reached: list[ev.Training | ev.FirstRollout] = []
+    for event in events:
+        match event:
+            case ev.Restart(resume=resume):
+                if last is None or last.resume != resume:
+                    reached = []
+                last = event
+            case ev.Training() | ev.FirstRollout():
+                reached.append(event)
+            case ev.Warned(topic="rollouts"):
+                reached = []  # told then
+            case ev.ForceResume(lost=text) if text:
+                last = None
+    if last is None or not paths.run_id.exists():
+        return ""
+    records = {(item.step, item.micro_batch) for item in _frames(paths, segments(paths))}
+    at_work = any(event.attempt == last.attempt for event in reached)
+    if config.trainer.is_guest:
+        number = None if _guest_lost(paths, last, present, at_work=at_work, empty=not records) else 0
+    else:
+        newest = paths.checkpoints / present if present else None
+        theirs = trained_with(paths, config, newest) or config
+        number = _not_recorded(paths, theirs, last, reached, checkpoint_order(present) or (0, 0), records)
+    lost = []
+    if number != 0:
+        what = "an unknown number of" if number is None else f"at least {number}"
+        lost.append(f"{what} finished responses are not in {paths.ledger} any more: they are sampled again")
+    tokens = RunPaths(paths.ledger / "tokens")
+    if tokens.ledger.is_dir() and at_work and not _of_attempt(tokens, last.attempt):
+        lost.append(f"the log of tokens is gone from {tokens.root}: unfinished responses begin again")
+    return "; ".join(lost)
+
+
+def _not_recorded(
+    paths: RunPaths,
+    config: RunConfig,
+    last: ev.Restart,
+    reached: Sequence[ev.Training | ev.FirstRollout],
+    start: tuple[int, int],
+    records: Collection[tuple[int, int]],
+) -> int | None:
+    """Returns the number of responses that our own trainer had before its position, and the ledger has not; None: some.
+
+    Args:
+        last: the newest start of ranks, and `reached` what they reported first.
+        config: theirs.
+        start: step and safe point to resume from.
+        records: (step, micro-batch) of the ledger.
+    """
+    each, ranks = config.rollout.micro_batch_size_per_device, config.distributed.dp_size
+    most = config.train.batch_size_per_device // each
+
+    def pieces(phase: str, index: int) -> int:
+        done = {"generate": index, "score": most + index, "step_end": 0, "": 0}
+        return done.get(phase, most + 1)
+
+    # What the checkpoint holds itself.
+    held = min(start[1], most) * ranks
+    status = read_status(paths)
+    known = [(event.step, pieces(event.phase, event.index)) for event in reached]
+    if reached and status.get("attempt", 0) >= (last.attempt or 0):
+        known.append((status.get("step", 0), pieces(status.get("phase", ""), status.get("index", 0))))
+    step, done = max(known, default=(0, 0))
+    step = min(step, config.train.steps)
+    # The position is rank 0's: at a safe point the others may be one piece short of it. Where ranks may become more or
+    # fewer, how many there were is not known.
+    sampled = 0 if config.may_lose_nodes else min(max(done - 1, 0), most) * ranks
+    lowest = (start[0], held)
+    expected = max((step - start[0]) * most * ranks + sampled - held, 0) if (step, sampled) > lowest else 0
+    found = sum(lowest <= one < (step, sampled) and one[1] < most * ranks for one in records)
+    if expected > found:
+        return (expected - found) * each
+    # At least the rank that reported has done this piece.
+    for at, count in known:
+        end = min(count, most) * ranks
+        if lowest < (at, end) and count and not any(lowest <= one < (at, end) for one in records):
+            return None
+    return 0
+
+
+def _guest_lost(paths: RunPaths, last: ev.Restart, present: str, *, at_work: bool, empty: bool) -> bool:
+    """Returns whether records of a loop that is not ours are gone, which numbers them in its own way."""
+    # Each of its processes has a segment from its start on, and one for single turns after that.
+    processes = _of_attempt(paths, last.attempt)
+    turns = _of_attempt(RunPaths(paths.ledger / "turns"), last.attempt)
+    wanted = turns | set(range(max(processes, default=0) + 1))
+    if paths.ledger.is_dir() and (at_work or turns) and not processes >= wanted:
+        return True
+    match = re.fullmatch(r"(.+)\+[1-9]\d*", last.progress)
+    return match is not None and match[1] == (present or "start") and empty
+
+
+def _of_attempt(paths: RunPaths, attempt: int | None) -> set[int]:
+    """Returns the numbers of the processes whose segments of this attempt are there, with a head."""
+    found = segments(paths)
+    return {rank for epoch, rank, path in found if epoch == attempt and path.stat().st_size >= HEAD_BYTES}
+
+
+def found_elsewhere(config: RunConfig) -> str:
+    """Returns the media where a start looks for what RUN/checkpoints lacks; empty: there is none."""
+    return "the tiers" if config.tiers else "the nodes' disks" if config.checkpoint.local_dir else ""
 
 
 def former_checkpoint(
@@ -185,17 +359,22 @@ def _found_beside(paths: RunPaths, events: Iterable[ev.Event]) -> str:
     for name in names_in(paths.run, paths.resharded.checkpoints):
         if checkpoint_order(name) is not None:
             return f"a copy of {name} in {paths.resharded.checkpoints}"
-    return _in_tiers(paths)
+    return in_tiers(paths)
 
 
-def _in_tiers(paths: RunPaths) -> str:
+def in_tiers(paths: RunPaths, wanted: str = "") -> str:
+    """Returns which checkpoint, and in which tier, by the run's own records; empty: none.
+
+    Args:
+        wanted: this one; empty: the newest of the first tier that has any.
+    """
     with suppress(FileNotFoundError, *UNREADABLE):
         held = decode_json(
             read_regular(paths.tier_records, RECORD), dict[str, dict[str, dict[str, object]]], RECORD
         )
         for tier, copies in held.get("tiers", {}).items():
             for name in sorted(copies, reverse=True):
-                if checkpoint_order(name) is not None:
+                if checkpoint_order(name) is not None and wanted in ("", name):
                     return f"{name} was in tier {tier}"
     return ""
 
@@ -225,7 +404,7 @@ def _by_progress(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event])
             return f"attempt {attempt} went on after step {step - 1:g} ({paths.steps.name})"
     found = segments(paths)
     # A guest numbers its records in its own way, and they come in any order.
-    if not config.trainer.is_guest and (step := min(_steps(paths, found), default=0)) > 0:
+    if not config.trainer.is_guest and (step := _first_step(_frames(paths, found))) > 0:
         return f"the ledger begins after step {step}"
     if not any(path.stat().st_size > HEAD_BYTES for _, _, path in found):
         for event in events:
@@ -245,7 +424,8 @@ def data_digest(paths: RunPaths) -> str:
     return ""
 
 
-def _steps(paths: RunPaths, found: Iterable[tuple[int, int, Path]]) -> Iterator[int]:
+def _frames(paths: RunPaths, found: Iterable[tuple[int, int, Path]]) -> Iterator[Frame]:
+    """Yields the headers of the run's own records."""
     if not paths.run_id.exists():  # `run_id` would make one, and no record bears it
         return
     for epoch, rank, path in found:
@@ -253,11 +433,18 @@ def _steps(paths: RunPaths, found: Iterable[tuple[int, int, Path]]) -> Iterator[
         try:
             for item in scan(fd, epoch, rank, run_id(paths), check_from_step=_NO_PAYLOAD):
                 if isinstance(item, Frame):
-                    yield item.step
-                    if item.step == 0:
-                        return
+                    yield item
         finally:
             os.close(fd)
+
+
+def _first_step(frames: Iterable[Frame]) -> int:
+    first = None
+    for item in frames:
+        first = item.step if first is None else min(first, item.step)
+        if first == 0:
+            break
+    return first or 0
 
 
 def _gap(paths: RunPaths, events: Iterable[ev.Event], epoch: int | None) -> str:

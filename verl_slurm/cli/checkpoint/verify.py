@@ -1,6 +1,7 @@
 """`verl-slurm checkpoints`, `verify`, `compare` and `fingerprint`."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
 from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.checkpoint.store.verify import verify as verify_directory
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
@@ -25,6 +27,7 @@ from verl_slurm.config.load import load_resolved
 from verl_slurm.config.roles import data_root
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
+from verl_slurm.journal.files import read_events
 
 __all__ = [
     "FIRST_TO_GO",
@@ -63,10 +66,11 @@ def checkpoints(run: RunPaths, as_json: bool) -> None:
 def print_checkpoints(run: RunPaths, as_json: bool) -> None:
     """Prints the table of `checkpoints RUN` and `list RUN`."""
     found = list_checkpoints(run)
-    try:
-        best = Best.of(load_resolved(run.run_yaml).checkpoint)
-    except VerlSlurmError:  # of another version: what there is can be listed all the same
-        best = Best(keep=0)
+    config = None
+    # One of another version: what there is can be listed all the same.
+    with suppress(VerlSlurmError):
+        config = load_resolved(run.run_yaml)
+    best = Best(keep=0) if config is None else Best.of(config.checkpoint)
     places = rank_best(found, best)
     if as_json:
         numbers = {name: place.number for name, place in places.items()}
@@ -79,6 +83,9 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> None:
         return
     columns = checkpoints_table(found, places, best.metric if best.keep else None)
     render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
+    newest = next((info.name for info in found if info.kind == "committed"), "")
+    if lost := gone_back(run, read_events(run), newest, config):
+        render.warning(lost)
 
 
 def checkpoints_table(

@@ -102,9 +102,8 @@ def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, lis
 
 
 def _checkpoint(run: Glance) -> str:
-    if run.checkpoint is not None:
-        return run.checkpoint.name
-    return f"LOST {run.lost}" if run.lost else "-"
+    words = [run.checkpoint.name] if run.checkpoint else []
+    return ", ".join([*words, f"LOST {run.lost}"] if run.lost else words) or "-"
 
 
 def _interrupted(run: Glance) -> str:

@@ -12,7 +12,7 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.store.lost import former_checkpoint
+from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
 from verl_slurm.cli.options import RUN, Whole, exits, json_option
 from verl_slurm.cli.run.listing import STATE_COLOURS, told_facts
 from verl_slurm.cli.show import render, story
@@ -80,6 +80,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts, outages = _facts(run, events), Outages(events)
     facts["reward"] = _reward_in_force(run, facts["step"])
     facts["code"] = _code_words(run, events)
+    facts["lost"] = _losses(run, facts, events, outages)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
     rows = last_steps(run, max(num_steps, LOOKED_AT))
     facts["steps"] = rows[-num_steps:] if num_steps else []
@@ -119,6 +120,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
             spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in facts["nodes"])
             lines.append(("nodes", node_words(facts["nodes"]) + spare))
     lines += [("code", line) for line in facts["code"]]
+    lines += [("lost", f"WARNING, {line}") for line in facts["lost"]]
     if facts["reward"] is not None:
         lines.append(("reward", _reward_words(facts["reward"])))
     lines += [(f"service {place}", said) for place, said in snapshot.get("services", {}).items()]
@@ -127,7 +129,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     lines.append(
         (
             "checkpoint",
-            str(verified) if hidden and verified else _checkpoint_words(run, facts["checkpoint"], verified),
+            str(verified) if hidden and verified else _checkpoint_words(run, facts, events),
         )
     )
     if events:
@@ -266,6 +268,33 @@ def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
     return lines
 
 
+def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], outages: Outages) -> list[str]:
+    """Returns what the starts since the last submission found lost, and what the next one will; notes the latter in
+    the interruption that is not over.
+    """
+    lines: list[str] = []
+    for event in reversed(events):
+        if isinstance(event, Submitted):
+            break
+        if isinstance(event, Warned) and event.topic in ("checkpoint", "rollouts"):
+            lines.insert(0, event.text)
+    last = next((one for one in outages.each[-1:] if one.seconds is None and one.resumed is None), None)
+    ended = facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
+    # While ranks are at work nothing is lost yet; and a colleague (`group`) sees no checkpoints.
+    if not (ended or last) or not os.access(run.checkpoints, os.R_OK):
+        return lines
+    if last is not None and last.saved:
+        last.verified &= os.path.lexists(run.checkpoints / last.saved)
+    # A file that cannot be read costs this line of the answer, and not the others.
+    with suppress(OSError, VerlSlurmError):
+        name = facts["checkpoint"]["name"] if facts["checkpoint"] else ""
+        if lost := lost_rollouts(run, load_resolved(run.run_yaml), events, name):
+            lines.append(lost)
+            if last is not None:
+                last.rollouts_lost = lost
+    return lines
+
+
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
     """Returns the reward that scores the running step, since when, and the open part of a replacement. None: a
     guest's loop, whose reward is its own.
@@ -310,7 +339,8 @@ def _reward_words(facts: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _checkpoint_words(run: RunPaths, checkpoint: dict[str, Any] | None, verified: object) -> str:
+def _checkpoint_words(run: RunPaths, facts: dict[str, Any], events: list[Event]) -> str:
+    checkpoint, verified = facts["checkpoint"], facts["status"].get("last_checkpoint")
     if checkpoint is None:
         # A loop that was started by hand has no logs and keeps no journal.
         with suppress(OSError, VerlSlurmError):
@@ -321,4 +351,8 @@ def _checkpoint_words(run: RunPaths, checkpoint: dict[str, Any] | None, verified
     size = checkpoint["num_bytes"] / 1e6
     # The newest checkpoint need not be the last one that was read back: a save may have come since.
     good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
-    return f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"
+    words = f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"
+    with suppress(OSError, VerlSlurmError):
+        if lost := gone_back(run, events, checkpoint["name"], load_resolved(run.run_yaml)):
+            return f"{words}; WARNING, {lost}"
+    return words

@@ -293,7 +293,7 @@ def _beginning(plan: SubmissionPlan) -> str:
     if wanted != "auto":
         return f"the run goes on from {wanted}, as checkpoint.resume_from says"
     if plan.resumes_from is None:
-        return "the run goes on from step 0; it has no checkpoint yet, its rollouts are used again"
+        return "the run goes on from step 0; it has no checkpoint yet, and uses what its ledger has"
     if plan.resume_read:
         return f"the run goes on from {plan.resumes_from}, its newest checkpoint that verifies"
     return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies (not read: too large)"

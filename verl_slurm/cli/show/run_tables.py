@@ -34,27 +34,37 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
     )
     if facts["tokens_lost"] == 0:
         return f"{words}; no token was lost"
-    some = sum(1 for row in facts["each"] if row["tokens_lost"] is None and row["trained"])
-    if not some:
+    unsaved = [row for row in facts["each"] if row["tokens_lost"] is None and row["trained"]]
+    if not unsaved:
         return f"{words}; none while the ranks trained"
+    some = f"{len(unsaved)} without a save to go on from"
     if not facts["has_ledger"]:
-        return f"{words}; {some} without a save, what came after the last checkpoint was done again"
-    return f"{words}; {some} without a save, finished rollouts are in the ledger"
+        return f"{words}; {some}, what came after the last checkpoint was done again"
+    if lost := sum(1 for row in unsaved if row["rollouts_lost"]):
+        return f"{words}; {some}, {lost} of these also lost finished rollouts"
+    return f"{words}; {some}, finished rollouts are in the ledger"
 
 
 def interruptions_table(
     outages: Sequence[Outage], now: datetime, *, has_ledger: bool = True
 ) -> dict[str, list[str]]:
     """Returns cells by heading."""
-    unfinished = "unfinished ones" if has_ledger else "not known"
     return {
         "interrupted": [_clock(one.began) for one in outages],
         "cause": [one.cause.replace("_", " ") for one in outages],
         "cost": [_cost(one, now) for one in outages],
         **{name: [_span(getattr(one, f"{name}_s")) for one in outages] for name in _PARTS},
-        "tokens lost": ["0" if one.tokens_lost == 0 else unfinished for one in outages],
+        "tokens lost": [_lost(one, has_ledger) for one in outages],
         "resumed from": ["-" if one.resumed is None else one.resumed or "the beginning" for one in outages],
     }
+
+
+def _lost(one: Outage, has_ledger: bool) -> str:
+    if one.tokens_lost == 0:
+        return "0"
+    if one.rollouts_lost:
+        return "finished ones, too"
+    return "unfinished ones" if has_ledger else "not known"
 
 
 def _span(seconds: float | None) -> str:

@@ -30,6 +30,8 @@ from verl_slurm.journal.events import (
     Saved,
     Started,
     Training,
+    Verified,
+    Warned,
 )
 
 __all__ = ["ENDING_CAUSES", "Outage", "Outages", "interruption_facts"]
@@ -73,6 +75,10 @@ class Outage(msgspec.Struct, kw_only=True):
     """From there to the first new rollout."""
     saved: str = ""
     """The emergency checkpoint."""
+    verified: bool = False
+    """It was read back and is whole."""
+    rollouts_lost: str = ""
+    """What the next start found lost of the finished rollouts."""
     resumed: str | None = None
     """What the next ranks started from; empty: from the beginning; None: none have."""
     evidence: str = ""
@@ -84,9 +90,11 @@ class Outage(msgspec.Struct, kw_only=True):
 
     @property
     def tokens_lost(self) -> int | None:
-        """0 where the ranks went on from what they had saved when they stopped. Else None: finished rollouts are in the
-        ledger, and the tokens of micro-batches that were being sampled when the ranks died are not counted."""
-        return 0 if self.saved and self.resumed == self.saved else None
+        """0 where the ranks went on from what they had saved when they stopped, or will. Else None: finished rollouts
+        are in the ledger, and the tokens of micro-batches that were being sampled when the ranks died are not counted.
+        """
+        goes_on = self.verified if self.resumed is None else self.resumed == self.saved
+        return 0 if self.saved and goes_on else None
 
     def so_far(self, now: datetime) -> float:
         """Seconds from its beginning to `now`."""
@@ -173,6 +181,10 @@ class Outages:
             # After the ranks' restart, such a save belongs to the next interruption.
             case Saved(name=name, emergency=True) if not self._relaunched:
                 outage.saved, outage.save_s = name, _between(self._began, now)
+            case Verified(name=name) if name == outage.saved and not self._relaunched:
+                outage.verified = True
+            case Warned(topic="rollouts", text=text) if not self._relaunched:
+                outage.rollouts_lost = text[:_MOST_EVIDENCE]
             case Restart(resume=resume):
                 self._relaunched = True
                 outage.resumed = resume or ""

@@ -2,9 +2,55 @@
 
 from collections.abc import Collection, Iterable
 
-from verl_slurm.journal.events import Event, Saved, Scrubbed, Started, Verified
+from verl_slurm.base.paths import CHECKPOINT_NAME
+from verl_slurm.journal.events import (
+    Adopted,
+    Corrupt,
+    Event,
+    ForceResume,
+    Pruned,
+    Restart,
+    Saved,
+    Scrubbed,
+    Started,
+    TierFetched,
+    Verified,
+)
 
-__all__ = ["last_judged", "measured_saves", "on_nodes_alone"]
+__all__ = ["last_judged", "measured_saves", "newest_save", "on_nodes_alone"]
+
+
+def newest_save(events: Iterable[Event]) -> tuple[str, str]:
+    """The newest checkpoint since the run last went back, and what was done with it last. An empty name: none since
+    then; two empty texts: the journal names none at all.
+
+    Retention never takes it, so it is there, or it was lost. One that only nodes have, or whose first reading found it
+    damaged, does not count.
+    """
+    newest = before = "", ""
+    for event in events:
+        match event:
+            # It may have gone back, because the user said so, or because newer ones were lost, which was told then.
+            case Restart(resume=name):
+                newest = before = (name, "verified") if name else ("", "begun again")
+            case ForceResume(lost=lost) if lost:
+                newest = before = "", "begun again"
+            case Saved(name=name, on_shared=True):
+                before, newest = newest, (name, "saved")
+            case Corrupt(name=name) | Pruned(name=name) if newest == (name, "saved"):
+                newest = before
+            case Verified(name=name) | TierFetched(name=name) if _order(name) >= _order(newest[0]):
+                newest = name, "verified"
+            case Adopted(checkpoints=names) if names:
+                newest = max(
+                    [newest, *((name, "taken over") for name in names)], key=lambda one: _order(one[0])
+                )
+    return newest
+
+
+def _order(name: str) -> tuple[int, int]:
+    match = CHECKPOINT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, -1)
 
 
 def measured_saves(events: Iterable[Event], newest: int) -> list[tuple[int, float]]:

@@ -17,12 +17,19 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.store.frozen import recorded_model
-from verl_slurm.checkpoint.store.lost import former_checkpoint, lost_error
+from verl_slurm.checkpoint.store.lost import (
+    former_checkpoint,
+    found_elsewhere,
+    gone_back,
+    lost_error,
+    lost_rollouts,
+)
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.fingerprint.record import fingerprint
+from verl_slurm.journal.files import read_events
 from verl_slurm.wire.reward_plan import read_reward_plan
 
 __all__ = ["ResumeFound", "check_frozen_inputs", "check_records", "find_resume"]
@@ -197,18 +204,31 @@ def find_resume(
     try:
         choice = choose_resume(paths, "auto", move_damaged=False, verifier=read)
     except _TooLarge as error:
-        return ResumeFound(str(error))
+        return ResumeFound(str(error), note=_again(config, paths, str(error)))
     damaged = "; ".join(verdict.one_line() for verdict in choice.verdicts[:1] if not verdict.ok)
     if choice.name is not None:
-        back = f"{damaged}: the run goes back to {choice.name}, and does the steps after it again"
-        return ResumeFound(choice.name, read=True, note=back if damaged else "")
+        return ResumeFound(choice.name, read=True, note=_again(config, paths, choice.name, damaged))
     trace = former_checkpoint(paths, config)
-    if trace and (config.tiers or config.checkpoint.local_dir):
-        where = "the tiers" if config.tiers else "the nodes' disks"
+    if trace and (where := found_elsewhere(config)):
         note = f"no checkpoint in {paths.checkpoints} can be used ({damaged or trace})"
         without = f"ends with {int(ExitCode.CORRUPT)} without one"
         return ResumeFound(note=f"{note}: the job looks for one in {where}, and {without}")
     lost = trace and (damaged or trace)
     if lost and (begin_again is None or not begin_again(lost)):
         raise lost_error(paths, lost)
-    return ResumeFound(lost=lost)
+    return ResumeFound(lost=lost, note="" if lost else _again(config, paths, ""))
+
+
+def _again(config: RunConfig, paths: RunPaths, name: str, damaged: str = "") -> str:
+    """Returns what a start from checkpoint `name` does again.
+
+    Args:
+        damaged: the verdict on a newer one.
+    """
+    events = read_events(paths)
+    lost = gone_back(paths, events, name, config)
+    if lost:  # later a copy is of no use any more
+        lost += ", unless you bring it back first (a backup, checkpoints/quarantine)"
+    elif damaged:  # the journal has no word of it
+        lost = f"the run goes back to {name}, and does the steps after it again"
+    return "; ".join(filter(None, (damaged, lost, lost_rollouts(paths, config, events, name))))
