@@ -1,5 +1,6 @@
 import errno
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Ledger, load
-from verl_slurm.trainer.rollout.records import record, settle, take_back
+from verl_slurm.trainer.rollout.records import RolloutRecorder
 from verl_slurm.trainer.state.position import StepShape
 
 pytestmark = pytest.mark.torch
@@ -18,31 +19,46 @@ def _broken(fd: int) -> None:
     raise OSError(errno.EIO, "Input/output error")
 
 
-def test_a_rollout_that_may_not_outlast_its_node_is_said_and_training_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_rollouts_that_the_ledger_does_not_take_are_told_and_it_takes_them_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rollouts = {"response_ids": torch.ones((4, 3), dtype=torch.int64)}
+    rollouts, told, now = {"response_ids": torch.ones((4, 3), dtype=torch.int64)}, list[str](), [1000.0]
     paths = RunPaths(tmp_path)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with Ledger(paths, 1, 0) as ledger:
-        monkeypatch.setattr(os, "fdatasync", _broken)
-        record(ledger, 0, 0, 0, rollouts)
-        settle(ledger, 0)
-        assert "may not outlast its node: [Errno 5] Input/output error" in "".join(capsys.readouterr())
-        record(ledger, 0, 0, 2, rollouts)
-        assert "not written to the ledger" in "".join(capsys.readouterr())
-    assert load(paths, from_step=0).keys() == {(0, 0)}
+        recorder = RolloutRecorder(ledger, 0, told.append)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", _broken)
+            recorder.record(0, 0, rollouts)
+            recorder.settle()
+            assert (
+                told.pop()
+                == "dp rank 0: the newest rollout may not outlast its node: [Errno 5] Input/output error"
+            )
+            patch.setattr(os, "fsync", _broken)
+            recorder.record(0, 2, rollouts)
+            assert "takes no rollouts: [Errno 5]" in told.pop()
+            now[0] += 1
+            recorder.record(0, 4, rollouts)
+        assert not told, "it is told once"
+        now[0] += 60
+        recorder.record(0, 6, rollouts)
+        assert told.pop() == "dp rank 0: the ledger takes rollouts again; it lacks 2 micro-batches"
+        recorder.record(1, 0, rollouts)
+    assert not told
+    assert load(paths, from_step=0).keys() == {(0, 0), (0, 6), (1, 0)}
 
 
 def test_what_is_taken_back_is_durable_before_the_refusal_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    told: list[str] = []
     with Ledger(RunPaths(tmp_path), 1, 1) as ledger:
-        synced: list[int] = []
-        real = os.fdatasync
+        recorder, synced, real = RolloutRecorder(ledger, 1, told.append), list[int](), os.fdatasync
         with monkeypatch.context() as patch:
             patch.setattr(os, "fdatasync", lambda fd: (real(fd), synced.append(fd)))
-            take_back(ledger, 1, 5, SHAPE)
+            recorder.take_back(5, SHAPE)
             assert len(synced) == SHAPE.generations
         monkeypatch.setattr(os, "fdatasync", _broken)
-        take_back(ledger, 1, 6, SHAPE)
-        assert "what is refused stays in the ledger" in "".join(capsys.readouterr())
+        recorder.take_back(6, SHAPE)
+        assert "what is refused stays in the ledger" in told.pop()

@@ -16,6 +16,7 @@ That is why a reader may choose to continue over damage (and must report it).
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +47,8 @@ from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment,
 __all__ = ["Index", "Key", "Ledger", "load", "prune", "records"]
 
 _GROUP = "rollouts"
+_RENEW_EVERY_S = 60.0
+"""A full disk stays full for a while, and each try reads all of the file."""
 
 Key = tuple[int, int]
 
@@ -63,9 +66,9 @@ class Ledger:
     def __init__(self, paths: RunPaths, epoch: int, rank: int, *, keys: Keyring | None = None) -> None:
         self.path = paths.ledger_segment(epoch, rank)
         self._epoch, self._rank, self._keys = epoch, rank, keys
-        # Set when the file's end is not known to be a record's end. The segment then takes nothing more, instead of
-        # acknowledging records that no reader would find.
-        self._broken = False
+        # Set when the file's end is not known to be a record's end. The file then takes nothing more, instead of
+        # acknowledging records that no reader would find: the next record waits for a new file.
+        self._broken, self._renew_at = False, 0.0
         # Training appends while the save path compacts in the background.
         self._writing = threading.Lock()
         self._sync = BackgroundSync()
@@ -96,7 +99,8 @@ class Ledger:
         Raises:
             ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
             OSError: the disk refused, and this record is not written. A failed write may be repeated. After a failed
-                fsync of the previous record the segment stays closed, since the kernel may have dropped the pages.
+                fsync of the previous record the kernel may have dropped its pages: what can be read goes into a new
+                file first, which is tried once a minute.
         """
         return self.append_many([(step, micro_batch, arrays)])
 
@@ -133,9 +137,9 @@ class Ledger:
             raise
 
     def _append(self, records: Sequence[tuple[int, int, Arrays]]) -> int:
-        # Before packing: a segment that is closed for good should not cost a compression for each record.
+        # Before packing: a file that takes nothing should not cost a compression for each record.
         if self._broken:
-            raise OSError(f"{self.path} takes no more records: a former fsync or compaction failed")
+            self._renew()
         record = memoryview(b"".join(self._framed(*one) for one in records))
         self._settle()  # not earlier: the sync runs while all this is packed
         written = 0
@@ -166,6 +170,13 @@ class Ledger:
             payload = seal_record(self._keys.current, place, payload)
         return frame(self._run, step, micro_batch, payload, sealed=self._keys is not None)
 
+    def _renew(self) -> None:
+        now = time.monotonic()
+        if now < self._renew_at and self._fd >= 0:
+            raise OSError(f"{self.path} takes no records: a former fsync or compaction failed")
+        self._renew_at = now + _RENEW_EVERY_S
+        self._compact(0)
+
     def compact(self, before_step: int) -> int:
         """Drops this segment's records of steps before `before_step`; returns the bytes freed. The file is replaced by
         rename, so a crash leaves the old segment or the new one."""
@@ -173,7 +184,8 @@ class Ledger:
             return self._compact(before_step)
 
     def _compact(self, before_step: int) -> int:
-        self._settle()  # of the descriptor that is closed here
+        # Of the descriptor that is closed here; that of a broken file failed already.
+        self._settle()
         keep = [head(self._epoch, self._rank)]
         keep.extend(
             os.pread(self._fd, item.end - item.offset, item.offset)
@@ -183,7 +195,7 @@ class Ledger:
         )
         data = b"".join(keep)
         saved = self._end - len(data)
-        if saved > 0:
+        if saved > 0 or self._broken:
             try:
                 # The lock is on the old file. The new one is locked by `_open` before the old descriptor is closed.
                 write_file(self.path, data)
@@ -195,7 +207,7 @@ class Ledger:
                 self._broken |= not os.path.samestat(os.stat(self.path), os.fstat(self._fd))
                 raise
             os.close(old)
-            self._end = len(data)
+            self._end, self._broken = len(data), False
         return max(saved, 0)
 
     def close(self) -> None:

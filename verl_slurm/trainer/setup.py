@@ -56,7 +56,7 @@ from verl_slurm.trainer.reward.files import start_reward
 from verl_slurm.trainer.reward.scoring import build_reward
 from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
 from verl_slurm.trainer.rollout.engines import build_engine
-from verl_slurm.trainer.rollout.records import SampleLog
+from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state.frozen_copies import FrozenCopies
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
@@ -273,6 +273,7 @@ def _build_loop(
         )
     # `load_replay` may put the position back to the beginning of the step, where its rollouts were refused.
     loaded = state.position
+    tell = partial(session.notice, topic="ledger", loud=True)
     # A replica's leader reads for its ranks: two nodes may see different ends of one file for a moment (decision 0006).
     replay = load_replay(
         paths,
@@ -281,7 +282,7 @@ def _build_loop(
         grid.place.dp if grid.is_leader else None,
         ranks,
         keys,
-        tell=partial(session.notice, topic="ledger", loud=True),
+        tell=tell,
     )
     # A request is answered with a checkpoint of this run only; one outside the run must not be named.
     ours = manifest is not None and directory == paths.checkpoints / manifest.name
@@ -312,7 +313,7 @@ def _build_loop(
         tokenizer=tokenizer,
         reward=live,
         grid=grid,
-        ledger=ledger,
+        recorder=RolloutRecorder(ledger, grid.data.rank, tell),
         replay=replay,
         evaluator=evaluator,
         samples=SampleLog(paths, epoch, config.rollout.keep_samples, keys) if ranks.rank == 0 else None,

@@ -17,7 +17,6 @@ from verl_slurm.config.checks.rollout import sampling_dtype
 from verl_slurm.config.roles import Role
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.trainer.data import Batch, PromptData
 from verl_slurm.trainer.evaluation import Evaluator
 from verl_slurm.trainer.measures import console
@@ -42,7 +41,7 @@ from verl_slurm.trainer.parallel.mini_batches import MiniBatches
 from verl_slurm.trainer.parallel.replica import Replica
 from verl_slurm.trainer.reward.scoring import Reward, decode_responses
 from verl_slurm.trainer.rollout.engines import RolloutEngine, gap_and_tokens, gap_limit, require_small_gap
-from verl_slurm.trainer.rollout.records import SampleLog, record, settle, take_back
+from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog
 from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.train_state import TrainState, stacked, to_batch, update_metrics
 
@@ -60,7 +59,7 @@ class Learner:
 
     Args:
         replay: journaled rollouts by (step, global micro-batch), of the steps that are done again.
-        ledger: takes each fresh micro-batch.
+        recorder: takes each fresh micro-batch.
         evaluator: None: this run is never evaluated.
         samples: None: another rank keeps them.
     """
@@ -77,7 +76,7 @@ class Learner:
         tokenizer: PreTrainedTokenizerBase,
         reward: Reward,
         grid: Grid,
-        ledger: Ledger,
+        recorder: RolloutRecorder,
         replay: dict[tuple[int, int], Arrays],
         evaluator: Evaluator | None = None,
         samples: SampleLog | None = None,
@@ -87,7 +86,7 @@ class Learner:
         self._ranks, self._replica = grid.data, Replica(grid)
         self._models, self._optimizers, self._sampler = models, optimizers, sampler
         self._data, self._tokenizer, self._reward = data, tokenizer, reward
-        self._ledger, self._replay = ledger, replay
+        self._recorder, self._replay = recorder, replay
         self._evaluator, self._samples = evaluator, samples
         # Never a step's number, so a new process copies the weights before it samples: its engine starts without them.
         self._synced_step = -1
@@ -152,14 +151,14 @@ class Learner:
             # One rank journals and counts for its replica: all of them hold the same rows.
             if self._replica.is_leader:
                 self.new_rollouts += size
-                record(self._ledger, self._ranks.rank, position.step, micro_batch, batch)
+                self._recorder.record(position.step, micro_batch, batch)
             self._my_tokens += int(batch["response_mask"].sum())
         # After the ledger: whatever a checkpoint holds has been recorded, or its failure reported.
         state.buffers.rollouts.append(batch)
         # `append` waits for the record before it. Nothing is appended while the step trains, so the last record is
         # waited for.
         if self._replica.is_leader and position.index + 1 == self._shape.generations:
-            settle(self._ledger, self._ranks.rank)
+            self._recorder.settle()
 
     def _replayed(self, step: int, micro_batch: int, prompts: Batch) -> Batch | None:
         # Popped: each record is used once, and its memory is free as soon as it stands in the buffers.
@@ -185,7 +184,7 @@ class Learner:
     def _take_back(self, step: int) -> None:
         """Retracts the step, so that no start replays refused rollouts. Collective."""
         if self._replica.is_leader:
-            take_back(self._ledger, self._ranks.rank, step, self._shape)
+            self._recorder.take_back(step, self._shape)
         # A barrier: the end of one process ends those of the other ranks, and they might not have taken theirs back
         # yet.
         self._grid.world.max([0])

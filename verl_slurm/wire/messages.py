@@ -351,7 +351,7 @@ class SaveFailed(_Message, frozen=True, kw_only=True):
 
 
 class Notice(_Message, frozen=True, kw_only=True):
-    """Rank 0: tells people about a save, an evaluation or the reward; it stops nothing."""
+    """Rank 0: tells people about a save, an evaluation, the reward or the ledger; it stops nothing."""
 
     rank: int
     topic: Topic

@@ -15,7 +15,7 @@ from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.trainer.state.train_state import to_arrays
 
-__all__ = ["SampleLog", "record", "settle", "take_back"]
+__all__ = ["RolloutRecorder", "SampleLog"]
 
 Texts = Callable[[Batch], tuple[list[str], list[str], list[str]]]
 """(prompts, responses, answers) of a batch."""
@@ -70,34 +70,50 @@ class SampleLog:
             console.complain(f"no samples in {self._paths.samples.name} from here on: {error}")
 
 
-def record(ledger: Ledger, dp_rank: int, step: int, micro_batch: int, batch: Batch) -> None:
-    """Write a finished micro-batch; it becomes durable while the next one is sampled. Without its record it would be
-    sampled again after a crash; no reason to crash now.
+class RolloutRecorder:
+    """Writes one data-parallel rank's rollouts into the ledger. What it does not take would be sampled again after a
+    crash: no reason to crash now, but it is told.
+
+    Args:
+        tell: for the journal, at the first record that fails and at the first one after it that does not.
     """
-    try:
-        ledger.append(step, micro_batch, to_arrays(batch))
-    except OSError as error:
-        console.complain(f"dp rank {dp_rank}: rollout not written to the ledger: {error}")
 
+    def __init__(self, ledger: Ledger, dp_rank: int, tell: Callable[[str], None]) -> None:
+        self._ledger, self._dp_rank, self._tell, self._unwritten = ledger, dp_rank, tell, 0
 
-def settle(ledger: Ledger, dp_rank: int) -> None:
-    """The last micro-batch of a step is written, and no other follows for a while: wait until it is durable."""
-    try:
-        ledger.settle()
-    except OSError as error:
-        console.complain(f"dp rank {dp_rank}: the newest rollout may not outlast its node: {error}")
+    def record(self, step: int, micro_batch: int, batch: Batch) -> None:
+        """Writes a finished micro-batch; it becomes durable while the next one is sampled."""
+        try:
+            self._ledger.append(step, micro_batch, to_arrays(batch))
+        except OSError as error:
+            if not self._unwritten:
+                self._say(f"the ledger takes no rollouts: {error}; after a crash they are sampled again")
+            self._unwritten += 1
+        else:
+            if self._unwritten:
+                self._say(f"the ledger takes rollouts again; it lacks {self._unwritten} micro-batches")
+            self._unwritten = 0
 
+    def settle(self) -> None:
+        """Waits until the last micro-batch of a step is durable: no other follows for a while."""
+        try:
+            self._ledger.settle()
+        except OSError as error:
+            self._say(f"the newest rollout may not outlast its node: {error}")
 
-def take_back(ledger: Ledger, dp_rank: int, step: int, shape: StepShape) -> None:
-    """The rollouts of a step are refused: no start shall replay this rank's, from whichever segment."""
-    try:
-        # All of them, also those that were never recorded: an older segment may have some of this step.
-        for index in range(shape.generations):
-            # An empty record: the newest one of a micro-batch counts, and this one holds nothing.
-            ledger.append(step, index * shape.dp_size + dp_rank, {})
-        # Durable before the rank leaves with the refusal, or the next start would replay them and refuse again.
-        ledger.settle()
-    except OSError as error:
-        console.complain(
-            f"dp rank {dp_rank}: what is refused stays in the ledger, move it away before the next start: {error}"
-        )
+    def take_back(self, step: int, shape: StepShape) -> None:
+        """The rollouts of a step are refused: no start shall replay this rank's, from whichever segment."""
+        try:
+            # All of them, also those that were never recorded: an older segment may have some of this step.
+            for index in range(shape.generations):
+                # An empty record: the newest one of a micro-batch counts, and this one holds nothing.
+                self._ledger.append(step, index * shape.dp_size + self._dp_rank, {})
+            # Durable before the rank leaves with the refusal, or the next start would replay them and refuse again.
+            self._ledger.settle()
+        except OSError as error:
+            self._say(f"what is refused stays in the ledger, move it away before the next start: {error}")
+
+    def _say(self, text: str) -> None:
+        line = f"dp rank {self._dp_rank}: {text}"
+        console.complain(line)
+        self._tell(line)
