@@ -346,3 +346,11 @@ def test_what_verl_had_recorded_is_missed(
     assert sampled_again(guest, config=GUEST) == ""
     lose(guest)
     assert sampled_again(guest, config=GUEST).startswith(said)
+
+
+def test_a_loop_that_keeps_no_ledger_has_lost_none(guest: RunPaths) -> None:
+    shutil.rmtree(guest.ledger)
+    private_dir(guest.ledger)
+    append_event(guest, "restart", attempt=2, number=1, progress="step_000001")
+    append_event(guest, "training", attempt=2, phase="step_end")
+    assert sampled_again(guest, config=run_config(backend="command", command=("train.py",))) == ""

@@ -214,7 +214,10 @@ def lost_rollouts(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event]
     records = {(item.step, item.micro_batch) for item in _frames(paths, segments(paths))}
     at_work = any(event.attempt == last.attempt for event in reached)
     if config.trainer.is_guest:
-        number = None if _guest_lost(paths, last, present, at_work=at_work, empty=not records) else 0
+        # Other loops, and a recipe's own main, need not keep one.
+        keeps = config.trainer.on_ray and not config.trainer.command
+        lost_some = _guest_lost(paths, last, present, began=at_work and keeps, empty=not records)
+        number = None if lost_some else 0
     else:
         newest = paths.checkpoints / present if present else None
         theirs = trained_with(paths, config, newest) or config
@@ -276,13 +279,18 @@ def _not_recorded(
     return 0
 
 
-def _guest_lost(paths: RunPaths, last: ev.Restart, present: str, *, at_work: bool, empty: bool) -> bool:
-    """Returns whether records of a loop that is not ours are gone, which numbers them in its own way."""
+def _guest_lost(paths: RunPaths, last: ev.Restart, present: str, *, began: bool, empty: bool) -> bool:
+    """Returns whether records of a loop that is not ours are gone, which numbers them in its own way.
+
+    Args:
+        began: it keeps a ledger, and had begun one.
+        empty: the ledger has no record.
+    """
     # Each of its processes has a segment from its start on, and one for single turns after that.
     processes = _of_attempt(paths, last.attempt)
     turns = _of_attempt(RunPaths(paths.ledger / "turns"), last.attempt)
     wanted = turns | set(range(max(processes, default=0) + 1))
-    if paths.ledger.is_dir() and (at_work or turns) and not processes >= wanted:
+    if paths.ledger.is_dir() and (began or processes or turns) and not processes >= wanted:
         return True
     match = re.fullmatch(r"(.+)\+[1-9]\d*", last.progress)
     return match is not None and match[1] == (present or "start") and empty
