@@ -19,6 +19,8 @@ OF_THEIR_OWN = {
     "daemon/test_launcher.py",
     "slurm/test_client.py",
     "submit/test_programs.py",
+    "submit/test_services.py",
+    "submit/test_verl_checks.py",
     "hostile/test_search_path.py",
 }
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from verl_slurm_daemon.agent.rank_environment import prepare_environment
 
+from tests.harness import wait_until_gone
 from verl_slurm.base.errors import NOT_SET_UP, ConfigError, PermissionRefused
 from verl_slurm.config.schema import DaemonConfig, RunConfig
 from verl_slurm.config.slurm import SlurmConfig
@@ -61,7 +62,8 @@ def test_a_shell_without_condas_hook_is_told_of_the_key_that_needs_none(tmp_path
 
 def test_a_command_that_hangs_is_named_before_the_lead_gives_the_start_up(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"{NOT_SET_UP}: .*slurm.setup \(found no end after"):
-        made(tmp_path / "log", "exec sleep 60", daemon=DaemonConfig(start_timeout_s=0.5))
+        made(tmp_path / "log", "sleep 61.5 & wait", daemon=DaemonConfig(start_timeout_s=0.5))
+    wait_until_gone("61.5")
 
 
 def test_a_secret_comes_from_its_file_at_each_start_and_stands_nowhere_else(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -19,6 +20,7 @@ _TOLD_BYTES = 2000
 _SETUP_KEYS = "slurm.modules, slurm.python, slurm.setup"
 _SHARE_OF_START = 0.8
 """Of `daemon.start_timeout_s`: a command that hangs is named before the lead gives the start up."""
+_LAST_WAIT_S = 3.0
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy")
 # bash's own state, which says nothing about the ranks.
 _OF_BASH = {"_", "SHLVL", "PWD", "OLDPWD"}
@@ -92,7 +94,15 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
                 pass_fds=(answer,),
                 preexec_fn=child_setup,
             )
-        code = await bash.wait()
+        try:
+            code = await bash.wait()
+        except asyncio.CancelledError:  # they took too long: none of them may go on beside the next start
+            with suppress(ProcessLookupError):
+                os.killpg(bash.pid, signal.SIGKILL)
+            # One that waits for a dead mount does not even die.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(bash.wait(), _LAST_WAIT_S)
+            raise
         if code != 0:
             raise ConfigError(
                 NOT_SET_UP, where=_SETUP_KEYS, found=_words(log, code), remedy=_setup_remedy(script, log)
