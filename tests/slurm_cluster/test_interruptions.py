@@ -94,6 +94,7 @@ def test_an_operators_requeue_saves_and_is_not_requeued_twice(run: LiveRun, twin
 
 
 @pytest.mark.long
+@pytest.mark.variant  # test_operators.py wishes for one, too
 def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it(
     run: LiveRun, twin: LiveRun
 ) -> None:
@@ -251,6 +252,7 @@ def test_a_dead_node_is_left_to_slurm_and_the_run_goes_on_elsewhere(
 
 
 @pytest.mark.long
+@pytest.mark.variant
 # The other kinds of damage are found by the same lines, which tests/checkpoint proves without a cluster.
 @pytest.mark.parametrize(
     "damage", ["flip", *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("truncate", "remove"))]
