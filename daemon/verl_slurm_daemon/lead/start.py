@@ -264,7 +264,7 @@ def require_mounted(config: RunConfig, events: Iterable[Event]) -> None:
     A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
 
     Args:
-        events: of the run. At the first start a wrong path is more likely, and is refused by whoever reads it.
+        events: of the run. At the first start a wrong path is more likely, and its reader refuses it.
 
     Raises:
         FileNotFoundError: a place is missing, or empty.
