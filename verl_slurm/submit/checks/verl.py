@@ -144,7 +144,8 @@ def _looks(
     yield lambda: Found([], check_sizes(entry, settings))
     inputs = [one for one in inputs_of(entry, settings, said) if one.place != "???"]  # said already
     for one in inputs:
-        yield partial(_check_one, one)
+        if one.kind != "data":
+            yield partial(_check_named_model, one)
     for key, kind in input_keys(entry).items():
         named = [one for one in inputs if one.key == key]
         if kind == "data":
@@ -157,11 +158,9 @@ def _looks(
         yield partial(_check_module, config, key, name)
 
 
-def _check_one(one: Input) -> Found:
+def _check_named_model(one: Input) -> Found:
     if note := check_input(one):
         return Found([], [note])
-    if one.kind == "data":  # said by `_check_data`
-        return Found([], [])
     if any(Path(one.place).expanduser().glob("*.safetensors")):
         return Found([f"verl.{one.key}: config.json and headers of the weights"], [])
     return Found([f"verl.{one.key}: config.json"], [f"not looked at: the weights of verl.{one.key}: pickles"])
@@ -170,12 +169,16 @@ def _check_one(one: Input) -> Found:
 def _check_data(
     config: RunConfig, settings: Mapping[str, Any], key: str, inputs: Sequence[Input], *, begun: bool
 ) -> Found:
-    try:
-        for one in inputs:
-            check_input(one)
-    except DataError:  # `_check_one` says it
-        return Found([], [])
-    return check_verl_data(config, settings, key, inputs, begun=begun)
+    notes, wrong = list[str](), list[VerlSlurmError]()
+    for one in inputs:
+        try:
+            notes += filter(None, [check_input(one)])
+        except DataError as error:
+            wrong.append(error)
+    if wrong:
+        raise together(wrong)
+    good, unseen = check_verl_data(config, settings, key, inputs, begun=begun)
+    return Found(good, [*notes, *unseen])
 
 
 def _check_module(config: RunConfig, key: str, name: str) -> Found:
