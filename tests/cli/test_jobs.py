@@ -65,10 +65,11 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     """Slurm holds a job by itself, too, when a node refuses to launch it."""
     run = make_run(tmp_path / "run", "running", job_id="1").root
     job = re.sub(r"Reason=\S+", "Reason=launch_failed_requeued_held", (GOLDEN / "pending.txt").read_text())
-    job = re.sub("StdOut=.*", f"StdOut={run}/logs/1_0_log.out", job)
+    words = "verl-slurm: 2026-11-27T09:00 n1: python fails: no such file"
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh\n   Comment={words}", job)
     on_a_cluster_with(job, tmp_path, monkeypatch)
     said = cli("status", run).out
-    assert "PENDING, launch_failed_requeued_held; scontrol release 1" in said, said
+    assert f"PENDING, launch_failed_requeued_held; {words}; scontrol release 1" in said, said
 
 
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED"])
@@ -77,7 +78,7 @@ def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(
     kind: Kind, state: str, cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = make_run(tmp_path / "run", kind, job_id="1").root
-    job = re.sub("StdOut=.*", f"StdOut={run}/logs/1_0_log.out", (GOLDEN / "running.txt").read_text())
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "running.txt").read_text())
     on_a_cluster_with(re.sub(r"JobState=\S+", f"JobState={state}", job), tmp_path, monkeypatch)
     said = cli("status", run).out
     assert f"the job is over ({state}); see verl-slurm logs {run}; verl-slurm submit {run} goes on" in said
@@ -123,8 +124,8 @@ def test_a_journal_has_no_power_over_another_job(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("StdOut", "{}/logs/1_0_log.out"),
-        ("StdOut", "{}/../by_link/logs/1_0_log.out"),
+        ("Command", "{}/logs/1.sh"),
+        ("Command", "{}/../by_link/logs/1.sh"),
         ("Command", "/opt/sbatch/single_node.sbatch {}"),
         ("Command", "/opt/sbatch/chain.sbatch a run"),
     ],
@@ -149,7 +150,7 @@ SILENCE = "echo 'scancel: error: Unable to contact slurm controller (connect fai
 
 def of_a_run(place: Path, monkeypatch: pytest.MonkeyPatch) -> RunPaths:
     run = make_run(place / "run", "running", job_id="1")
-    job = re.sub("StdOut=.*", f"StdOut={run.root}/logs/1_0_log.out", (GOLDEN / "running.txt").read_text())
+    job = re.sub("Command=.*", f"Command={run.root}/logs/1.sh", (GOLDEN / "running.txt").read_text())
     on_a_cluster_with(job, place, monkeypatch)
     return run
 

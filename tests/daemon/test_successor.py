@@ -121,13 +121,6 @@ def test_a_claimant_without_an_answer_asks_again_at_once_unless_another_has_lost
     assert asyncio.run(queue_successor(run, CONFIG, "37", sleep=never)) == "38"
 
 
-def test_a_percent_sign_in_the_runs_path_is_no_word_of_sbatch(tmp_path: Path, said: Path) -> None:
-    paths = RunPaths(private_dir(tmp_path / "lr_5%_u"))
-    private_dir(paths.logs)
-    asyncio.run(queue_successor(paths, CONFIG, "37"))
-    assert f"--output={tmp_path}/lr_5%%_u/logs/%j_0_log.out" in said.read_text().splitlines()
-
-
 def test_what_sbatch_refuses_is_an_error_with_a_remedy(
     run: RunPaths, said: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,7 +271,7 @@ def test_no_later_task_of_a_cancelled_chain_goes_on_either(
 
 
 def test_no_signal_that_is_ours_to_send_kills_a_batch_script_before_the_daemon_listens(run: RunPaths) -> None:
-    setup = sbatch_parameters(CONFIG, waits=awaiting("python", "/run/run.yaml"))["setup"]
+    setup = sbatch_parameters(CONFIG, waits=awaiting("python", run))["setup"]
     assert isinstance(setup, list)
     scripts = [successor_script("python", run), "\n".join(setup)]
     scripts += [path.read_text() for path in (Path(__file__).parents[2] / "sbatch").glob("*.sbatch")]

@@ -7,6 +7,7 @@ import pytest
 
 from tests.builders import run_config
 from tests.harness import ROOT
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.container import ContainerConfig
 from verl_slurm.slurm.batch import AWAIT, awaiting, batch_script
 
@@ -36,15 +37,28 @@ esac
 """
 
 
-def run_waiting(place: Path, late: int, restarts: int = 0, state: str = "RUNNING") -> tuple[int, str, str]:
-    """Runs a script whose program comes with the `late`-th second; returns exit code, words, and what Slurm heard."""
-    bin_, program = place / "bin", place / "away dir" / "python"
+def run_waiting(
+    place: Path, late: int, restarts: int = 0, state: str = "RUNNING", *, missing: str = "python"
+) -> tuple[int, str, str]:
+    """Runs a script for which Python's directory, or the run's, comes with the `late`-th second.
+
+    Returns:
+        Exit code, words, and what Slurm heard.
+    """
+    bin_, program, run = place / "bin", place / "away dir" / "python", RunPaths(place / "a run")
     bin_.mkdir()
+    run.root.mkdir()
+    run.run_yaml.touch()
+    (place / "there").mkdir()
+    there = {"python": program.parent, "run": run.root}
+    if missing == "run":
+        program.parent.symlink_to(place / "there")
+        run.root.rename(place / "unmounted")
+    source = "there" if missing == "python" else "unmounted"
     tick = f"""#!/bin/sh
 echo >> "$0.ticks"
-[ "$(wc -l < "$0.ticks")" -lt {late} ] || ln -sfn {place}/there "{program.parent}"
+[ "$(wc -l < "$0.ticks")" -lt {late} ] || ln -sfn {place}/{source} "{there[missing]}"
 """
-    (place / "there").mkdir()
     for path, text in (
         (bin_ / "scontrol", _SCONTROL),
         (bin_ / "sleep", tick),
@@ -52,27 +66,33 @@ echo >> "$0.ticks"
     ):
         path.write_text(text)
         path.chmod(0o755)
-    script = "\n".join(["set -euo pipefail", *awaiting(str(program), "/"), f"exec '{program}'"])
+    script = "\n".join(["set -euo pipefail", *awaiting(str(program), run), f"exec '{program}'"])
     environ = {"PATH": f"{bin_}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "STATE": state}
     environ |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
     done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, check=False)
-    asked = bin_ / "scontrol.asked"
-    return done.returncode, done.stdout + done.stderr, asked.read_text() if asked.exists() else ""
+    asked, log = bin_ / "scontrol.asked", run.logs / "7_0_log.out"
+    said = log.read_text() if log.exists() else done.stdout
+    return done.returncode, said + done.stderr, asked.read_text() if asked.exists() else ""
 
 
-def test_a_script_waits_for_a_python_that_comes_late(tmp_path: Path) -> None:
-    code, said, asked = run_waiting(tmp_path, late=3)
+@pytest.mark.parametrize(
+    ("missing", "words"), [("python", "away dir/python: No such file or directory"), ("run", "")]
+)
+def test_a_script_waits_for_what_comes_late_and_writes_into_the_runs_log(
+    tmp_path: Path, missing: str, words: str
+) -> None:
+    code, said, asked = run_waiting(tmp_path, late=3, missing=missing)
     assert (code, asked) == (0, "")
-    assert "away dir/python: No such file or directory" in said
+    assert words in said
     assert said.endswith("trains\n")
 
 
 @pytest.mark.parametrize(
     ("restarts", "state", "code", "asked"),
     [
-        (0, "RUNNING", 25, "requeue 7\nupdate JobId=7 StartTime=now+600\n"),
-        (30, "RUNNING", 25, "requeue 7\nupdate JobId=7 StartTime=now+600\n"),
-        (23, "RUNNING", 25, "requeuehold 7\n"),
+        (0, "RUNNING", 25, "requeue 7\nupdate JobId=7 StartTime=now+600 Comment=verl-slurm: "),
+        (30, "RUNNING", 25, "requeue 7\nupdate JobId=7 StartTime=now+600 Comment=verl-slurm: "),
+        (23, "RUNNING", 25, "requeuehold 7\nupdate JobId=7 Comment=verl-slurm: "),
         (0, "CANCELLED", 127, ""),
     ],
 )
@@ -80,7 +100,8 @@ def test_a_python_that_stays_away_costs_a_requeue_and_not_the_job(
     tmp_path: Path, restarts: int, state: str, code: int, asked: str
 ) -> None:
     found, said, told = run_waiting(tmp_path, 1000, restarts, state)
-    assert (found, told) == (code, asked), said
+    assert (found, told[: len(asked)]) == (code, asked), said
+    assert not told or told.endswith("away dir/python: No such file or directory\n")
     assert ("scontrol release 7" if code == 25 else "verl-slurm submit RUN") in said
 
 

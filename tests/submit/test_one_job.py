@@ -82,7 +82,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
 def running(run: RunPaths, number: int) -> str:
     """A job of this run, as scontrol shows it."""
     text = (GOLDEN / "running.txt").read_text().replace("JobId=1 ", f"JobId={number} ")
-    return re.sub("StdOut=.*", f"StdOut={run.logs}/{number}_0_log.out", text)
+    return re.sub("Command=.*", f"Command={run.logs}/{number}.sh", text)
 
 
 def test_of_two_submits_that_were_planned_at_once_one_queues_a_job(slurm: Slurm) -> None:

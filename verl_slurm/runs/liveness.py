@@ -107,7 +107,7 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         state=facts.state,
         over=facts.is_over,
         waits=waits,
-        detail="; ".join(filter(None, (facts.reason, way_on(facts)))),
+        detail="; ".join(filter(None, (facts.reason, facts.comment if waits else "", way_on(facts)))),
         starts=facts.start_time if waits else None,
         ends=facts.end_time if facts.is_running else None,
     )
@@ -161,18 +161,14 @@ def way_on(facts: JobFacts) -> str:
 
 
 def runs_here(root: Path, job: JobFacts) -> bool:
-    """Returns whether Slurm itself ties the job to the run. Either its output lies in RUN/logs, as with `submit` and
+    """Returns whether Slurm itself ties the job to the run. Either its script lies in RUN/logs, as with `submit` and
     successors; or RUN is an argument of its script, as with those in `sbatch/`. A journal proves nothing: a run that
     was handed over brings its own.
     """
-    written = job.std_out or ""
-    for text in (written, written.replace("%%", "%")):  # a successor's `%` is doubled for sbatch
-        output = Path(text)
-        if output.parent.name == "logs" and _names(root, [str(output.parent.parent)], "/"):
-            return True
     _, *words = (job.command or "").split(" ")
-    # Slurm writes no quotes: RUN, the last argument, may contain blanks.
-    return _names(root, [*words, *(" ".join(words[start:]) for start in range(len(words)))], job.work_dir)
+    # Slurm writes no quotes: RUN, and the path of a script in it, may contain blanks.
+    arguments = [*words, *(" ".join(words[start:]) for start in range(len(words)))]
+    return is_script_of(root, job.command or "") or _names(root, arguments, job.work_dir)
 
 
 def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
@@ -182,8 +178,8 @@ def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
     Args:
         queued_by_us: the run's job was queued by `submit` or a lead (`Submission`).
     """
-    if runs_here(root, job) or (job.std_out is None and job.command is None):
-        return True  # a site may hide both
+    if runs_here(root, job) or job.command is None:
+        return True  # a site may hide it
     # A script that somebody wrote by hand need not name the run.
     return not queued_by_us and job.user_id == os.stat(root).st_uid
 

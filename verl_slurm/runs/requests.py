@@ -220,8 +220,8 @@ def _require_own(run: RunPaths, job: Submission, by_hand: str) -> None:
         raise SlurmRefused(
             f"{run.events} names a job of which Slurm does not say that it is this run's",
             where=job.job_id,
-            found=f"the command {facts.command} and the output {facts.std_out}",
-            expected=f"{run.root} as the command's argument, or its output in {run.logs}",
+            found=f"the command {facts.command}",
+            expected=f"{run.root} as its argument, or a script in {run.logs}",
             remedy=f"where it is this run's all the same: {by_hand.format(facts.target)}",
         )
 

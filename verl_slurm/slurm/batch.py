@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.checks.options import asks_for_gpus
 from verl_slurm.config.schema import RunConfig
@@ -32,7 +33,7 @@ __all__ = [
 
 AWAIT = """\
 verl_slurm_await() { # until this command succeeds: its file system may come late
-    local tries said how=requeue
+    local tries said later='' how=requeue
     for ((tries = 0; tries < 60; tries++)); do
         if said=$("$@" 2>&1); then return; fi
         ((tries)) || echo "verl-slurm: $* fails on $HOSTNAME: waits a minute for its file system: ${said##*$'\\n'}"
@@ -42,7 +43,10 @@ verl_slurm_await() { # until this command succeeds: its file system may come lat
     ((${SLURM_RESTART_COUNT:-0} % 24 < 23)) || how=requeuehold
     # A job that is cancelled would be revived.
     if [[ $(scontrol -o show job "$SLURM_JOB_ID") == *" JobState=RUNNING "* ]] && scontrol $how "$SLURM_JOB_ID"; then
-        [[ $how == requeuehold ]] || scontrol update JobId="$SLURM_JOB_ID" StartTime=now+600 || true
+        [[ $how == requeuehold ]] || later=StartTime=now+600
+        # `verl-slurm status` shows it: the log may lie where nothing can be written.
+        scontrol update JobId="$SLURM_JOB_ID" ${later:+"$later"} \\
+            Comment="verl-slurm: $(date +%FT%R) $HOSTNAME: $* fails: ${said##*$'\\n'}" || true
         echo "verl-slurm: $* still fails: $how; if the job is held: scontrol release $SLURM_JOB_ID"
         exit 25
     fi
@@ -68,10 +72,16 @@ _KEEP_UNLESS_SET = {
 }
 
 
-def awaiting(python: str, run_yaml: str) -> list[str]:
-    """Returns the lines of a batch script that wait for RUN, for Python and for what is installed there."""
-    commands = ("test", "-e", run_yaml), (python, "-P", "-c", "import verl_slurm_daemon, verl_slurm")
-    return [AWAIT, *(f"verl_slurm_await {shlex.join(command)}" for command in commands)]
+def awaiting(python: str, paths: RunPaths) -> list[str]:
+    """Returns the lines of a batch script that wait for RUN, for Python and for what is installed there, and from when
+    RUN is there write into its log. Slurm itself ends a job for good whose output it cannot open (`ExitCode=0:53`).
+    """
+    logs = shlex.quote(str(paths.logs))
+    log = f'{logs}/"${{SLURM_JOB_ID}}"_0_log.out'
+    commands = shlex.join(["test", "-e", str(paths.run_yaml)]), f"mkdir -p {logs}", f"touch {log}"
+    installed = shlex.join([python, "-P", "-c", "import verl_slurm_daemon, verl_slurm"])
+    waits = [f"verl_slurm_await {command}" for command in (*commands, installed)]
+    return [AWAIT, *waits[:-1], f"exec >>{log} 2>&1", waits[-1]]
 
 
 def sbatch_parameters(
@@ -104,6 +114,8 @@ def sbatch_parameters(
         additional["qos"] = slurm.qos
     # False means "not given": submitit would write `--exclusive=False`.
     additional |= {option: value for option, value in slurm.extra.items() if value is not False}
+    if waits:
+        additional["output"] = "/dev/null"  # until the script itself opens RUN's log
     if after:
         own = additional.get("dependency")
         additional["dependency"] = f"{own},afterany:{after}" if own else f"afterany:{after}"

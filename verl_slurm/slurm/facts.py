@@ -56,7 +56,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Slurm's bracket form; `SlurmClient.expand` lists it."""
     num_nodes: int
     user_id: int
-    std_out: str | None
+    comment: str = ""
+    """What the batch script said of a start that it left (`batch.AWAIT`)."""
     command: str | None = None
     """The batch script and its arguments, with blanks between."""
     work_dir: str | None = None

@@ -183,7 +183,8 @@ def _job(fields: dict[str, str]) -> JobFacts:
         # `2-2` while the job waits.
         num_nodes=int(fields["NumNodes"].partition("-")[0]),
         user_id=int(user[1]),
-        std_out=_optional(fields.get("StdOut", "")),
+        # Other words there are the user's, or the site's.
+        comment=said if (said := fields.get("Comment", "")).startswith("verl-slurm: ") else "",
         command=_optional(fields.get("Command", "")),
         work_dir=_optional(fields.get("WorkDir", "")),
         excluded=_optional(fields.get("ExcNodeList", "")),

@@ -229,7 +229,7 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
     # Asked, since an sbatch that does not know the option refuses the job.
     expedite = config.slurm.expedite == "auto" and asyncio.run(SlurmClient().offers_expedite())
     # submitit writes `--wckey=submitit` by itself, which a Slurm that enforces wckeys refuses.
-    waits = awaiting(sys.executable, str(paths.run_yaml))
+    waits = awaiting(sys.executable, paths)
     parameters = sbatch_parameters(config, expedite=expedite, after=after, avoids=avoids, waits=waits)
     executor.update_parameters(**parameters, wckey=None)
     return executor

@@ -42,7 +42,7 @@ All of this happens within KillWait, 30 s by default.
 def successor_script(python: str, paths: RunPaths) -> str:
     """Returns the batch script. Quotes each of our values that a shell reads. Pure."""
     lead = shlex.join([python, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)])
-    waits = "\n".join(awaiting(python, str(paths.run_yaml)))
+    waits = "\n".join(awaiting(python, paths))
     return f"#!/bin/bash\numask 077\ntrap '' USR1 USR2 TERM CONT\n{waits}\nexec {lead}\n"
 
 
@@ -80,9 +80,8 @@ async def queue_successor(
     if there := await client.own_job_with(str(script)):
         append_event(paths, Successor(job_id, job_id=there, slurm=cluster))
         return there
-    logs = str(paths.logs).replace("%", "%%")  # sbatch replaces %x by words of its own
-    # afterany: what Slurm calls this job's end does not tell whether the run is done.
-    mine = [f"--dependency=afterany:{job_id}", "--open-mode=append", f"--output={logs}/%j_0_log.out"]
+    # afterany: what Slurm calls this job's end does not tell whether the run is done. The script opens its log.
+    mine = [f"--dependency=afterany:{job_id}", "--output=/dev/null"]
     words = [*sbatch_options(config), *mine, *(["--hold"] if hold else []), str(script)]
     remedy = f"verl-slurm submit {shell_word(paths.root)}"
     number = str(
