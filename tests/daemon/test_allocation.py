@@ -461,6 +461,18 @@ def test_a_node_without_an_address_has_its_name(
 
 
 @pytest.mark.scenario("FLT-H")
+def test_a_job_with_fewer_nodes_than_the_run_needs_waits_for_a_person(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An administrator made it smaller while it waited."""
+    mine = in_job_37(_Slurm("RUNNING"), tmp_path, monkeypatch)
+    assert mine.lacks().startswith(
+        "the job has 1 of the 2 nodes that the run needs at least: scontrol update JobId=37 NumNodes=2"
+    )
+    whole = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}
+    assert not in_job_37(_Slurm("RUNNING"), tmp_path, monkeypatch, **whole).lacks()
+
+
 @pytest.mark.parametrize(
     ("limit_s", "left_s", "kind", "lead_s"),
     [

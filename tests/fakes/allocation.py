@@ -57,6 +57,9 @@ class ScriptedAllocation:
     async def hasten(self, clean: bool) -> None:
         return None
 
+    def lacks(self) -> str:
+        return ""
+
     async def still_alive(self, owner: Epoch) -> str:
         return ""
 

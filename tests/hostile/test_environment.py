@@ -63,6 +63,13 @@ def slurm_away(stage: Stage, *, hang: str = "") -> Iterator[None]:
         (stage.box / name).write_text(text)
 
 
+@contextlib.contextmanager
+def opened(place: Path) -> Iterator[None]:
+    place.chmod(0o770)
+    yield
+    place.chmod(0o700)
+
+
 def waits(stage: Stage, count: int = 1) -> None:
     """Until the lead has said that it tries again."""
     stage.wait("warning", count=count, topic="start")
@@ -189,6 +196,7 @@ def comes_back(stage: Stage) -> None:
 
 _Cell = tuple[str, str]
 _SET_UP = "commands, Python and secrets of ranks and services"
+_OPEN = "RUN, a checkpoint or a key that others can write, as after `chmod -R g+w`"
 WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN itself, as an attempt begins", "fails"): lambda s: as_an_attempt_begins(s, "EIO"),
     ("RUN itself, as an attempt begins", "hangs"): lambda s: as_an_attempt_begins(s, "silent"),
@@ -201,6 +209,7 @@ WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN's ledger", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "EIO")),
     ("RUN's ledger", "hangs"): lambda s: at_the_restart(s, lambda: mounted(s.paths.ledger, "silent")),
     (_SET_UP, "fails"): not_set_up,
+    (_OPEN, "fails"): lambda s: at_the_restart(s, lambda: opened(s.paths.root)),
     ("storage, as a rank writes", "fails"): while_saving,
     ("a save that is read back", "hangs"): as_it_is_read_back,
     ("slurmctld, as an attempt begins", "fails"): lambda s: at_the_start(s, lambda: slurm_away(s)),
@@ -222,6 +231,7 @@ _IN_CI = (
     ("RUN itself, while ranks train", "hangs"),
     ("RUN's checkpoints", "hangs"),
     (_SET_UP, "fails"),
+    (_OPEN, "fails"),
     ("a save that is read back", "hangs"),
     ("slurmctld, as ranks start", "fails"),
     ("slurmctld, at the end", "fails"),
@@ -320,6 +330,9 @@ SHOWN: dict[_Cell, str] = {
     ),
     ("an agent that stands by", "lies"): (
         "daemon/test_policy.py::test_a_start_that_says_nothing_is_a_crash_and_an_old_timer_is_nothing"
+    ),
+    ("the job's nodes", "lies"): (
+        "daemon/test_allocation.py::test_a_job_with_fewer_nodes_than_the_run_needs_waits_for_a_person"
     ),
     ("the time limit", "fails"): (
         "daemon/test_allocation.py::"

@@ -46,6 +46,8 @@ def state(root: Path) -> str:
     [
         ("running", "RUNNING", "running"),
         ("running", "PENDING", "queued"),
+        ("running", "PENDING JobHeldUser", "held"),
+        ("running", "PENDING BadConstraints", "held"),
         ("running", "SUSPENDED", "suspended"),
         ("running", "", "gone"),
         ("queued", "PENDING", "queued"),
@@ -66,7 +68,8 @@ def test_a_runs_state_is_what_its_files_and_slurm_say(
 ) -> None:
     make_run(tmp_path / "run", kind, num_events=num_events)
     if slurm:
-        squeue[0][7] = (slurm, "", "")
+        name, _, reason = slurm.partition(" ")
+        squeue[0][7] = (name, reason, "")
     assert state(tmp_path / "run") == shown
 
 

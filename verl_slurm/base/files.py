@@ -260,12 +260,14 @@ def require_own(
     where: Path,
     what: str = "programs are not started from what others could have written",
     remedy: str = "see who put it there",
+    within: Path | None = None,
 ) -> None:
     """Refuses a file or directory of another user, or one that others can write to.
 
     Args:
         what: what is not done because of it, for the error.
         remedy: what helps, besides `chmod go-w`.
+        within: the directory that is closed as a whole: where one file of it is open to others, more may be.
 
     Raises:
         PermissionRefused: it is such a file or directory.
@@ -277,7 +279,8 @@ def require_own(
             where=where,
             found=_mode_and_owner(info),
             expected=f"a {kind} of uid {os.geteuid()} that others cannot write to",
-            remedy=f"{remedy}; if it is yours: chmod go-w {shell_word(where)}",
+            remedy=f"{remedy}; if it is yours: "
+            + (f"chmod -R go-w {shell_word(within)}" if within else f"chmod go-w {shell_word(where)}"),
         )
 
 

@@ -148,12 +148,12 @@ def load_own(path: Path) -> RunConfig:
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             # Both checks use descriptors, so the file that is checked is the file that is read.
-            require_own(os.fstat(folder), path.parent)
+            require_own(os.fstat(folder), path.parent, within=path.parent)
             # O_NONBLOCK: a FIFO in its place would block without end. O_NOFOLLOW: a link may lead elsewhere.
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
             fd = os.open(path.name, flags, dir_fd=folder)
             try:
-                require_own(os.fstat(fd), path)
+                require_own(os.fstat(fd), path, within=path.parent)
                 raw = read_fd(fd, CONFIG)
             finally:
                 os.close(fd)

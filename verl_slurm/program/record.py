@@ -137,7 +137,7 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
         return None
     try:
         if not to_look:
-            require_own(os.fstat(fd), paths.code_record)
+            require_own(os.fstat(fd), paths.code_record, within=paths.root)
         data = bounded.read_fd(fd, bounded.RECORD)
         record = bounded.decode_json(data, CodeRecord, bounded.RECORD)
     except (ValueError, RecursionError) as error:

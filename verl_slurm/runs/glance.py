@@ -28,7 +28,7 @@ from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.liveness import elsewhere, is_script_of, job_number, job_state
+from verl_slurm.runs.liveness import elsewhere, is_script_of, job_number, job_state, needed_change
 from verl_slurm.runs.record import job_by_files, with_cluster
 from verl_slurm.slurm.client import SlurmClient
 
@@ -324,7 +324,9 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
         return f"on {run.job.slurm}"
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
-        return "queued" if seen.state == "PENDING" else "suspended"
+        if seen.state == "SUSPENDED":
+            return "suspended"
+        return "held" if "held" in seen.detail.lower() or needed_change(seen.detail) else "queued"
     state = str(run.status.get("state") or "")
     its_snapshot = run.status.get("job_id") == run.job.job_id
     # A snapshot of the job before this one says nothing about it.

@@ -37,6 +37,7 @@ __all__ = [
     "job_state",
     "leads",
     "may_be_of",
+    "needed_change",
     "queued_jobs",
     "refuse_living",
     "runs_here",
@@ -80,6 +81,18 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         if self.state.startswith("CANCELLED"):
             return ExitCode.CANCELLED
         return ExitCode.OK if self.state == "COMPLETED" else ExitCode.CRASHED
+
+
+_CHANGES = {
+    r"PartitionTimeLimit|(QOS|Assoc)Max\w*WallDuration": "TimeLimit=MINUTES",
+    r"PartitionNodeLimit|(QOS|Assoc)MaxNode\w*PerJob": "NumNodes=N",
+    r"PartitionDown|PartitionInactive": "Partition=OTHER",
+    r"BadConstraints": "Features=OTHER",
+    r"DependencyNeverSatisfied": "Dependency=",
+    r"InvalidAccount|AccountNotAllowed": "Account=OTHER",
+    r"InvalidQOS|QOSNotAllowed": "QOS=OTHER",
+    r"ReservationDeleted": "ReservationName=",
+}
 
 
 def job_state(paths: RunPaths, job: Submission) -> JobState:
@@ -147,7 +160,7 @@ def unknown_jobs(paths: RunPaths, events: Iterable[Event]) -> list[str]:
 def is_script_of(root: Path, script: str) -> bool:
     """Returns whether it is a batch script that `submit` or a lead wrote for the run: those lie in RUN/logs."""
     logs = Path(script).parent
-    return logs.name == "logs" and os.path.realpath(logs.parent) == os.path.realpath(root)
+    return logs.name == "logs" and _is_same_place(logs.parent, root)
 
 
 def way_on(facts: JobFacts) -> str:
@@ -155,9 +168,23 @@ def way_on(facts: JobFacts) -> str:
     # A requeue of a suspended job would leave it held for good (JobHeldAdmin), so it has to go on first.
     if facts.state == "SUSPENDED":
         return f"scontrol resume {facts.target}"
-    if "held" in (facts.reason or "").lower():
+    reason = facts.reason or ""
+    if "held" in reason.lower():
         return f"scontrol release {facts.target}"
-    return ""
+    change = needed_change(reason) if facts.is_waiting else ""
+    if not change:
+        return ""
+    return (
+        f"Slurm starts it only after a change: scontrol update JobId={facts.target} {change} (the limits: scontrol "
+        f"show partition {facts.partition}), or verl-slurm cancel, and submit with other keys of slurm"
+    )
+
+
+def needed_change(reason: str) -> str:
+    """Returns what of a waiting job has to be changed, by it or by an administrator, before Slurm starts it; empty: it
+    waits for its turn alone. Pure. The reasons are those of `job_reason_string` in Slurm's slurm_protocol_defs.c.
+    """
+    return next((change for pattern, change in _CHANGES.items() if re.match(pattern, reason)), "")
 
 
 def runs_here(root: Path, job: JobFacts) -> bool:
@@ -186,9 +213,17 @@ def may_be_of(root: Path, job: JobFacts, *, queued_by_us: bool) -> bool:
 
 def _names(root: Path, words: Iterable[str], where: str | None) -> bool:
     """Returns whether one of the words is the path of the run, seen from the directory `where`."""
-    # Either may name the run through a link.
-    real = os.path.realpath(root)
-    return any(word and os.path.realpath(os.path.join(where or "/", word)) == real for word in words)
+    return any(word and _is_same_place(Path(where or "/") / word, root) for word in words)
+
+
+def _is_same_place(one: Path, other: Path) -> bool:
+    """Returns whether two paths lead to one directory: by links, or by two mounts of one file system."""
+    if os.path.realpath(one) == os.path.realpath(other):
+        return True
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):  # it is not here, or no path at all
+        return False
 
 
 def _local_state(paths: RunPaths, job: Submission) -> JobState:

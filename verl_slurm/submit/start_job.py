@@ -20,11 +20,11 @@ def main(folder: Path) -> int:
     # Opened once: the path may lead elsewhere a moment later, and the descriptor cannot.
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        require_own(os.fstat(fd), folder)
+        require_own(os.fstat(fd), folder, within=folder.parent)
         for name in os.listdir(fd):
             # Each of them, since submitit chooses its own by the job's id.
             if name.endswith("_submitted.pkl"):
-                require_own(os.stat(name, dir_fd=fd), folder / name)
+                require_own(os.stat(name, dir_fd=fd), folder / name, within=folder.parent)
     except VerlSlurmError as error:
         sys.stderr.write(f"verl-slurm: {error.one_line()}\n")
         return int(error.exit_code)

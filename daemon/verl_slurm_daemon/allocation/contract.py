@@ -109,6 +109,9 @@ class Allocation(Protocol):
         returns what came of it. Where too few other nodes would be left, the last ones may be used again.
         """
 
+    def lacks(self) -> str:
+        """Returns what a person has to add to this job before the run's ranks can start in it; empty: nothing."""
+
     async def still_alive(self, owner: Epoch) -> str:
         """Returns why `owner`, another attempt, may still be at work; empty: it is not.
 

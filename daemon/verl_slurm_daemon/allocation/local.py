@@ -91,6 +91,9 @@ class LocalAllocation:
     async def avoid(self, nodes: Sequence[str]) -> str:
         return ""  # there are no others
 
+    def lacks(self) -> str:
+        return ""
+
     async def still_alive(self, owner: Epoch) -> str:
         # Nothing is known of another host's processes; and the next attempt is this very process.
         if owner.host != socket.gethostname() or owner.pid == os.getpid():

@@ -23,6 +23,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.config.services import nodes_of_components
 from verl_slurm.containers.runtimes import in_image
 from verl_slurm.journal.events import Event, Saved, StartOverruled
 from verl_slurm.journal.files import read_events
@@ -421,6 +422,16 @@ class SlurmAllocation:
         if facts.is_running and facts.batch_host and self._config.may_lose_nodes:
             return facts.batch_host in await self._client.expand(facts.node_list or self._job.node_list)
         return facts.is_running
+
+    def lacks(self) -> str:
+        has, job = self._job.num_nodes, self._job.label
+        least = sum(nodes_of_components(self._config.least_nodes, self._config.services))
+        if has >= least:
+            return ""
+        return (
+            f"the job has {has} of the {least} nodes that the run needs at least: "
+            f"scontrol update JobId={job} NumNodes={least}, then scontrol release {job}"
+        )
 
     async def still_alive(self, owner: Epoch) -> str:
         if owner.cluster != self.cluster:

@@ -18,6 +18,7 @@ __all__ = [
     "Hung",
     "Input",
     "LeaveNode",
+    "NeedsPerson",
     "NodeFailed",
     "Over",
     "RankSaid",
@@ -31,7 +32,6 @@ __all__ = [
     "StartFailed",
     "StartTimedOut",
     "StrangerFound",
-    "TooShort",
     "Verified",
 ]
 
@@ -85,8 +85,8 @@ class StartFailed(_Event, frozen=True):
     """The exit code to end with after too many such starts, where no job can be held."""
 
 
-class TooShort(_Event, frozen=True):
-    """`starts` attempts in a row reached the job's time limit before their ranks trained."""
+class NeedsPerson(_Event, frozen=True):
+    """A further start of this job would come to nothing, as `starts` did, until a person changes the job."""
 
     starts: int
     detail: str
@@ -229,7 +229,7 @@ Input = (
     | Verified
     | SaveDeadline
     | StartTimedOut
-    | TooShort
+    | NeedsPerson
     | BackoffOver
     | RequeueAnswered
 )

@@ -78,7 +78,7 @@ def _decide(model: Model, event: inputs.Input) -> Decision:
             return _on_all_done(model, name, detail)
         case inputs.StartFailed():
             return _on_start_failed(model, event)
-        case inputs.TooShort(starts, detail):
+        case inputs.NeedsPerson(starts, detail):
             return _hold(model, ExitCode.NO_PROGRESS, starts, detail)
         case inputs.SignalArrived(signal, where):
             return _on_signal(model, signal, where)
@@ -357,7 +357,9 @@ def _on_refused(model: Model, message: Refused) -> Decision:
     if model.state not in _TRAINING:
         return Decision(model, (note,))
     # It was there before: a file system that is not mounted, and not a wrong path.
-    if model.trained and message.exit_code in _ABSENT and names_missing_file(message.reason):
+    absent = message.exit_code in _ABSENT and names_missing_file(message.reason)
+    # And neither is a mode that somebody has changed since a wrong one.
+    if model.trained and (absent or message.exit_code == ExitCode.PERMISSION):
         return _on_failure(model, message.reason, "environment")
     if message.place and model.failure:
         return Decision(model)  # other ranks raise as well

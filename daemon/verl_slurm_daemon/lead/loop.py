@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
-from verl_slurm.base.errors import Fenced, SlurmMissing, VerlSlurmError
+from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
 from verl_slurm.base.one_line import shell_word
@@ -106,7 +106,7 @@ class Lead:
         paths: RunPaths,
         config: RunConfig,
         allocation: Allocation,
-        failed: OSError | SlurmMissing | None = None,
+        failed: OSError | VerlSlurmError | None = None,
     ) -> None:
         self._paths, self._config, self._allocation = paths, config, allocation
         self._failed = failed
@@ -348,6 +348,8 @@ class Lead:
         # continue it.
         if cancelled := await self._allocation.cancelled_before():
             return inputs.Over(ExitCode.CANCELLED, cancelled)
+        if lacking := self._allocation.lacks():
+            return inputs.NeedsPerson(1, lacking)
         events = await asyncio.to_thread(read_events, self._paths)
         limit = self._config.daemon.no_progress_limit
         stuck, short = stuck_restarts(events), short_starts(events)
@@ -364,7 +366,7 @@ class Lead:
                 f"{short} starts in a row reached the job's time limit{known} before their ranks trained: "
                 f"scontrol update JobId={job} TimeLimit=MINUTES (an administrator), then scontrol release {job}"
             )
-            return inputs.TooShort(short, reason)
+            return inputs.NeedsPerson(short, reason)
         return await spoken(self._begin(journal, effects), "the look at data, image and code", journal)
 
     async def _begin(self, journal: Journal, effects: Effects) -> inputs.Ready:

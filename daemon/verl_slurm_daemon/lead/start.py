@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from verl_slurm.base.errors import ConfigError, SlurmMissing
+from verl_slurm.base.errors import ConfigError, PermissionRefused, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
 from verl_slurm.base.paths import RunPaths
@@ -56,8 +56,9 @@ __all__ = [
 
 T = TypeVar("T")
 
-ENVIRONMENT = (OSError, SlurmMissing)
-"""Errors that say nothing about the run: storage that fails, a node without processes, a Slurm that is away."""
+ENVIRONMENT = (OSError, SlurmMissing, PermissionRefused)
+"""Errors that say nothing about the run: storage that fails, a node without processes, a Slurm that is away, or files
+that somebody has opened to others (`chmod -R g+w`), until they are closed again."""
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
 """Signals that a lead handles. Blocked until it listens, so that none is lost or fatal."""
 _LOOK_S = 0.2
@@ -78,12 +79,12 @@ _CODES = {
 
 
 class Ground(NamedTuple):
-    """The run, configuration and allocation of a lead. `failed`: the storage error that prevented the rest."""
+    """The run, configuration and allocation of a lead. `failed`: the error that prevented the rest (`ENVIRONMENT`)."""
 
     paths: RunPaths
     config: RunConfig
     allocation: Allocation
-    failed: OSError | None = None
+    failed: OSError | PermissionRefused | None = None
 
 
 def prepare(root: Path, hostfile: Path | None) -> Ground:
@@ -114,7 +115,8 @@ def prepare(root: Path, hostfile: Path | None) -> Ground:
             host = hosts[0].name
         return paths, config, host
 
-    paths, config, host, failed = RunPaths(Path(os.path.abspath(root))), RunConfig(), "", None
+    paths, config, host = RunPaths(Path(os.path.abspath(root))), RunConfig(), ""
+    failed: OSError | PermissionRefused | None = None
     # ---- try until storage answers, the pauses are over, or a signal comes
     for pause in (*IN_PLACE_S, None):
         try:
@@ -122,6 +124,10 @@ def prepare(root: Path, hostfile: Path | None) -> Ground:
             break
         # Storage may answer in a moment. A `VerlSlurmError` passes: the file was read, and is wrong.
         except OSError as error:
+            failed = error
+        except PermissionRefused as error:
+            if not restarted:
+                raise
             failed = error
         if pause is None:
             break
@@ -208,7 +214,7 @@ async def patiently(
         say: is told of each wait.
 
     Raises:
-        OSError, SlurmMissing: of the last try.
+        OSError, SlurmMissing, PermissionRefused: of the last try.
     """
     tries = 0
     while True:
@@ -216,7 +222,7 @@ async def patiently(
             return await _or_interrupted(work(), interrupted)
         except ENVIRONMENT as error:
             # While Slurm is away it takes no requeue either, and no other job gets the nodes.
-            if interrupted() or (tries >= len(IN_PLACE_S) and isinstance(error, OSError)):
+            if interrupted() or (tries >= len(IN_PLACE_S) and not isinstance(error, SlurmMissing)):
                 raise
             pause = IN_PLACE_S[tries] if tries < len(IN_PLACE_S) else SLURM_AWAY_S
             say(error, pause)
@@ -306,7 +312,9 @@ def _say(text: str) -> None:
         sys.stdout.flush()
 
 
-async def start_failed(paths: RunPaths, allocation: Allocation, error: OSError | SlurmMissing) -> StartFailed:
+async def start_failed(
+    paths: RunPaths, allocation: Allocation, error: OSError | VerlSlurmError
+) -> StartFailed:
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
         # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
@@ -317,9 +325,9 @@ async def start_failed(paths: RunPaths, allocation: Allocation, error: OSError |
     return StartFailed(str(error), before, failed_code(error))
 
 
-def failed_code(error: OSError | SlurmMissing) -> ExitCode:
+def failed_code(error: OSError | VerlSlurmError) -> ExitCode:
     """Returns the code to end with at last, where no job can be held."""
-    if isinstance(error, SlurmMissing):
+    if isinstance(error, VerlSlurmError):
         return error.exit_code
     return _CODES.get(error.errno or 0, ExitCode.NO_PROGRESS)
 

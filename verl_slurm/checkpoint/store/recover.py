@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, SchemaMismatch
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    KeyRefused,
+    NotFound,
+    PermissionRefused,
+    SchemaMismatch,
+    VerlSlurmError,
+)
+from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.restore import decide_resume
 from verl_slurm.checkpoint.format.components import require_full
@@ -180,7 +188,7 @@ def _not_readable(verdict: Verdict) -> OSError:
     return OSError(errno.EIO, f"{verdict.one_line()}; {remedy}")
 
 
-def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | SchemaMismatch:
+def _refusal(path: Path, verdict: Verdict) -> VerlSlurmError:
     for problem in verdict.problems:
         # First: with an unknown version nothing else that was found means anything.
         if problem.kind == "version":
@@ -196,6 +204,13 @@ def _refusal(path: Path, verdict: Verdict) -> CheckpointCorrupt | KeyRefused | S
             where=path,
             found=verdict.one_line(),
             remedy="name the key it was made with in checkpoint.encryption",
+        )
+    if verdict.problems and all(problem.kind == "untrusted" for problem in verdict.problems):
+        return PermissionRefused(
+            "the checkpoint is not used: others could have written it",
+            where=path,
+            found=verdict.one_line(),
+            remedy=f"if all of it is yours: chmod -R go-w {shell_word(path.parent.parent)}",
         )
     return CheckpointCorrupt(
         "the checkpoint does not verify",

@@ -24,7 +24,7 @@ FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", 
 """Columns that are dropped if the terminal is narrow, in this order."""
 STATE_COLOURS = {
     **dict.fromkeys(("done", "running", "RUNNING"), "green"),
-    **dict.fromkeys(("queued", "PENDING", "suspended"), "yellow"),
+    **dict.fromkeys(("queued", "PENDING", "suspended", "held"), "yellow"),
     **dict.fromkeys(("gone", "GONE", "failed", "no permission"), "red"),
 }
 
