@@ -245,7 +245,7 @@ def test_a_mistyped_command_is_answered_with_the_nearest(workplace: Path, cli: C
 def test_a_dry_run_leaves_nothing_behind(workplace: Path, cli: Cli) -> None:
     result = cli("submit", "config.yaml", "--cluster", "local", "--dry-run")
     assert result.code == 0
-    assert "-m verl_slurm.submit.start_job" in result.out.splitlines()[-1]
+    assert "-m verl_slurm_daemon lead --run" in result.out.splitlines()[-1]
     assert len(result.out.splitlines()) == 1
     assert "  good  configuration\n" in result.err
     assert f"  good  model {workplace / 'model'}\n" in result.err

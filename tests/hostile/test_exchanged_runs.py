@@ -4,11 +4,8 @@ What the member would do is done here by root, and given to the other user after
 """
 
 import os
-import pickle
-import shlex
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,16 +19,6 @@ pytestmark = [
     pytest.mark.scenario("SEC12"),
     pytest.mark.skipif(os.geteuid() != 0, reason="NOT RUN: only root can give a directory away"),
 ]
-
-
-class Evil:
-    """Makes a directory as soon as it is unpickled."""
-
-    def __init__(self, sign: Path) -> None:
-        self._sign = sign
-
-    def __reduce__(self) -> tuple[Callable[[str], None], tuple[str]]:
-        return os.mkdir, (str(self._sign),)
 
 
 @pytest.fixture
@@ -70,23 +57,6 @@ def start(*argv: str) -> subprocess.CompletedProcess[str]:
     of_job |= {"LOCAL_JOB_NUM_NODES": "1", "LOCAL_NODEID": "0", "LOCAL_LOCALID": "0"}
     environ |= {f"SUBMITIT_{name}": value for name, value in of_job.items()}
     return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=300, check=False)
-
-
-@pytest.mark.parametrize("what", ["the run", "the logs", "the pickle"])
-def test_a_pickle_of_another_user_is_not_opened_where_the_job_starts(
-    run: Path, tmp_path: Path, what: str
-) -> None:
-    argv = shlex.split(submit(run, "--dry-run").splitlines()[-1])
-    sign = tmp_path / "sign"
-    exchange(run)
-    logs = run / "logs"
-    logs.mkdir()
-    (logs / "7_submitted.pkl").write_bytes(pickle.dumps(Evil(sign)))
-    give_away({"the run": run, "the logs": logs, "the pickle": logs / "7_submitted.pkl"}[what])
-    done = start(*argv)
-    assert not sign.exists()
-    assert done.returncode == ExitCode.PERMISSION, done.stderr
-    assert "that others cannot write to" in done.stderr
 
 
 def test_no_program_of_an_exchanged_run_is_started(run: Path, tmp_path: Path) -> None:

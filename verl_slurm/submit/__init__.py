@@ -1,8 +1,7 @@
 """Submission: the order of it, and what is refused before a job is queued.
 
 The module can be called: `verl_slurm.submit(...)` is `verl_slurm.api.submit`, and once any module of this package is
-imported, the name `verl_slurm.submit` stands for the package. The package keeps its name because the file of every
-queued job says `verl_slurm.submit.entry`.
+imported, the name `verl_slurm.submit` stands for the package.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Submits through submitit, whose job `start_job` then becomes.
+"""Submits through submitit. The job is the lead itself: nobody reads what submitit has pickled for it.
 
 A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), for three reasons.
 Its environment must lack the variables of a job that we may be inside of. Its umask must be 077, because submitit's
@@ -36,7 +36,6 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.requeue_rules import is_answer
 from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
 from verl_slurm.submit.checks.slurm_verdict import refusal
-from verl_slurm.submit.entry import BecomeLead
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
 __all__ = [
@@ -49,7 +48,6 @@ __all__ = [
     "with_components",
 ]
 
-_ENTRY = "verl_slurm.submit.start_job"
 _TIMEOUT_S = 120.0
 _NO_LIMIT_MIN = 366 * 24 * 60
 # The whole line, since a site's own words may name jobs, too; or, from a wrapper, the number and nothing else.
@@ -95,8 +93,7 @@ def render_script(plan: SubmissionPlan) -> str:
 
 def local_command(plan: SubmissionPlan) -> str:
     """Returns the command that the local executor would start."""
-    folder = RunPaths(plan.run_dir).logs
-    return shlex.join([sys.executable, "-P", "-u", "-m", _ENTRY, str(folder)])
+    return shlex.join(_lead(RunPaths(plan.run_dir)))
 
 
 def submit_job(plan: SubmissionPlan, after: str = "") -> QueuedJob:
@@ -187,7 +184,7 @@ def main(run_dir: str, cluster: Cluster, after: str, avoids: Sequence[str] = ())
             if cluster == "slurm"
             else _local_executor(config, paths)
         )
-        job = executor.submit(BecomeLead(run_dir))
+        job = executor.submit(_not_called)
         answer = _Answer(job_id=str(job.job_id), notes=getattr(executor, "notes", ()))
     except _NotUnderstood as error:
         answer = _Answer(error=str(error))
@@ -202,8 +199,9 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
     from submitit import SlurmExecutor
 
     class OwnSlurmExecutor(SlurmExecutor):
-        # Our entry asks who owns the pickle before submitit opens it (`start_job`).
-        _submitit_command_str = property(_entry_of)
+        # In the place of submitit's, which unpickles a file. `exec` makes Python the batch process: Slurm sends `B:`
+        # signals to that one, and bash would hold a trap back.
+        _submitit_command_str = f"exec {shlex.join(_lead(paths))}"
 
         notes: tuple[str, ...] = ()
 
@@ -220,8 +218,7 @@ def _slurm_executor(config: RunConfig, paths: RunPaths, after: str = "", avoids:
             return job
 
     try:
-        # `exec` makes Python the batch process: Slurm sends `B:` signals to that one, and bash would hold a trap back.
-        executor = OwnSlurmExecutor(folder=paths.logs, python=f"exec {shlex.quote(sys.executable)} -P")
+        executor = OwnSlurmExecutor(folder=paths.logs)
     except RuntimeError as error:
         raise SlurmMissing(
             "Slurm's commands are not here", found=error, remedy="load Slurm's module, or use --cluster local"
@@ -282,11 +279,11 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
     from submitit import LocalExecutor
 
     class OwnLocalExecutor(LocalExecutor):
-        _submitit_command_str = property(_entry_of)
+        # Without `exec`: submitit's local controller starts it without a shell, and there is no such program.
+        _submitit_command_str = shlex.join(_lead(paths))
 
     _stay_private_to_this_process()
-    # Without `exec`: submitit's local controller starts the command without a shell, and there is no such program.
-    executor = OwnLocalExecutor(folder=paths.logs, python=f"{shlex.quote(sys.executable)} -P")
+    executor = OwnLocalExecutor(folder=paths.logs)
     # The lead starts its next attempt itself, so the controller gets no time limit that could end it and no warning to
     # send.
     executor.update_parameters(
@@ -298,9 +295,12 @@ def _local_executor(config: RunConfig, paths: RunPaths) -> Any:
     return executor
 
 
-def _entry_of(executor: Any) -> str:
-    """Returns submitit's own command, with our entry in place of its module."""
-    return f"{executor.python} -u -m {_ENTRY} {shlex.quote(str(executor.folder))}"
+def _lead(paths: RunPaths) -> list[str]:
+    return [sys.executable, "-P", "-m", "verl_slurm_daemon", "lead", "--run", str(paths.root)]
+
+
+def _not_called() -> None:
+    """What submitit pickles: it wants a function."""
 
 
 def _stay_private_to_this_process() -> None:
