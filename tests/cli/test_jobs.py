@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.builders import owner
+from tests.journals import append_event
 from tests.many_runs import Kind, make_run
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
@@ -74,7 +75,9 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     words = "verl-slurm: 2026-11-27T09:00 n1: python fails: no such file"
     job = re.sub("Command=.*", f"Command={run}/logs/1.sh\n   Comment={words}", job)
     on_a_cluster_with(job, tmp_path, monkeypatch)
+    append_event(RunPaths(run), "held", stuck=1, reason="the job has 1 of the 2 nodes")
     said = cli("status", run).out
+    assert "held         the job has 1 of the 2 nodes\n" in said
     assert f"PENDING, launch_failed_requeued_held; {words}; scontrol release 1" in said, said
 
 

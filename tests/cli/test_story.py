@@ -134,4 +134,6 @@ def test_the_end_of_a_job_that_another_follows_asks_nobody_to_submit() -> None:
     told = tell(make_event("ended", exit_code=25, reason=answer))
     assert "the run goes on by itself" in told
     assert "submit again" not in told
+    held = "requeued: held until somebody says: scontrol release 18"
+    assert tell(make_event("ended", exit_code=25, reason=held)).endswith(f"ended with 25: {held}")
     assert refuse_requeue(parse_job(NO_REQUEUE.read_text(), 1), 0).detail in answer  # type: ignore[union-attr]

@@ -25,7 +25,7 @@ from verl_slurm.cli.show.run_tables import (
     steps_table,
 )
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Event, Started, Submitted, Warned
+from verl_slurm.journal.events import Event, Held, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm.journal.folds.nodes import lost_nodes, node_states
@@ -106,6 +106,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
             state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
         lines.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
+    if facts["held"]:
+        lines.append(("held", facts["held"]))
     # As its lead last wrote it; a run that has not started has none.
     if snapshot:
         lines.append(("state", _state_words(facts)))
@@ -215,7 +217,10 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
     facts = told_facts(seen)
     if answer is not None and answer.over and not is_over(seen) and not unknown:
         facts["ended"] = _over_words(run, facts["ended"], answer)
+    words = (event for event in reversed(events) if isinstance(event, (Held, Started, Submitted)))
+    stood = next(words, None)
     return facts | {
+        "held": stood.reason if isinstance(stood, Held) else "",
         "unknown_job": unknown,
         "job_state": None if answer is None else answer.state,
         "job_detail": "" if answer is None else answer.detail,

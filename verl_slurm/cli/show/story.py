@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import to_json
 
@@ -135,7 +136,7 @@ _SENTENCES: dict[type[ev.Event], str] = {
     ev.Successor: "job {0.job_id} is queued to follow job {0.after}",
     ev.Started: "job {0.job_id} runs on {0.nodes}, attempt {0.attempt}",
     ev.Fenced: "another attempt has taken over, this one leaves with {0.exit_code}|reason",
-    ev.Held: "HELD after {0.stuck} starts without anything new|reason",
+    ev.Held: "HELD after {0.stuck} starts|reason",
     ev.Avoid: "nodes|detail",
     ev.StartOverruled: "Slurm overruled the start at {0.wanted} by {0.eligible}: the next requeue asks for a later one",
     ev.Gone: "job {0.job_id} is {0.state} and its daemon said nothing more",
@@ -185,6 +186,8 @@ def _words(event: ev.Event) -> str:
             return f"this attempt could not begin{again}{_colon(detail)}"
         case ev.Ended(reason=reason, exit_code=number):
             name = event.code.description if event.code == number else event.exit
+            if number == ExitCode.REQUEUED and "held until" in reason:
+                return f"ended with {number}: {reason}"  # it does not go on by itself
             return f"ended with {number}, {name}{_colon(reason)}"
         case ev.Orphaned(node_id=node_id, accepted=accepted, detail=detail):
             then = "the job is requeued" if accepted else "the job could NOT be requeued"
