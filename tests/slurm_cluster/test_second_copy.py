@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness import SMALL, LiveRun, ends_like, same_weights
+from tests.harness import ONE_RANK, SMALL, LiveRun, ends_like, same_weights
 from tests.ledger_stats import ledger_stats
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
@@ -13,11 +13,11 @@ pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.long]
 
 
 def test_a_preemption_while_shared_storage_is_gone_loses_nothing(cluster: DevCluster, tmp_path: Path) -> None:
-    twin = LiveRun(cluster, tmp_path / "twin", *SMALL, "train.steps=3").submit()
+    twin = LiveRun(cluster, tmp_path / "twin", *SMALL, *ONE_RANK, "train.steps=3").submit()
     twin.wait_end()
-    # Its nodes by name: what lies on a node's own disk can come home from there only.
-    local = (f"checkpoint.local_dir={tmp_path / 'nvme'}", "slurm.extra.nodelist=node1,node2")
-    run = LiveRun(cluster, tmp_path / "run", *SMALL, "train.steps=3", *local)
+    # Its node by name: what lies on a node's own disk can come home from there only.
+    local = (f"checkpoint.local_dir={tmp_path / 'nvme'}", "slurm.extra.nodelist=node1")
+    run = LiveRun(cluster, tmp_path / "run", *SMALL, *ONE_RANK, "train.steps=3", *local)
     run.submit()
     try:
         run.wait_phase("generate")
