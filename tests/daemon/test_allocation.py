@@ -461,6 +461,16 @@ def test_a_node_without_an_address_has_its_name(
 
 
 @pytest.mark.scenario("FLT-H")
+@pytest.mark.parametrize(
+    ("signal", "kind"), [("SIGUSR2 to lead", "operator_requeue"), ("SIGUSR1 to lead", "unknown")]
+)
+def test_a_wish_for_a_requeue_is_kept_while_slurm_says_nothing(
+    signal: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = in_job_37(_Slurm(SILENCE), tmp_path, monkeypatch)
+    assert asyncio.run(mine.cause(signal)).kind == kind
+
+
 def test_a_job_with_fewer_nodes_than_the_run_needs_waits_for_a_person(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

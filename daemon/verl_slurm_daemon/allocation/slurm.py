@@ -182,7 +182,10 @@ class SlurmAllocation:
         try:
             facts = await self._client.job(self._job.job_id)
         except VerlSlurmError as error:
-            return CauseKnown("unknown", f"{trigger}; Slurm did not say: {error}", None)
+            # A wish is the user's word, and Slurm's is heard before the requeue is asked for.
+            wished = _TRIGGERS.get(trigger.split(" ", 1)[0]) == "requeue_wish"
+            kind: Literal["operator_requeue", "unknown"] = "operator_requeue" if wished else "unknown"
+            return CauseKnown(kind, f"{trigger}; Slurm did not say: {error}", None)
         short_lead_s = self._lead_s(facts)
         cause = decide_cause(
             _TRIGGERS.get(trigger.split(" ", 1)[0], "poll"),
