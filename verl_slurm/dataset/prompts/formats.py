@@ -167,17 +167,17 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
 
 
 def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
-    # newline="": a line break within quotes is a part of the text, and csv has to see it as it is.
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     # csv's own limit is 128 KiB, which long prompts exceed. It is one setting for the whole process.
     csv.field_size_limit(MAX_ROW_CHARS)
 
     # csv asks for whole lines; these are bounded like all others.
     def lines() -> Iterator[str]:
-        while line := text.readline(MAX_ROW_CHARS + 1):
+        # Decoded line by line, so that an error has the number of its line. Line breaks stay: those within quotes are a
+        # part of the text.
+        while line := file.readline(MAX_ROW_CHARS + 1):
             if len(line) > MAX_ROW_CHARS:
                 raise _too_long(name)
-            yield line
+            yield from (piece.decode() for piece in line.splitlines(keepends=True))
 
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -208,13 +208,12 @@ def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
             "the table cannot be read",
-            where=f"{name}:{reader.line_num}",
+            # A line that cannot be decoded has not reached the reader.
+            where=f"{name}:{reader.line_num + isinstance(error, UnicodeDecodeError)}",
             found=error,
             expected="UTF-8, a header line, fields in double quotes where they need them",
             remedy="fix the file",
         ) from None
-    finally:
-        text.detach()
 
 
 def _too_long(where: str) -> DataError:
@@ -253,11 +252,15 @@ def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Itera
         for batch in _parquet(file, columns) if name.endswith(".parquet") else _arrow(file, columns):
             # Row groups and batches may be large; a slice of them takes no memory of its own.
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
+                part = batch.slice(start, _ROWS_AT_ONCE)
+                try:
+                    rows = part.to_pylist()
+                except (ValueError, OverflowError, KeyError):
+                    rows = _one_by_one(part, name, number)
+                for row in rows:
                     number += 1
                     yield f"{name}: row {number}", row
-    # MemoryError: pyarrow's own for content that does not fit. OverflowError and KeyError: for values that Python
-    # lacks.
+    # MemoryError: pyarrow's own for content that does not fit.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError, MemoryError) as error:
         words = str(error).splitlines() or [type(error).__name__]
         raise DataError(
@@ -267,6 +270,27 @@ def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Itera
             expected="a whole Parquet file" if name.endswith(".parquet") else "a whole Arrow file",
             remedy="copy or save it again",
         ) from None
+
+
+def _one_by_one(part: Any, name: str, before: int) -> Iterator[Any]:
+    """Yields the rows of a batch up to the one with text that is not UTF-8, or with a value that Python lacks, which is
+    refused.
+
+    Args:
+        before: number of rows before the batch.
+    """
+    for index in range(part.num_rows):
+        try:
+            row = part.slice(index, 1).to_pylist()
+        except (ValueError, OverflowError, KeyError) as error:
+            raise DataError(
+                "a row cannot be read",
+                where=f"{name}: row {before + index + 1}",
+                found=error,
+                expected="text in UTF-8, and values that Python has",
+                remedy="fix or remove the row",
+            ) from None
+        yield from row
 
 
 def _parquet(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
