@@ -13,7 +13,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.directory import prompts_below
 from verl_slurm.dataset.prompts.look import Wanted, WantedRows, look_at, look_at_rows
-from verl_slurm.submit.checks.data import check_data
+from verl_slurm.submit.checks.data import check_data, recognize
 
 BAD = "bad \ud83d text"
 GOOD = {"prompt": "1+1=", "answer": "2"}
@@ -58,6 +58,17 @@ def test_half_of_a_surrogate_pair_is_refused_with_its_row_at_submit_and_in_the_r
         assert caught.value.found == r"\ud83d in 'bad \ud83d text'"
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_half_of_a_surrogate_pair_is_named_when_a_program_wrote_it_as_bytes(
+    tmp_path: Path, kind: str
+) -> None:
+    row = json.dumps(ROWS["answer"], ensure_ascii=False)
+    text = f"{json.dumps(GOOD)}\n{row}" if kind == "jsonl" else f"[{row}]"
+    (tmp_path / f"a.{kind}").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(DataError, match=r"(:2|element 1) .*ud83d in 'bad"):
+        look(tmp_path)
+
+
 def test_a_row_behind_the_limit_is_not_asked_for_text_that_can_be_encoded(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(row) for row in (GOOD, ROWS["prompt"])))
     look(tmp_path, limit=1)
@@ -96,6 +107,18 @@ def test_rows_of_verls_with_half_of_a_surrogate_pair_are_refused(tmp_path: Path,
     with pytest.raises(DataError, match="half of a surrogate pair") as caught:
         look_at_rows(WantedRows(files=[str(place)], keys=["prompt"], messages="prompt"))
     assert str(caught.value.where) == f"{place}:2"
+
+
+def test_a_column_that_verls_rewards_may_read_has_to_be_utf_8(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    buffers = pa.array([b"1", BAD.encode(errors="surrogatepass")], pa.binary()).buffers()
+    table = pa.table({"prompt": [[ASKED]] * 2, "extra_info": pa.Array.from_buffers(pa.string(), 2, buffers)})
+    place = tmp_path / "a.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(table, place)
+    with pytest.raises(DataError, match=r"a\.parquet: row 2 .*can't decode"):
+        look_at_rows(
+            WantedRows(files=[str(place)], keys=["prompt"], messages="prompt", also=["extra_info", "none"])
+        )
 
 
 REFUSING = {
@@ -180,3 +203,9 @@ def test_a_row_in_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> Non
     place.write_text(json.dumps(ROWS["answer"]))
     with pytest.raises(DataError, match=r"a\\udcff\.jsonl:1 .*ud83d"):
         check_data(run_config(root=str(tmp_path)))
+
+
+def test_a_prompt_column_whose_first_row_is_refused_is_not_called_missing(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"question": BAD, "answer": "2"}))
+    with pytest.raises(DataError, match="'question' holds half of a surrogate pair"):
+        recognize(run_config(root=str(tmp_path)))

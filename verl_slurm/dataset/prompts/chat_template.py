@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from verl_slurm.base.bounded import SMALL, TOKENIZER, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, DataError
@@ -109,29 +105,37 @@ def no_conversations(where: object) -> DataError:
     )
 
 
-class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's text for those who mask it."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
     """Returns a function that renders a conversation as transformers does, but for its special tokens, which are empty;
     None: the template needs more than is known here.
     """
 
+    # Here: other users of this module, and most data, do without.
+    from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks the assistant's text for programs that mask it."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
     def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = to_json
-    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
     try:
         tree = environment.parse(template)
@@ -143,10 +147,6 @@ def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
     # transformers gives these two in any case, so that they are defined.
     given = {"tools": None, "documents": None, "add_generation_prompt": True}
     return lambda messages: compiled.render(messages=messages, **given, **tokens)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(message)
 
 
 def refuses(error: BaseException) -> bool:

@@ -95,6 +95,8 @@ class WantedRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The one that holds a conversation."""
     texts: str = ""
     """The one whose different texts are told."""
+    also: list[str] = []
+    """Columns that are read, too, if they are there: text in them has to be UTF-8."""
     seconds: float = 2.0
 
 
@@ -216,7 +218,7 @@ def look_at_rows(wanted: WantedRows) -> Rows:
     columns = {key.partition(".")[0] for key in wanted.keys}
     for name in wanted.files:
         with os.fdopen(open_regular(name, follow=True), "rb") as file:
-            for where, row in records(file, name, columns):
+            for where, row in records(file, name, columns, wanted.also):
                 rows += 1
                 told = row if isinstance(row, dict) else {}
                 # Of each column that was read: readers of whole tables refuse the file for any of them.

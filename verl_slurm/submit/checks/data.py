@@ -194,8 +194,8 @@ def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConf
             break
         refused.append(error)
     else:
-        # It lists the columns that are there.
-        raise refused[0]
+        # Of a column that is there: why it is refused. Else the error lists the columns that are there.
+        raise next((error for error in refused if not str(error.found).startswith("keys ")), refused[0])
     answer, keys = answer_key, ""
     if answer_key is None:
         answer = next((key for key in _ANSWERS if refusal(prompt_key=prompt, answer_key=key) is None), None)
