@@ -3,6 +3,7 @@
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -99,7 +100,9 @@ def test_an_offset_is_all_the_state_there_is(sums_root: Path, tokenizer: PreTrai
         ('{"prompt": "1="}', "no text under 'answer'"),
         ('{"prompt": "", "answer": "1"}', "no text under 'prompt'"),
         ('{"prompt": 5, "answer": "1"}', "no text under 'prompt'"),
-        (json.dumps({"prompt": "1" * 17, "answer": "1"}), "too long"),
+        (json.dumps({"prompt": "1" * 17, "answer": "1"}), r"too long: \S+x\.jsonl:1"),
+        (json.dumps({"prompt": "1=\ud83d", "answer": "1"}), "'prompt' holds half of a surrogate pair"),
+        (json.dumps({"prompt": "1=", "answer": "\ud83d"}), "'answer' holds half of a surrogate pair"),
     ],
 )
 def test_what_is_wrong_with_the_data_is_said_with_its_place(
@@ -109,6 +112,50 @@ def test_what_is_wrong_with_the_data_is_said_with_its_place(
     with pytest.raises(DataError, match=what) as caught:
         PromptData(tmp_path, tokenizer, DataConfig(), 0)
     assert str(tmp_path) in caught.value.one_line()
+
+
+class Refusing:
+    """A tokenizer that fails on one text, as those that are libraries do: for the whole batch."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, error: BaseException) -> None:
+        self._tokenizer, self._text, self._error = tokenizer, text, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, texts: str | list[str], **options: Any) -> Any:
+        if self._text in texts:
+            raise self._error
+        return self._tokenizer(texts, **options)
+
+
+class PanicException(BaseException):
+    """As pyo3 calls the panic of a tokenizer that is written in Rust."""
+
+
+@pytest.mark.parametrize("error", [TypeError("odd"), RecursionError("odd"), PanicException("odd")], ids=repr)
+def test_a_row_that_the_tokenizer_refuses_is_named(
+    root: Path, tokenizer: PreTrainedTokenizerBase, error: BaseException
+) -> None:
+    refusing: Any = Refusing(tokenizer, "4444=", error)
+    with pytest.raises(DataError, match="the tokenizer refuses a prompt") as caught:
+        PromptData(root, refusing, DataConfig(), 0)
+    assert str(caught.value.where) == f"{root}/b.jsonl:2, prompt '4444='"
+    assert str(caught.value.found) == f"{type(error).__name__}: odd"
+    refusing = Refusing(tokenizer, "4444=", MemoryError())  # of the machine: another start may help
+    with pytest.raises(MemoryError):
+        PromptData(root, refusing, DataConfig(), 0)
+
+
+def test_a_row_that_the_chat_template_refuses_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}], "answer": "1"} for text in ("1", "22")]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for failure in ("1 // 0", "raise_exception('odd')", "messages[1].content"):
+        template = "{% if messages[0].content == '22' %}{{ " + failure + " }}{% endif %}1="
+        with pytest.raises(DataError, match=r"the chat template refuses a prompt: \S+a\.jsonl:2"):
+            PromptData(tmp_path, tokenizer, DataConfig(), 0, template=template)
 
 
 def test_a_missing_root_and_a_missing_tokenizer_are_data_errors(

@@ -14,14 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from jinja2 import TemplateError
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from verl_slurm.base.bounded import read_end_tokens
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template, processor_template
+from verl_slurm.dataset.prompts.chat_template import (
+    no_conversations,
+    no_template,
+    processor_template,
+    refuses,
+    template_refuses,
+    tokens_of,
+)
 from verl_slurm.dataset.prompts.directory import Content, prompts_below
 from verl_slurm.dataset.prompts.rows import Prompt
 from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
@@ -75,15 +81,11 @@ def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callabl
             text = tokenizer.apply_chat_template(
                 prompt, tokenize=False, add_generation_prompt=True, chat_template=template
             )
-        # Templates are programs, and unexpected input surfaces as any of these.
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                "the chat template refuses a prompt",
-                where=where,
-                found=f"{type(error).__name__}: {error}",
-                expected="a conversation as the template wants it",
-                remedy="fix the row, or set data.chat_template",
-            ) from error
+        # Templates are programs, and unexpected input surfaces as any error.
+        except Exception as error:
+            if not refuses(error):
+                raise
+            raise template_refuses(where, error) from error
         return str(text)
 
     return render
@@ -204,6 +206,24 @@ def _read_rows(
     return [(render(where, prompt), answer) for where, prompt, answer in found]
 
 
+def _place_of(
+    text: str,
+    root: Path,
+    config: DataConfig,
+    recorded: Recorded | None,
+    render: Callable[[str, Prompt], str],
+) -> str:
+    """Returns the file and row of the first prompt with that text; the root if it is not found again."""
+    roots = {"data.root": root, "data.eval_root": config.eval_root}
+    for key, place in roots.items():
+        if place is not None:
+            files = None if recorded is None else recorded[key]
+            for where, prompt, _ in prompts_below(Path(place), config, files, key=key):
+                if render(where, prompt) == text:
+                    return where
+    return str(root)
+
+
 def read_sides(
     root: Path,
     config: DataConfig,
@@ -282,6 +302,14 @@ class PromptData:
                 rendered.add(text)
             return text
 
+        def encode(texts: list[str]) -> list[list[int]]:
+            ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            return ids
+
+        def place_of(text: str) -> str:
+            # Read again for an error's sake: the places of a million rows are not kept.
+            return _place_of(text, root, config, recorded, render)
+
         train, rest = read_sides(root, config, recorded=recorded, render=text_of)
         rows = train if held_out is None else first_by_digest(rest, held_out)
         self._prompts = [prompt for prompt, _ in rows]
@@ -294,7 +322,7 @@ class PromptData:
         parts, lengths, begin = [], [], begin_token(tokenizer)
         for start in range(0, len(rows), _ENCODED_AT_ONCE):
             texts = self._prompts[start : start + _ENCODED_AT_ONCE]
-            encoded: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+            encoded = tokens_of(encode, texts, place_of)
             if begin is not None:
                 # As the tokenizer does it for text, but without an end token, behind which nothing would follow. A
                 # chat template has written its special tokens itself, and so may the author of a text.
@@ -309,7 +337,7 @@ class PromptData:
         if lengths[longest] > self._length:
             raise DataError(
                 "a prompt is too long",
-                where=f"{root}, prompt {self._prompts[longest][:40]!r}",
+                where=f"{place_of(self._prompts[longest])}, prompt {self._prompts[longest][:40]!r}",
                 found=f"{lengths[longest]} tokens",
                 expected=f"at most data.max_prompt_tokens={self._length}",
                 remedy="raise data.max_prompt_tokens",

@@ -12,6 +12,7 @@ import msgspec
 
 from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import DataError
+from verl_slurm.base.one_line import json_line
 from verl_slurm.dataset.prompts.look import Wanted, WantedRows, look_at, look_at_rows
 
 __all__ = ["main"]
@@ -40,7 +41,8 @@ def main() -> int:
     # An answer, too: the data need more than a look may have, and the ranks read them without this limit.
     except MemoryError:
         answer = {"error": None}
-    sys.stdout.buffer.write(msgspec.json.encode(answer))
+    # Names of files and keys need not be UTF-8.
+    sys.stdout.buffer.write(json_line(answer))
     return 0
 
 

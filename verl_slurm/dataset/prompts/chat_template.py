@@ -1,13 +1,32 @@
-"""Finds a run's chat template, as far as possible without transformers."""
+"""Finds a run's chat template and renders with it, as far as possible without transformers; names the row that a
+template or a tokenizer refuses.
+"""
 
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any, TypeVar
 
 import msgspec
 
 from verl_slurm.base.bounded import SMALL, TOKENIZER, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = ["has_template", "no_conversations", "no_template", "processor_template", "read_template"]
+__all__ = [
+    "has_template",
+    "model_template",
+    "no_conversations",
+    "no_template",
+    "processor_template",
+    "read_template",
+    "refuses",
+    "renderer",
+    "template_refuses",
+    "tokens_of",
+]
+
+T = TypeVar("T")
 
 
 def read_template(path: Path) -> str:
@@ -29,14 +48,31 @@ def has_template(model: Path) -> bool:
     """Returns whether the tokenizer of a model directory has a chat template of its own."""
     if (model / "chat_template.jinja").is_file() or processor_template(model):
         return True
+    return _in_configuration(model) not in (None, "", [])
+
+
+def model_template(model: Path) -> str | None:
+    """Reads the chat template of a model directory as its tokenizer chooses it; None: none, or unknown which."""
+    try:
+        return read_regular(model / "chat_template.jinja", SMALL, follow=True).decode()
+    except (OSError, *UNREADABLE):
+        pass
+    template = _in_configuration(model)
+    if isinstance(template, list):  # several, by name
+        named = [one for one in template if isinstance(one, dict) and one.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    return template if isinstance(template, str) and template else processor_template(model)
+
+
+def _in_configuration(model: Path) -> Any:
     try:
         # Without transformers, which a login node may lack. Raw values: the rest of the file is of no interest.
         data = read_regular(model / "tokenizer_config.json", TOKENIZER, follow=True)
         said = decode_json(data, dict[str, msgspec.Raw], TOKENIZER, doubles=False)
+        return msgspec.json.decode(said.get("chat_template", b"null"))
     # Not said here: whoever loads the tokenizer says it with its reason.
     except (OSError, *UNREADABLE):
-        return False
-    return bytes(said.get("chat_template", b"null")).strip() not in (b"null", b'""', b"[]")
+        return None
 
 
 def processor_template(model: Path) -> str | None:
@@ -67,3 +103,100 @@ def no_conversations(where: object) -> DataError:
         expected="text",
         remedy="set data.chat_template=auto, or data.prompt_key to a key with text",
     )
+
+
+def renderer(template: str) -> Callable[[Sequence[Any]], str] | None:
+    """Returns a function that renders a conversation as transformers does, but for its special tokens, which are empty;
+    None: the template needs more than is known here.
+    """
+
+    # Here: other users of this module, and most data, do without.
+    from jinja2 import TemplateError, TemplateSyntaxError, meta, nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """`{% generation %}`, which marks the assistant's text for programs that mask it."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+
+        def parse(self, parser: Parser) -> list[nodes.Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().astimezone().strftime(form)
+    try:
+        tree = environment.parse(template)
+        compiled = environment.from_string(tree)
+        names = meta.find_undeclared_variables(tree)
+    except (TemplateSyntaxError, *UNREADABLE):
+        return None
+    tokens = {name: "" for name in names if name.endswith("_token")}
+    # transformers gives these two in any case, so that they are defined.
+    given = {"tools": None, "documents": None, "add_generation_prompt": True}
+    return lambda messages: compiled.render(messages=messages, **given, **tokens)
+
+
+def refuses(error: BaseException) -> bool:
+    """Decides whether an error of a template or a tokenizer is its refusal of a text, which stays, rather than one of
+    the machine.
+    """
+    # A tokenizer's panic is no Exception, and its class has no name that could be imported.
+    return type(error).__name__ == "PanicException" or (
+        isinstance(error, Exception) and not isinstance(error, OSError | MemoryError | DataError)
+    )
+
+
+def template_refuses(where: object, error: BaseException) -> DataError:
+    """Builds the error for a conversation that the chat template refuses."""
+    return DataError(
+        "the chat template refuses a prompt",
+        where=where,
+        found=f"{type(error).__name__}: {error}",
+        expected="a conversation as the template wants it",
+        remedy="fix the row, or set data.chat_template",
+    )
+
+
+def tokens_of(
+    encode: Callable[[list[str]], list[T]], texts: list[str], place: Callable[[str], object]
+) -> list[T]:
+    """Returns what a tokenizer makes of a batch of texts.
+
+    Args:
+        place: text → the row that it is of.
+
+    Raises:
+        DataError: the tokenizer refuses one of them.
+    """
+    try:
+        return encode(texts)
+    except BaseException as error:
+        if not refuses(error):
+            raise
+        # Its error tells no row, so each is tried by itself.
+        for text in texts:
+            try:
+                encode([text])
+            except BaseException as own:
+                if not refuses(own):
+                    raise
+                raise DataError(
+                    "the tokenizer refuses a prompt",
+                    where=f"{place(text)}, prompt {text[:40]!r}",
+                    found=f"{type(own).__name__}: {own}",
+                    remedy="fix or remove the row",
+                ) from own
+        raise

@@ -83,10 +83,11 @@ def prompts_below(
             break
         # From memory: the bytes that were hashed are the bytes that are parsed.
         for place in prompts_of(io.BytesIO(read(name)), root / name, config):
-            if rows == limit:
-                break
             rows += 1
             yield place
+            # Before the next row is read: rows behind the limit never train, so nothing is asked of them.
+            if rows == limit:
+                break
     if not rows:
         raise no_rows(root, len(names), key)
 

@@ -29,20 +29,23 @@ _BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-def records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[Place]:
+def records(
+    file: BinaryIO, name: str, columns: Collection[str], also: Collection[str] = ()
+) -> Iterator[Place]:
     """Yields every row of `file`, in its order.
 
     Args:
         file: at its beginning; it can seek.
         name: its path: the suffix decides the format, and errors name it.
         columns: needed keys at the top of a row; a format with columns may leave out the others.
+        also: further keys to read, where they are there.
 
     Raises:
         DataError: it cannot be read; the error names the place.
     """
     suffix = name[name.rindex(".") :]
     if suffix in (".parquet", ".arrow"):
-        return _arrow_records(file, name, columns)
+        return _arrow_records(file, name, columns, also)
     # Before the text formats: a UTF-16 file would be called broken JSON, and its user would look for a wrong line.
     _refuse_utf16(file, name)
     if suffix in (".csv", ".tsv"):
@@ -99,7 +102,8 @@ def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
 
 def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
     """Yields element by element from a window of the text: the whole is never decoded at once."""
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    # surrogatepass: as json itself does it for a line, so that the row's reader names the row.
+    text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", newline="")
     decoder = json.JSONDecoder()
     window, at, number, done = "", 0, 0, False
     remedy = "fix the file, or write one JSON object a line as .jsonl"
@@ -167,17 +171,17 @@ def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
 
 
 def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
-    # newline="": a line break within quotes is a part of the text, and csv has to see it as it is.
-    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     # csv's own limit is 128 KiB, which long prompts exceed. It is one setting for the whole process.
     csv.field_size_limit(MAX_ROW_CHARS)
 
     # csv asks for whole lines; these are bounded like all others.
     def lines() -> Iterator[str]:
-        while line := text.readline(MAX_ROW_CHARS + 1):
+        # Decoded line by line, so that an error has the number of its line. Line breaks stay: those within quotes are a
+        # part of the text.
+        while line := file.readline(MAX_ROW_CHARS + 1):
             if len(line) > MAX_ROW_CHARS:
                 raise _too_long(name)
-            yield line
+            yield from (piece.decode() for piece in line.splitlines(keepends=True))
 
     reader = csv.reader(lines(), delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -208,13 +212,12 @@ def _csv(file: BinaryIO, name: str, delimiter: str) -> Iterator[Place]:
     except (csv.Error, UnicodeDecodeError) as error:
         raise DataError(
             "the table cannot be read",
-            where=f"{name}:{reader.line_num}",
+            # A line that cannot be decoded has not reached the reader.
+            where=f"{name}:{reader.line_num + isinstance(error, UnicodeDecodeError)}",
             found=error,
             expected="UTF-8, a header line, fields in double quotes where they need them",
             remedy="fix the file",
         ) from None
-    finally:
-        text.detach()
 
 
 def _too_long(where: str) -> DataError:
@@ -231,7 +234,9 @@ _ROWS_AT_ONCE = 256
 _BUFFER_BYTES = 1 << 20
 
 
-def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Iterator[tuple[str, Any]]:
+def _arrow_records(
+    file: BinaryIO, name: str, columns: Collection[str], also: Collection[str]
+) -> Iterator[tuple[str, Any]]:
     """Yields every row as a dictionary of plain Python values.
 
     Args:
@@ -250,14 +255,19 @@ def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Itera
         ) from None
     number = 0
     try:
-        for batch in _parquet(file, columns) if name.endswith(".parquet") else _arrow(file, columns):
+        read = _parquet if name.endswith(".parquet") else _arrow
+        for batch in read(file, columns, also):
             # Row groups and batches may be large; a slice of them takes no memory of its own.
             for start in range(0, batch.num_rows, _ROWS_AT_ONCE):
-                for row in batch.slice(start, _ROWS_AT_ONCE).to_pylist():
+                part = batch.slice(start, _ROWS_AT_ONCE)
+                try:
+                    rows = part.to_pylist()
+                except (ValueError, OverflowError, KeyError):
+                    rows = _one_by_one(part, name, number)
+                for row in rows:
                     number += 1
                     yield f"{name}: row {number}", row
-    # MemoryError: pyarrow's own for content that does not fit. OverflowError and KeyError: for values that Python
-    # lacks.
+    # MemoryError: pyarrow's own for content that does not fit.
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError, KeyError, MemoryError) as error:
         words = str(error).splitlines() or [type(error).__name__]
         raise DataError(
@@ -269,7 +279,28 @@ def _arrow_records(file: BinaryIO, name: str, columns: Collection[str]) -> Itera
         ) from None
 
 
-def _parquet(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
+def _one_by_one(part: Any, name: str, before: int) -> Iterator[Any]:
+    """Yields the rows of a batch up to the one with text that is not UTF-8, or with a value that Python lacks, which is
+    refused.
+
+    Args:
+        before: number of rows before the batch.
+    """
+    for index in range(part.num_rows):
+        try:
+            row = part.slice(index, 1).to_pylist()
+        except (ValueError, OverflowError, KeyError) as error:
+            raise DataError(
+                "a row cannot be read",
+                where=f"{name}: row {before + index + 1}",
+                found=error,
+                expected="text in UTF-8, and values that Python has",
+                remedy="fix or remove the row",
+            ) from None
+        yield from row
+
+
+def _parquet(file: BinaryIO, columns: Collection[str], also: Collection[str]) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     # With a buffer: otherwise a whole column of a row group is read at once.
@@ -277,11 +308,11 @@ def _parquet(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
     with pq.ParquetFile(
         file, buffer_size=_BUFFER_BYTES, pre_buffer=False, arrow_extensions_enabled=False
     ) as parquet:
-        wanted = _wanted(parquet.schema_arrow.names, columns)
+        wanted = _wanted(parquet.schema_arrow.names, columns, also)
         yield from parquet.iter_batches(batch_size=_ROWS_AT_ONCE, use_threads=False, columns=wanted)
 
 
-def _arrow(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
+def _arrow(file: BinaryIO, columns: Collection[str], also: Collection[str]) -> Iterator[Any]:
     import pyarrow.ipc
 
     options = pyarrow.ipc.IpcReadOptions(use_threads=False)
@@ -290,12 +321,12 @@ def _arrow(file: BinaryIO, columns: Collection[str]) -> Iterator[Any]:
     if start == b"ARROW1":  # the format with a footer, which some tools write
         with pyarrow.ipc.open_file(file, options=options) as opened:
             for index in range(opened.num_record_batches):
-                yield opened.get_batch(index).select(_wanted(opened.schema.names, columns))
+                yield opened.get_batch(index).select(_wanted(opened.schema.names, columns, also))
         return
     with pyarrow.ipc.open_stream(file, options=options) as stream:
-        wanted = _wanted(stream.schema.names, columns)
+        wanted = _wanted(stream.schema.names, columns, also)
         yield from (batch.select(wanted) for batch in stream)
 
 
-def _wanted(names: list[str], columns: Collection[str]) -> list[str]:
-    return [name for name in names if name in columns] if set(columns) <= set(names) else names
+def _wanted(names: list[str], columns: Collection[str], also: Collection[str]) -> list[str]:
+    return [name for name in names if name in {*columns, *also}] if set(columns) <= set(names) else names

@@ -7,6 +7,8 @@ claim to be a large one. The ranks read every row in any case.
 import os
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,14 +18,23 @@ from verl_slurm.base.bounded import TOKENIZER, TooMuch, decode_json, open_regula
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.prompts.chat_template import no_conversations, no_template
+from verl_slurm.dataset.prompts.chat_template import (
+    no_conversations,
+    no_template,
+    refuses,
+    renderer,
+    template_refuses,
+    tokens_of,
+)
 from verl_slurm.dataset.prompts.directory import data_files, no_rows
 from verl_slurm.dataset.prompts.formats import records
 from verl_slurm.dataset.prompts.rows import (
+    Messages,
     MissingValue,
     found_at,
     prompts_of,
     reads_missing,
+    refuse_halves,
     value_at_key,
 )
 
@@ -46,6 +57,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A tokenizer.json; None: the length of the prompts is not examined."""
     has_template: bool
     """There is a chat template."""
+    template: str | None = None
+    """Its text; None: it is not known here, and conversations are not rendered."""
     seconds: float = 2.0
 
 
@@ -60,6 +73,8 @@ class Look(msgspec.Struct, frozen=True, kw_only=True):
     """One of the prompts is a list of messages."""
     measured: bool
     """The length of every prompt was measured, too."""
+    rendered: bool = True
+    """The chat template took each conversation."""
     longest: int = 0
     """Tokens of the longest prompt that was measured."""
     doubtful: int = 0
@@ -80,6 +95,8 @@ class WantedRows(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The one that holds a conversation."""
     texts: str = ""
     """The one whose different texts are told."""
+    also: list[str] = []
+    """Columns that are read, too, if they are there: text in them has to be UTF-8."""
     seconds: float = 2.0
 
 
@@ -114,6 +131,7 @@ def look_at(wanted: Wanted) -> Look:
     tokenizer = _load(wanted.tokenizer)
     begin = _begin(tokenizer, Path(wanted.tokenizer).parent) if tokenizer and wanted.tokenizer else None
     lengths = _Lengths(tokenizer, config.max_prompt_tokens, begin)
+    render = renderer(wanted.template) if wanted.template is not None else None
     # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
     rows, whole, conversations = 0, True, False
@@ -138,8 +156,10 @@ def look_at(wanted: Wanted) -> Look:
                     elif not wanted.has_template:
                         raise no_template(where)
                     else:
-                        # Their length is not measured: that needs the template, and so transformers.
+                        # Their length is not measured: that needs the special tokens, and so transformers.
                         conversations = True
+                        if render is not None:
+                            _require_rendered(render, where, prompt)
                     if rows == limit:
                         break
                     # After the first row of each file, so that each file is examined.
@@ -169,6 +189,7 @@ def look_at(wanted: Wanted) -> Look:
         whole=whole,
         conversations=conversations,
         measured=measured,
+        rendered=not conversations or render is not None,
         longest=lengths.longest,
         doubtful=doubtful,
         first_doubtful=first_doubtful,
@@ -176,11 +197,20 @@ def look_at(wanted: Wanted) -> Look:
     )
 
 
+def _require_rendered(render: Callable[[Messages], str], where: str, prompt: Messages) -> None:
+    try:
+        render(prompt)
+    except Exception as error:
+        if not refuses(error):
+            raise
+        raise template_refuses(where, error) from None
+
+
 def look_at_rows(wanted: WantedRows) -> Rows:
     """Examines the rows of some files, as far as time reaches; the first row of each file in any case.
 
     Raises:
-        DataError: a file cannot be read.
+        DataError: a file cannot be read, or text in a row cannot be encoded.
     """
     until, rows, whole = time.monotonic() + wanted.seconds, 0, True
     lacking, texts = dict[str, tuple[str, str]](), dict[str, str]()
@@ -188,9 +218,11 @@ def look_at_rows(wanted: WantedRows) -> Rows:
     columns = {key.partition(".")[0] for key in wanted.keys}
     for name in wanted.files:
         with os.fdopen(open_regular(name, follow=True), "rb") as file:
-            for where, row in records(file, name, columns):
+            for where, row in records(file, name, columns, wanted.also):
                 rows += 1
                 told = row if isinstance(row, dict) else {}
+                # Of each column that was read: readers of whole tables refuse the file for any of them.
+                refuse_halves(row, where)
                 for key in wanted.keys:
                     if key not in lacking and value_at_key(told, key) is None:
                         lacking[key] = where, found_at(told, key)
@@ -259,7 +291,10 @@ class _Lengths:
         held, self._held = self._held, []
         if self._tokenizer is None or not held:
             return
-        found = self._tokenizer.encode_batch_fast([prompt for _, prompt in held], add_special_tokens=False)
+        encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
+        found = tokens_of(
+            encode, [prompt for _, prompt in held], lambda text: next(w for w, p in held if p == text)
+        )
         for (where, prompt), tokens in zip(held, found, strict=True):
             # As `trainer.data` puts it there.
             length = len(tokens) + (len(self._begin) if tokens.ids[:1] != self._begin else 0)

@@ -7,6 +7,9 @@ gets an answer that is no text as JSON.
 A missing value is refused in every spelling: no key, null, NaN, empty or blank text, text of characters that are not
 seen, a list or an object of nothing else. A prompt is refused as well where its whole text is a table's word for a
 missing value (`reads_missing`); as an answer, `None` and the text `[]` may be right.
+
+Text that UTF-8 cannot encode is refused: JSON can write half of a surrogate pair (`"\\ud83d"`), which no tokenizer, no
+template and no journal takes.
 """
 
 import json
@@ -19,7 +22,16 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.formats import records
 
-__all__ = ["Messages", "MissingValue", "Prompt", "found_at", "prompts_of", "reads_missing", "value_at_key"]
+__all__ = [
+    "Messages",
+    "MissingValue",
+    "Prompt",
+    "found_at",
+    "prompts_of",
+    "reads_missing",
+    "refuse_halves",
+    "value_at_key",
+]
 
 Messages = list[dict[str, Any]]
 """A conversation as chat templates take it: `role` and `content`, and further keys (`name`, `tool_calls`)."""
@@ -93,7 +105,7 @@ def prompts_of(
         missing: is told of each missing value, which is then yielded as empty text. None: the first one is raised.
 
     Raises:
-        DataError: a row has no prompt or no answer, or the file cannot be read.
+        DataError: a row has no prompt or no answer, or one that cannot be used; or the file cannot be read.
     """
     prompt_key, answer_key = config.prompt_key, config.answer_key
     for where, row in records(file, str(name), _columns(config)):
@@ -107,6 +119,9 @@ def prompts_of(
             )
         prompt: Prompt = ""
         answer = ""
+        for key in (prompt_key, answer_key):
+            if key is not None:
+                refuse_halves(_value(row, key), where, key)
         try:
             prompt = _prompt(_value(row, prompt_key), row, where, prompt_key)
             answer = "" if answer_key is None else _answer(row, where, answer_key)
@@ -114,7 +129,41 @@ def prompts_of(
             if missing is None:
                 raise
             missing(error)
+        except RecursionError as error:
+            raise DataError(
+                "a row is nested too deeply", where=where, found=error, remedy="fix or remove the row"
+            ) from None
         yield where, prompt, answer
+
+
+def refuse_halves(value: Any, where: str, key: str = "") -> None:
+    """Refuses a value with text that UTF-8 cannot encode, at any depth.
+
+    Args:
+        key: of the value; empty: it is a row.
+
+    Raises:
+        DataError: the row, and the text.
+    """
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            rest += [*part, *part.values()]
+        elif isinstance(part, list | tuple):
+            rest += part
+        elif isinstance(part, str) and not part.isascii():
+            try:
+                part.encode()
+            except UnicodeEncodeError as error:
+                half, begin = part[error.start], max(error.start - _SHOWN, 0)
+                raise DataError(
+                    f"{repr(key) if key else 'a row'} holds half of a surrogate pair",
+                    where=where,
+                    found=f"{ascii(half)[1:-1]} in {part[begin : error.start + _SHOWN]!a}",
+                    expected="text that UTF-8 can encode",
+                    remedy="fix or remove the row; text that was cut within an emoji is like that",
+                ) from None
 
 
 def _columns(config: DataConfig) -> Collection[str]:

@@ -2,6 +2,8 @@
 
 import errno
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,7 +15,7 @@ import msgspec
 from verl_slurm.base.errors import UNREADABLE, DataError, together
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import BUILTIN, RunConfig
-from verl_slurm.dataset.prompts.chat_template import has_template, read_template
+from verl_slurm.dataset.prompts.chat_template import has_template, model_template, read_template
 from verl_slurm.dataset.prompts.choice import (
     is_data,
     missing_shards,
@@ -32,6 +34,8 @@ _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query",
 _ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "label", "output")
 """Names of columns in public data sets, the more telling first."""
 _ANY_LENGTH = 1 << 20
+_TOO_LARGE = "a row that takes more than 352 MiB of memory"
+_OF_MEMORY = re.compile(r"MemoryError|memory allocation of|bad_alloc|[Oo]ut of memory|Cannot allocate memory")
 _MOST_NAMED = 4
 
 
@@ -97,7 +101,8 @@ def check_data(config: RunConfig, key: str = "data.root", *, begun: bool = False
     if not found.whole:
         notes.append(f"{key}: only the first {found.rows} rows were looked at; the ranks read them all")
     elif not found.measured and not config.model.path.startswith(BUILTIN):
-        text += f"; the ranks check that none has more than {data.max_prompt_tokens} tokens"
+        taken = "" if found.rendered else "the chat template takes each, and that "
+        text += f"; the ranks check that {taken}none has more than {data.max_prompt_tokens} tokens"
     return text, notes
 
 
@@ -189,8 +194,8 @@ def recognize(config: RunConfig, answer_key: str | None = None) -> tuple[RunConf
             break
         refused.append(error)
     else:
-        # It lists the columns that are there.
-        raise refused[0]
+        # Of a column that is there: why it is refused. Else the error lists the columns that are there.
+        raise next((error for error in refused if not str(error.found).startswith("keys ")), refused[0])
     answer, keys = answer_key, ""
     if answer_key is None:
         answer = next((key for key in _ANSWERS if refusal(prompt_key=prompt, answer_key=key) is None), None)
@@ -209,16 +214,19 @@ def _wanted(config: RunConfig, key: str) -> Wanted:
     model = None if config.model.path.startswith(BUILTIN) else Path(config.model.path)
     if data.chat_template in ("auto", "none"):
         # `auto` takes the model's own template, so whether conversations can be read depends on it.
-        template = model is not None and has_template(model)
+        there = model is not None and has_template(model)
+        template = model_template(model) if there and model is not None else None
     else:
-        template = bool(read_template(Path(data.chat_template)))
+        template = read_template(Path(data.chat_template))
+        there = bool(template)
     tokenizer = model / "tokenizer.json" if model is not None else None
     return Wanted(
         data=data,
         root=data.root if key == "data.root" else data.eval_root or "",
         key=key,
         tokenizer=str(tokenizer) if tokenizer is not None and tokenizer.is_file() else None,
-        has_template=template,
+        has_template=there,
+        template=template,
     )
 
 
@@ -226,12 +234,13 @@ def _look(wanted: Wanted) -> Look:
     answer, words = _ask(wanted, wanted.root)
     if answer.look is not None:
         return answer.look
+    files_key = wanted.key.replace("root", "files")
     raise DataError(
         "the data cannot be looked at",
         where=wanted.root,
         found=words,
-        expected="rows of moderate size",
-        remedy=f"see which row that is: set {wanted.key.replace('root', 'files')} to one file after the other",
+        expected="rows of moderate size" if words == _TOO_LARGE else None,
+        remedy=f"see which row that is: set {files_key} to one file after the other, or to files of fewer rows",
     )
 
 
@@ -246,7 +255,8 @@ def look_at_files(wanted: WantedRows, where: str) -> Rows | str:
 
 
 def _ask(wanted: Wanted | WantedRows, where: str) -> tuple[_Answer, str]:
-    """Returns the answer of the process that looks; it is empty if it died, which the text explains.
+    """Returns the answer of the process that looks; it is empty if it died, which the text explains: `_TOO_LARGE` where
+    it is known that memory was the reason.
 
     Raises:
         DataError: its own, or it takes too long.
@@ -262,15 +272,18 @@ def _ask(wanted: Wanted | WantedRows, where: str) -> tuple[_Answer, str]:
             "the data cannot be read in time",
             where=where,
             found=f"no answer after {_TIMEOUT_S:.0f} s",
-            remedy="see whether its storage is well",
+            remedy="see whether its storage answers, and whether its chat template ends",
         ) from None
     try:
         answer = msgspec.json.decode(done.stdout, type=_Answer)
-    # It died without an answer, of its memory limit or a library's crash.
+    # It died without an answer: killed, of a library's crash, or of an exception of its own.
     except UNREADABLE:
         answer = _Answer()
+        words = done.stderr.decode(errors="replace").strip().splitlines()
+        # The kernel kills for memory, a library written in Rust or C++ ends itself.
+        if done.returncode != -signal.SIGKILL and not _OF_MEMORY.search(words[-1] if words else ""):
+            return answer, words[-1] if words else f"its process ended with {done.returncode}"
     if answer.error is not None:
         parts: dict[str, Any] = dict(answer.error)
         raise DataError(parts.pop("what"), **parts)
-    words = done.stderr.decode(errors="replace").strip().splitlines()
-    return answer, words[-1] if words else "a row that takes more than 352 MiB of memory"
+    return answer, _TOO_LARGE

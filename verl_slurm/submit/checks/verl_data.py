@@ -93,7 +93,11 @@ def check_verl_data(
     notes += unseen
     keys = [messages, *([_SOURCE, _TRUTH] if reward.reads_rows else [])]
     wanted = WantedRows(
-        files=list(map(str, files)), keys=keys, messages=messages, texts=_SOURCE if reward.reads_rows else ""
+        files=list(map(str, files)),
+        keys=keys,
+        messages=messages,
+        texts=_SOURCE if reward.reads_rows else "",
+        also=["extra_info"],
     )
     rows = look_at_files(wanted, where)
     if isinstance(rows, str):
