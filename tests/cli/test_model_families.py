@@ -279,6 +279,10 @@ def test_another_attention_is_another_run(workplace: Path, cli: Cli) -> None:
         ({"generation_config": {"eos_token_id": [8, 9]}}, "found token 8, expected below vocab_size=3"),
         ({"generation_config": {"eos_token_id": [1, 9]}}, ""),
         ({"tokenizer_config": {"eos_token": "<far>"}}, "use the tokenizer that belongs to this model"),
+        (
+            {"tokenizer_config": {"eos_token": "<end>", "pad_token": "<far>"}},
+            "found '<far>', token 3, expected below vocab_size=3",
+        ),
         ({}, ""),
         ({"config": {}, "tokenizer_config": {"eos_token": {"content": "<end>"}}}, ""),
         ({"config": {}, "tokenizer_config": {}, "special_tokens_map": {"eos_token": "<end>"}}, ""),

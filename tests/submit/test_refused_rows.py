@@ -198,6 +198,14 @@ def test_only_a_look_that_ran_out_of_memory_asks_for_smaller_rows(
     assert caught.value.expected == expected
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_a_row_with_a_key_twice_is_refused(tmp_path: Path, kind: str) -> None:
+    row = '{"prompt": "1+1=", "answer": "2", "answer": "3"}'
+    (tmp_path / f"a.{kind}").write_text(row if kind == "jsonl" else f"[{row}]")
+    with pytest.raises(DataError, match=r"(:1|element 1) .*the key 'answer' twice"):
+        look(tmp_path)
+
+
 def test_a_row_in_a_file_whose_name_is_not_utf_8_is_named(tmp_path: Path) -> None:
     place = tmp_path / "a\udcff.jsonl"
     place.write_text(json.dumps(ROWS["answer"]))

@@ -1,6 +1,7 @@
 """Prompts in an order that is a function of seed and offset."""
 
 import json
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
 from tests.builders import run_config
+from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.submit.checks.data import check_data
@@ -145,6 +147,25 @@ def test_a_row_that_the_tokenizer_refuses_is_named(
     refusing = Refusing(tokenizer, "4444=", MemoryError())  # of the machine: another start may help
     with pytest.raises(MemoryError):
         PromptData(root, refusing, DataConfig(), 0)
+
+
+def test_a_token_that_the_model_lacks_is_refused_with_its_row_at_submit_and_in_the_ranks(
+    tiny: Path, tmp_path: Path
+) -> None:
+    """Tokens were added, and the model's embeddings not made larger."""
+    model, root = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(tiny, model)
+    root.mkdir()
+    larger, size = load_tokenizer(model), vocabulary_of(model)
+    assert size is not None
+    larger.add_tokens([f"<{number}>" for number in range(size)])
+    larger.save_pretrained(model)
+    (root / "b.jsonl").write_text(json.dumps({"prompt": f"1+1=<{size - 1}>", "answer": "2"}))
+    refused = rf"b\.jsonl:1, .* expected below vocab_size={size}"
+    with pytest.raises(DataError, match=refused):
+        PromptData(root, larger, DataConfig(), 0, vocabulary=size)
+    with pytest.raises(DataError, match=refused):
+        check_data(run_config(path=str(model), root=str(root)))
 
 
 def test_a_row_that_the_chat_template_refuses_is_named(

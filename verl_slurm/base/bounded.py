@@ -42,6 +42,7 @@ __all__ = [
     "read_model_config",
     "read_regular",
     "refuse_doubled_keys",
+    "vocabulary_of",
 ]
 
 T = TypeVar("T")
@@ -243,6 +244,15 @@ def read_model_config(directory: Path) -> dict[str, Any]:
     """Reads the config.json of a model directory. Raises as `read_regular` and `decode_json`."""
     data = read_regular(directory / "config.json", MODEL_CONFIG, follow=True)
     return decode_json(data, dict[str, Any], MODEL_CONFIG, doubles=False)
+
+
+def vocabulary_of(directory: Path) -> int | None:
+    """Returns the number of tokens that the model of a directory has; None: it does not say. Raises as
+    `read_model_config`."""
+    config = read_model_config(directory)
+    inner = config.get("text_config")
+    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    return size if isinstance(size, int) else None
 
 
 def read_end_tokens(directory: Path) -> tuple[int, ...]:

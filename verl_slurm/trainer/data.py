@@ -273,6 +273,7 @@ class PromptData:
         samples_per_prompt: n.
         recorded: what the files must be; None: any files are accepted.
         template: the text of a chat template, instead of the tokenizer's.
+        vocabulary: number of the model's tokens; None: not known.
 
     Raises:
         DatasetDrift: a file is not the recorded one.
@@ -291,6 +292,7 @@ class PromptData:
         samples_per_prompt: int = 1,
         recorded: Recorded | None = None,
         template: str | None = None,
+        vocabulary: int | None = None,
     ) -> None:
         # Before the split: it goes by the text that the policy sees.
         render = plain_text if config.chat_template == "none" else as_text(tokenizer, template)
@@ -322,7 +324,7 @@ class PromptData:
         parts, lengths, begin = [], [], begin_token(tokenizer)
         for start in range(0, len(rows), _ENCODED_AT_ONCE):
             texts = self._prompts[start : start + _ENCODED_AT_ONCE]
-            encoded = tokens_of(encode, texts, place_of)
+            encoded = tokens_of(encode, texts, place_of, vocabulary)
             if begin is not None:
                 # As the tokenizer does it for text, but without an end token, behind which nothing would follow. A
                 # chat template has written its special tokens itself, and so may the author of a text.

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import require_safe_way
 from verl_slurm.base.keys import load_keys
@@ -202,7 +203,7 @@ def _build_loop(
         # At once: each part below may still be refused.
         owned.callback(saver.close)
         tokenizer = load_tokenizer(pinned.path)
-        eos_ids = end_tokens(pinned.path, tokenizer)
+        eos_ids, vocabulary = end_tokens(pinned.path, tokenizer), vocabulary_of(pinned.path)
         sampler = build_engine(
             config,
             pinned.path,
@@ -222,6 +223,7 @@ def _build_loop(
         config.seed,
         recorded=digests.data,
         template=digests.template,
+        vocabulary=vocabulary,
     )
     per_prompt = config.rollout.samples_per_prompt
     data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))

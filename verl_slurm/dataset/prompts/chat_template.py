@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -25,8 +25,6 @@ __all__ = [
     "template_refuses",
     "tokens_of",
 ]
-
-T = TypeVar("T")
 
 
 def read_template(path: Path) -> str:
@@ -171,18 +169,22 @@ def template_refuses(where: object, error: BaseException) -> DataError:
 
 
 def tokens_of(
-    encode: Callable[[list[str]], list[T]], texts: list[str], place: Callable[[str], object]
-) -> list[T]:
-    """Returns what a tokenizer makes of a batch of texts.
+    encode: Callable[[list[str]], list[list[int]]],
+    texts: list[str],
+    place: Callable[[str], object],
+    vocabulary: int | None,
+) -> list[list[int]]:
+    """Returns the tokens that a tokenizer makes of a batch of texts.
 
     Args:
         place: text → the row that it is of.
+        vocabulary: number of the model's tokens; None: not known.
 
     Raises:
-        DataError: the tokenizer refuses one of them.
+        DataError: the tokenizer refuses one of them, or the model has no such token.
     """
     try:
-        return encode(texts)
+        found = encode(texts)
     except BaseException as error:
         if not refuses(error):
             raise
@@ -200,3 +202,13 @@ def tokens_of(
                     remedy="fix or remove the row",
                 ) from own
         raise
+    for text, ids in zip(texts, found, strict=True):
+        if vocabulary is not None and max(ids, default=0) >= vocabulary:
+            raise DataError(
+                "the model lacks a token of the tokenizer's",
+                where=f"{place(text)}, prompt {text[:40]!r}",
+                found=f"token {max(ids)}",
+                expected=f"below vocab_size={vocabulary} of the model's config.json",
+                remedy="use the tokenizer that belongs to the model, or save the model after resize_token_embeddings",
+            )
+    return found

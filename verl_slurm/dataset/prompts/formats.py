@@ -11,6 +11,7 @@ they are stored, and pyarrow has no type here that unpickles.
 import csv
 import io
 import json
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO
 
@@ -89,7 +90,7 @@ def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
                 continue
             where = f"{name}:{number}"
             try:
-                yield where, json.loads(piece)
+                yield where, json.loads(piece, object_pairs_hook=_without_doubles)
             except UNREADABLE as error:
                 raise DataError(
                     "a line is not JSON",
@@ -100,11 +101,20 @@ def _json_lines(file: BinaryIO, name: str) -> Iterator[Place]:
                 ) from None
 
 
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuses a key that an object has twice: readers differ in the value that they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        double = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {double!r} twice in one object")
+    return found
+
+
 def _json_array(file: BinaryIO, name: str) -> Iterator[Place]:
     """Yields element by element from a window of the text: the whole is never decoded at once."""
     # surrogatepass: as json itself does it for a line, so that the row's reader names the row.
     text = io.TextIOWrapper(file, encoding="utf-8", errors="surrogatepass", newline="")
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(object_pairs_hook=_without_doubles)
     window, at, number, done = "", 0, 0, False
     remedy = "fix the file, or write one JSON object a line as .jsonl"
 

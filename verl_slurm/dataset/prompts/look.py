@@ -8,7 +8,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,6 +56,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A tokenizer.json; None: the length of the prompts is not examined."""
     has_template: bool
     """There is a chat template."""
+    vocabulary: int | None = None
+    """Number of the model's tokens; None: not known."""
     template: str | None = None
     """Its text; None: it is not known here, and conversations are not rendered."""
     seconds: float = 2.0
@@ -130,7 +131,7 @@ def look_at(wanted: Wanted) -> Look:
     limit = config.limit if wanted.key == "data.root" else None
     tokenizer = _load(wanted.tokenizer)
     begin = _begin(tokenizer, Path(wanted.tokenizer).parent) if tokenizer and wanted.tokenizer else None
-    lengths = _Lengths(tokenizer, config.max_prompt_tokens, begin)
+    lengths = _Lengths(tokenizer, config.max_prompt_tokens, begin, wanted.vocabulary)
     render = renderer(wanted.template) if wanted.template is not None else None
     # A time, not a number of rows: a user waits for the submission, and the ranks read every row in any case.
     until = time.monotonic() + wanted.seconds
@@ -272,8 +273,8 @@ class _Missing:
 class _Lengths:
     """Counts tokens, a batch of prompts at a time."""
 
-    def __init__(self, tokenizer: _Tokenizer | None, most: int, begin: Any) -> None:
-        self._tokenizer, self._most = tokenizer, most
+    def __init__(self, tokenizer: _Tokenizer | None, most: int, begin: Any, vocabulary: int | None) -> None:
+        self._tokenizer, self._most, self._vocabulary = tokenizer, most, vocabulary
         self._begin, self.any = [] if begin is None else begin.ids[:1], False
         self._held: list[tuple[str, str]] = []
         self.there = tokenizer is not None
@@ -291,13 +292,18 @@ class _Lengths:
         held, self._held = self._held, []
         if self._tokenizer is None or not held:
             return
-        encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
-        found = tokens_of(
-            encode, [prompt for _, prompt in held], lambda text: next(w for w, p in held if p == text)
-        )
+        tokenizer = self._tokenizer
+
+        def encode(texts: list[str]) -> list[list[int]]:
+            return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+
+        def place(text: str) -> str:
+            return next(where for where, prompt in held if prompt == text)
+
+        found = tokens_of(encode, [prompt for _, prompt in held], place, self._vocabulary)
         for (where, prompt), tokens in zip(held, found, strict=True):
             # As `trainer.data` puts it there.
-            length = len(tokens) + (len(self._begin) if tokens.ids[:1] != self._begin else 0)
+            length = len(tokens) + (len(self._begin) if tokens[:1] != self._begin else 0)
             self.longest = max(self.longest, length)
             if length > self._most:
                 raise DataError(

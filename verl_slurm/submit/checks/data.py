@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.errors import UNREADABLE, DataError, together
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.config.schema import BUILTIN, RunConfig
@@ -226,8 +227,17 @@ def _wanted(config: RunConfig, key: str) -> Wanted:
         key=key,
         tokenizer=str(tokenizer) if tokenizer is not None and tokenizer.is_file() else None,
         has_template=there,
+        vocabulary=_vocabulary(model),
         template=template,
     )
+
+
+def _vocabulary(model: Path | None) -> int | None:
+    try:
+        return None if model is None else vocabulary_of(model)
+    # Whoever loads the model says it with its reason.
+    except (OSError, *UNREADABLE):
+        return None
 
 
 def _look(wanted: Wanted) -> Look:

@@ -20,6 +20,7 @@ from verl_slurm.base.bounded import (
     read_end_tokens,
     read_model_config,
     read_regular,
+    vocabulary_of,
 )
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.checkpoint.store.safetensors_file import read_header, safetensors_problem
@@ -63,6 +64,7 @@ class _SpecialTokens(msgspec.Struct):
     """tokenizer_config.json, and special_tokens_map.json of older tokenizers."""
 
     eos_token: str | _AddedToken | msgspec.UnsetType | None = msgspec.UNSET
+    pad_token: str | _AddedToken | msgspec.UnsetType | None = msgspec.UNSET
     added_tokens_decoder: dict[int, _AddedToken] = {}
 
 
@@ -262,7 +264,7 @@ def _check_config(path: Path, remedy: str) -> tuple[int, ...]:
 
 def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
     """Refuses a model without an end token, or with one that it cannot sample: each response would be cut."""
-    token, known = _end_token(directory)
+    token, pad, known = _special_tokens(directory)
     # Without the key, a class of tokenizers may have an end token of its own. The model's files then name it, too.
     if not token and (token is not msgspec.UNSET or not named):
         raise DataError(
@@ -280,13 +282,20 @@ def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
             expected="a token of tokenizer.json",
             remedy="set eos_token to one that the model was trained with",
         )
-    config = read_model_config(directory)
-    inner = config.get("text_config")
-    size = config.get("vocab_size", inner.get("vocab_size") if isinstance(inner, dict) else None)
+    size = vocabulary_of(directory)
+    if pad and size is not None and known.get(pad, -1) >= size:
+        raise DataError(
+            "the padding token is outside the model's vocabulary",
+            where=directory,
+            found=f"{pad!r}, token {known[pad]}",
+            expected=f"below vocab_size={size} of config.json",
+            remedy="set pad_token in tokenizer_config.json to one that the model has, e.g. its eos_token, or save the "
+            "model after resize_token_embeddings",
+        )
     own = known.get(token, -1) if token else -1
     # One of the model's that can be sampled is enough: a configuration may keep its class's default beside it.
     first = own if own >= 0 else min(named, default=-1)
-    if isinstance(size, int) and first >= size:
+    if size is not None and first >= size:
         raise DataError(
             "the end token is outside the model's vocabulary",
             where=directory,
@@ -298,8 +307,12 @@ def _check_end_tokens(directory: Path, named: tuple[int, ...]) -> None:
         )
 
 
-def _end_token(directory: Path) -> tuple[str | msgspec.UnsetType | None, dict[str, int]]:
-    """Returns the tokenizer's end token, UNSET if no file has the key, and the tokens that can be looked up."""
+def _special_tokens(
+    directory: Path,
+) -> tuple[str | msgspec.UnsetType | None, str | msgspec.UnsetType | None, dict[str, int]]:
+    """Returns the tokenizer's end token and its padding, UNSET if no file has the key, and the tokens that can be
+    looked up.
+    """
 
     def read(name: str, form: type[T]) -> T | None:
         path = directory / name
@@ -313,8 +326,13 @@ def _end_token(directory: Path) -> tuple[str | msgspec.UnsetType | None, dict[st
         tokenizer = read("tokenizer.json", _Tokenizer)
     # Not said here: loading the tokenizer says it with its reason.
     except (OSError, *UNREADABLE):
-        return "unreadable", {}
-    token = older.eos_token if special.eos_token is msgspec.UNSET else special.eos_token
+        return "unreadable", None, {}
     added = {one.content: number for number, one in special.added_tokens_decoder.items()}
-    text = token.content if isinstance(token, _AddedToken) else token
-    return text, tokenizer.ids() | added if tokenizer else {}
+    end, pad = (
+        token.content if isinstance(token, _AddedToken) else token
+        for token in (
+            older.eos_token if special.eos_token is msgspec.UNSET else special.eos_token,
+            older.pad_token if special.pad_token is msgspec.UNSET else special.pad_token,
+        )
+    )
+    return end, pad, tokenizer.ids() | added if tokenizer else {}
