@@ -76,9 +76,9 @@ def awaiting(python: str, paths: RunPaths) -> list[str]:
     """Returns the lines of a batch script that wait for RUN, for Python and for what is installed there, and from when
     RUN is there write into its log. Slurm itself ends a job for good whose output it cannot open (`ExitCode=0:53`).
     """
-    logs = shlex.quote(str(paths.logs))
-    log = f'{logs}/"${{SLURM_JOB_ID}}"_0_log.out'
-    commands = shlex.join(["test", "-e", str(paths.run_yaml)]), f"mkdir -p {logs}", f"touch {log}"
+    log = f'{shlex.quote(str(paths.logs))}/"${{SLURM_JOB_ID}}"_0_log.out'
+    there = ["test", "-e", str(paths.run_yaml)], ["mkdir", "-p", str(paths.logs)]
+    commands = *map(shlex.join, there), f"touch {log}"
     installed = shlex.join([python, "-P", "-c", "import verl_slurm_daemon, verl_slurm"])
     waits = [f"verl_slurm_await {command}" for command in (*commands, installed)]
     return [AWAIT, *waits[:-1], f"exec >>{log} 2>&1", waits[-1]]
