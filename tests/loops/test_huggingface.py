@@ -36,6 +36,15 @@ class Numbers(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"x": x, "labels": x.sum()}
 
 
+class Rows(Numbers):
+    """The same, of different lengths."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self):
+            raise IndexError(index)
+        return super().__getitem__(index) | {"input_ids": torch.zeros(1 + index % 7)}
+
+
 class OnlyOnce(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
     """Eight samples, and never again."""
 
@@ -286,6 +295,131 @@ def test_a_save_that_fails_loses_itself_only(tmp_path: Path, monkeypatch: pytest
     assert [type(m) for m in daemon.told if isinstance(m, SaveFailed)] == [SaveFailed] * 3
     assert not daemon.heard(Finished)
     assert not list(run.paths.work(1).iterdir())
+
+
+def too_large_until(batch: int, at_step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has larger batches than `batch` not fit into memory from `at_step` on."""
+    step = Trainer.training_step
+
+    def tried(trainer: Trainer, model: Any, inputs: Any, *args: Any) -> Any:
+        if len(inputs["x"]) > batch and trainer.state.global_step >= at_step:
+            raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+        return step(trainer, model, inputs, *args)
+
+    monkeypatch.setattr(Trainer, "training_step", tried)
+
+
+def test_batches_that_did_not_fit_leave_the_output_directory_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_large_until(3, 0, monkeypatch)
+    settings = {"auto_find_batch_size": True, "per_device_train_batch_size": 5}
+    straight = Life(Run(tmp_path / "straight").life(Daemon()), **settings)
+    run, asked, ended = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon()
+    assert Life(run.life(asked), **settings).stopped
+    resumed = Life(run.life(ended), **settings)
+    out = str(run.paths.root / "out")
+    assert resumed.trainer.args.output_dir == out
+    assert straight.trainer.args.output_dir == str(tmp_path / "straight/out")
+    assert torch.equal(resumed.weights, straight.weights)
+    assert ended.steps()[:2] == [4, 5]
+    assert [(notice.loud, "did not fit" in notice.text) for notice in asked.heard(Notice)] == [
+        (False, True)
+    ] * 2
+    assert not ended.heard(Notice), "the size that fits is in the checkpoint"
+
+
+def test_steps_that_are_done_again_since_a_later_batch_did_not_fit_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    too_large_until(3, 3, monkeypatch)
+    run, daemon = Run(tmp_path / "run", every_steps=2), Daemon()
+    life = Life(run.life(daemon), auto_find_batch_size=True)
+    [notice] = daemon.heard(Notice)
+    assert notice.loud
+    assert "Steps 1 to 3 are done again" in notice.text
+    assert daemon.steps() == [0, 1, 2, 3, *range(13)]
+    assert [message.step for message in daemon.heard(Finished)] == [12]
+    assert life.trainer.args.output_dir == str(run.paths.root / "out")
+    assert verify(run.checkpoints()[-1]).ok
+
+
+def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
+    def trainer(service: VerlSlurmCallback) -> Trainer:
+        args = TrainingArguments(
+            str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
+        )
+        return Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service])
+
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    with (
+        pytest.raises(ConfigError, match="a run is one training"),
+        VerlSlurmCallback(run.life(daemon)) as held,
+    ):
+        first = trainer(held)
+        held.train(first)
+        held.train(first)
+    assert first.args.output_dir == str(tmp_path / "out")
+    assert daemon.kinds()[-1] == "Refused"
+    assert not daemon.heard(Finished)
+
+    run = Run(tmp_path / "done")
+    service = VerlSlurmCallback(run.life(Daemon()))
+    service.train(trainer(service))
+    with pytest.raises(ConfigError, match="a run is one training"):
+        service.train(trainer(service))
+
+
+def test_a_training_that_raised_is_not_served_again_in_the_same_process(tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("no luck")
+
+    service = VerlSlurmCallback(Run(tmp_path / "run").life(Daemon()))
+    args = TrainingArguments(
+        str(tmp_path / "out"), max_steps=2, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service, Fails()])
+    with pytest.raises(RuntimeError, match="no luck"):
+        service.train(trainer)
+    trainer.remove_callback(Fails)
+    with pytest.raises(ConfigError, match="let the process end"):
+        service.train(trainer)
+    assert args.output_dir == str(tmp_path / "out")
+
+
+def test_a_training_that_was_not_begun_by_the_callback_is_refused(tmp_path: Path) -> None:
+    """As each trial of `hyperparameter_search` is."""
+    daemon = Daemon()
+    service = VerlSlurmCallback(Run(tmp_path / "run").life(daemon))
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], disable_tqdm=True)
+    with pytest.raises(ConfigError, match="hyperparameter_search"):
+        Trainer(Net(), args, train_dataset=Numbers(), callbacks=[service]).train()
+    assert daemon.kinds() == ["Refused"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"ignore_data_skip": True}, "ignore_data_skip"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "RandomSampler"),
+        (
+            {"train_sampling_strategy": "group_by_length"},
+            "LengthGroupedSampler",
+        ),
+    ],
+    ids=["skip", "unseeded", "by-length"],
+)
+def test_settings_that_cost_data_of_an_interrupted_epoch_are_said(
+    tmp_path: Path, settings: dict[str, Any], word: str
+) -> None:
+    run, first, second = Run(tmp_path / "run"), Daemon({7: stop()}), Daemon()
+    for daemon in (first, second):
+        Life(run.life(daemon), data=Rows(), **settings)
+    said = [
+        (notice.loud, word in notice.text) for daemon in (first, second) for notice in daemon.heard(Notice)
+    ]
+    assert said == [(False, True), (True, True)], "loud where it has cost something"
 
 
 @pytest.mark.parametrize(

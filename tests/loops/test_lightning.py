@@ -297,6 +297,15 @@ def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
     assert daemon.kinds() == ["Refused"]
 
 
+def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run")
+    first = Life(run.life(Daemon()), max_steps=2)
+    words = {"logger": False, "enable_progress_bar": False, "default_root_dir": tmp_path}
+    second = lightning.Trainer(callbacks=[first.service], accelerator="cpu", max_steps=2, **words)
+    with pytest.raises(ConfigError, match="a run is one training"):
+        first.service.fit(second, Net(), ResumableDataLoader(Numbers(), batch_size=4))
+
+
 def test_without_a_daemon_it_is_a_trainer_like_any_other(tmp_path: Path) -> None:
     service = VerlSlurmCheckpoint(session=Session(NoDaemon(), rank=0, world_size=1))
     trainer = lightning.Trainer(

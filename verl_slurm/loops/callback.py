@@ -36,7 +36,7 @@ class Served:
         self.session = Session.open() if session is None else session
         self._saver: StepEndSaver | None = None
         self._metrics: dict[str, float] = {}
-        self._held = False
+        self._held = self._closed = False
         self._finished_at: int | None = None
         try:
             self.resume = self._resume()
@@ -90,7 +90,21 @@ class Served:
         return directory
 
     def _begin(self, step: int, total: int, metadata: Mapping[str, object]) -> StepEndSaver:
-        """Makes the saver at the start of the training, once the framework has its process group. Collective."""
+        """Makes the saver at the start of the training, once the framework has its process group. Collective.
+
+        Raises:
+            ConfigError: there was a training before.
+        """
+        # Both would number their checkpoints from step 1, and a start could not tell which one to go on with.
+        if self._closed or self._saver is not None:
+            raise ConfigError(
+                "a run is one training, and this is another one",
+                where=type(self).__name__,
+                found="a callback that has served a training before",
+                expected="one training for each callback and each run",
+                remedy="submit the later one as a run of its own, which begins with the model that the first one "
+                "saved. After an error, let the process end: it is started again",
+            )
         ranks = own_ranks(
             self.session, "have it find its ranks in torchrun's environment (RANK, WORLD_SIZE, LOCAL_RANK)"
         )
@@ -118,6 +132,7 @@ class Served:
             broken: other ranks may be anywhere: skips all collective work.
         """
         # Taken away first: hooks that the framework still calls find no saver and do nothing.
+        self._closed = True
         saver, self._saver = self._saver, None
         if saver is not None:
             saver.close(broken=broken)

@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 import torch
 import transformers
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -40,14 +41,15 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.errors import ConfigError, DataError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import FileEntry, guest_directory
 from verl_slurm.loops.callback import Served
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver
-from verl_slurm.loops.trl_state import TrlState
+from verl_slurm.loops.trl_state import TrlState, innermost_sampler
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.wire.messages import SaveRequest
 
@@ -125,6 +127,8 @@ class VerlSlurmCallback(Served, TrainerCallback):
             # No collectives from here on: the other ranks may still be in a step.
             self._close(broken=True)
             raise
+        finally:
+            self._trainer = None
         if self.stopped:
             self._leave()
         # Inside of a `with` block the run is done at the block's end: work on the model belongs to it.
@@ -139,9 +143,21 @@ class VerlSlurmCallback(Served, TrainerCallback):
     ) -> None:
         if not self.session.has_daemon:
             return
-        _check(args)
-        library = {"library": f"transformers {transformers.__version__}"}
-        saver = self._begin(state.global_step, state.max_steps, library)
+        # The work directory is still the Trainer's: it has not ended, and its loop is called once more.
+        again = self._saver is not None and args.output_dir == str(self._saver.work)
+        try:
+            self._require_served(args)
+            library = {"library": f"transformers {transformers.__version__}"}
+            saver = (
+                self._begin_again(args, state)
+                if again
+                else self._begin(state.global_step, state.max_steps, library)
+            )
+        except VerlSlurmError as error:
+            # Where `train` is not on the stack, nothing else tells the daemon.
+            if self._trainer is None:
+                self.session.ended_by(error)
+            raise
         # An argument of the user's has won over ours. Whatever it read was not verified, and its step is not the
         # run's.
         if self.resume is None and state.global_step > 0:
@@ -152,19 +168,61 @@ class VerlSlurmCallback(Served, TrainerCallback):
             )
         # The resumed step was reported by the attempt that trained it.
         self._told = state.global_step
-        ended = self.resume is not None and self._restore_callbacks(state)
+        ended = self.resume is not None and self._restore_callbacks(state, say=not again)
         # Looked for at every start: a job that died between its last save and its end comes here.
         if ended or 0 < state.max_steps <= state.global_step:
             raise _NothingLeft
+        if not again and (loss := _data_loss(args, kwargs.get("train_dataloader"))):
+            self.session.notice(loss, loud=self.resume is not None)
         if self._trl is not None:
-            self._begin_trl(self._trl, saver, args)
+            self._begin_trl(self._trl, saver, args, again=again)
         # Last, after all refusals: from here on a checkpoint of the Trainer lands where it can be committed by a
         # rename.
-        self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
+        if not again:
+            self._output_dir, args.output_dir = args.output_dir or "", str(saver.work)
 
-    def _restore_callbacks(self, state: TrainerState) -> bool:
-        """Puts back what callbacks have saved, which the Trainer itself does only if it is asked to, and says what is
-        not kept.
+    def _require_served(self, args: TrainingArguments) -> None:
+        """Refuses a training that cannot be served.
+
+        Raises:
+            ConfigError: it is such a one.
+        """
+        if self._trainer is None:
+            raise ConfigError(
+                "the Trainer was started without VerlSlurmCallback.train: it would not be resumed, and would not end "
+                "as a run",
+                found="trainer.train() or hyperparameter_search()",
+                expected="service.train(trainer)",
+                remedy="call that once; each trial of a search is a run of its own (verl-slurm submit --sweep)",
+            )
+        _check(args)
+
+    def _begin_again(self, args: TrainingArguments, state: TrainerState) -> StepEndSaver:
+        """Serves the Trainer's loop from its beginning once more: with `auto_find_batch_size`, after a batch that did
+        not fit.
+        """
+        saver = self._saver
+        assert saver is not None
+        self._give_back_strategy(args)
+        self.stopped = saver.saving = False
+        text = "a batch did not fit: auto_find_batch_size has the Trainer begin again with a smaller one"
+        first, cost = state.global_step + 1, ""
+        if self._told >= first:
+            cost = f". Steps {first} to {self._told} are done again, with the weights as they left them"
+        elif self.resume is not None:
+            cost = (
+                ". Its place in the data is counted in the smaller ones: an interrupted epoch repeats samples"
+            )
+        remedy = ". Set per_device_train_batch_size lower" if cost else ""
+        self.session.notice(text + cost + remedy, loud=bool(cost))
+        saver.begin(state.global_step, state.max_steps)
+        return saver
+
+    def _restore_callbacks(self, state: TrainerState, *, say: bool) -> bool:
+        """Puts back what callbacks have saved, which the Trainer itself does only if it is asked to.
+
+        Args:
+            say: what is not kept is said.
 
         Returns:
             Whether the training had ended by early stopping.
@@ -188,7 +246,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
                     setattr(callback, attribute, value)
                 if isinstance(callback, EarlyStoppingCallback):
                     ended |= callback.early_stopping_patience_counter >= callback.early_stopping_patience
-        if forgetful:
+        if forgetful and say:
             self.session.notice(
                 f"the checkpoint has no state of the callbacks {', '.join(forgetful)}: they begin anew. A callback "
                 "that is a transformers ExportableState is restored",
@@ -197,11 +255,11 @@ class VerlSlurmCallback(Served, TrainerCallback):
             )
         return ended
 
-    def _begin_trl(self, trl: TrlState, saver: StepEndSaver, args: TrainingArguments) -> None:
+    def _begin_trl(self, trl: TrlState, saver: StepEndSaver, args: TrainingArguments, *, again: bool) -> None:
         """Restores what TRL's own checkpoint lacks, and says what is not kept. Collective."""
-        for loss in trl.losses():
+        for loss in () if again else trl.losses():
             self.session.notice(loss, topic="ledger", loud=True)
-        if self.session.rank == 0:
+        if self.session.rank == 0 and not again:
             trl.keep_tables(Path(args.output_dir or ""), saver.work)
         if self.resume is not None and not trl.load(Path(self.resume), saver.ranks):
             self.session.notice(
@@ -402,6 +460,25 @@ def _know_cpus_by_number() -> None:
         return storage if location.startswith("cpu:") else None
 
     torch.serialization.register_package(10_477, lambda _: None, restore)
+
+
+def _data_loss(args: TrainingArguments, loader: Any) -> str:
+    """Returns what the settings cost of the data of an interrupted epoch, for people; empty: nothing."""
+    if args.ignore_data_skip:
+        return (
+            "ignore_data_skip=True: an interrupted epoch goes on with batches of its start, and never gets to its last "
+            "ones. Leave it out, unless the data set finds its place by itself"
+        )
+    sampler = innermost_sampler(loader)
+    draws = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, LengthGroupedSampler)
+    # accelerate's own has a seed, and shuffles by it and the number of the epoch.
+    if isinstance(sampler, draws) and not hasattr(sampler, "initial_seed"):
+        return (
+            f"{type(sampler).__name__} shuffles by the global generator: an interrupted epoch goes on in another order "
+            "if it is not the first one, with samples that it had before and without others. "
+            "train_sampling_strategy='random' with use_seedable_sampler, the defaults, goes on in the same order"
+        )
+    return ""
 
 
 def _check(args: TrainingArguments) -> None:

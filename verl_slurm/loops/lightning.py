@@ -182,15 +182,14 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         # Again: without a sanity check this is the first hook after Lightning has installed its handlers.
         _ignore_warnings(trainer)
         self._step = trainer.global_step
+        library = {"library": f"lightning {lightning.__version__}"}
+        self._begin(self._step, max(0, trainer.max_steps), library)
         if self.resume is None and self._step > 0:
             raise ConfigError(
                 "Lightning went on from a checkpoint that the daemon did not choose",
                 found=f"step {self._step}",
                 remedy="leave ckpt_path to VerlSlurmCheckpoint.fit",
             )
-        library = {"library": f"lightning {lightning.__version__}"}
-        self._begin(self._step, max(0, trainer.max_steps), library)
-        # Used once: a second `fit` of the same Trainer begins where it is, not at the checkpoint.
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
         loaders = list(_flat(trainer.train_dataloader))

@@ -207,13 +207,13 @@ class StepEndSaver:
 
     def begin(self, step: int, total: int) -> None:
         """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be asked to
-        save.
+        save. Called again where a framework begins its loop again.
         """
-        if self.session.resume is not None:
-            self.saved_step = step  # verl's driver learns it only now
+        # verl's driver learns it only now. Begun again, a step that was saved is another state.
+        self.saved_step = step if self.session.resume is not None else -1
         self._total = total
         self.session.started(step, total)
-        if self.session.has_daemon and self.session.rank == 0:
+        if self.session.has_daemon and self.session.rank == 0 and self._watch is None:
             # Started after `started`: until then the daemon ends the ranks at once, because none of them could save.
             self._watch = ReachWatch(self.session, busy=self._is_busy, leaves=lambda: self.leaves_early)
             self._watch.start()

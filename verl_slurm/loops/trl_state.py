@@ -40,7 +40,7 @@ from verl_slurm.loops.state_files import load_state, write_state
 from verl_slurm.loops.states import Objects, split
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["TrlState"]
+__all__ = ["TrlState", "innermost_sampler"]
 
 _DIRECTORY = "trl"
 # Batches of a cycle, by the module whose `_prepare_inputs` the trainer runs. Where another one prepares them, the same
@@ -177,9 +177,9 @@ class TrlState:
             trainer._total_train_tokens = state["tokens"]
         for mode, rows in self._modes().items():
             for name, numbers in state["metrics"].get(mode, {}).items():
-                rows.setdefault(name, []).extend(numbers)
+                rows[name] = list(numbers)  # not added: it may be loaded twice (`auto_find_batch_size`)
         if state["table"] is not None:
-            _extend(trainer._logs, state["table"])
+            _refill(trainer._logs, state["table"])
 
     def _modes(self) -> dict[str, Any]:
         """Returns the numbers that were not logged yet, by mode and name."""
@@ -243,12 +243,17 @@ def _reference(trainer: Any) -> torch.nn.Module | None:
     return None
 
 
-def _sampler(loader: Any) -> torch.Generator | None:
-    """Returns the generator of TRL's own sampler; None: another one shuffles, by the number of the epoch."""
+def innermost_sampler(loader: Any) -> Any:
+    """Returns what gives a loader its indices, below all wrappers; None: there is none."""
     place = loader
     while getattr(place, "batch_sampler", None) is not None:
         place = place.batch_sampler
-    sampler = getattr(place, "sampler", None)
+    return getattr(place, "sampler", None)
+
+
+def _sampler(loader: Any) -> torch.Generator | None:
+    """Returns the generator of TRL's own sampler; None: another one shuffles, by the number of the epoch."""
+    sampler = innermost_sampler(loader)
     if type(sampler).__module__.partition(".")[0] != "trl":
         return None
     found = getattr(sampler, "generator", None)
@@ -279,11 +284,12 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def _extend(logs: Any, table: Mapping[str, Any]) -> None:
+def _refill(logs: Any, table: Mapping[str, Any]) -> None:
     for name, rows in table.items():
         if isinstance(rows, Mapping):
-            _extend(logs[name], rows)
+            _refill(logs[name], rows)
         else:
+            logs[name].clear()
             logs[name].extend(rows)
 
 
