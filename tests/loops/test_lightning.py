@@ -297,6 +297,18 @@ def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
     assert daemon.kinds() == ["Refused"]
 
 
+def test_loaders_are_made_again_when_they_would_be_without_the_interruption(tmp_path: Path) -> None:
+    run, asked, daemon = Run(tmp_path / "run"), Daemon({22: stop()}), Daemon()
+    settings = {"reload_dataloaders_every_n_epochs": 3, "max_epochs": 7}
+    assert Life(run.life(asked), **settings).stopped
+    assert not asked.heard(Notice)
+    resumed = Life(run.life(daemon), **settings)
+    assert resumed.trainer.fit_loop._last_train_dl_reload_epoch == 6
+    [notice] = daemon.heard(Notice)
+    assert notice.loud
+    assert "in epoch 4, and without the interruption they would be those of epoch 3" in notice.text
+
+
 def test_a_second_training_with_one_callback_is_refused(tmp_path: Path) -> None:
     run = Run(tmp_path / "run")
     first = Life(run.life(Daemon()), max_steps=2)

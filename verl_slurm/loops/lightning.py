@@ -68,6 +68,8 @@ class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Of each logger: what names its directory."""
     directories: list[str]
     """Of each `ModelCheckpoint`. In another one it forgets its best checkpoints."""
+    made_in: int
+    """The epoch in which the loaders were made (`reload_dataloaders_every_n_epochs`)."""
 
 
 class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightning is not looked at by mypy
@@ -208,6 +210,9 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         if not place.in_epoch:
             # With max_steps, Lightning 2.6 would give the finished epoch one batch more, and count it twice.
             trainer.fit_loop.epoch_loop.restarting = False
+        trainer.fit_loop._last_train_dl_reload_epoch = (
+            place.made_in
+        )  # the next ones are made when they were due
         # Otherwise the end of this epoch would skip a ReduceLROnPlateau for lack of its metric, which is here.
         trainer.fit_loop._restarting = False
         trainer.callback_metrics.update({name: torch.tensor(value) for name, value in place.metrics.items()})
@@ -221,6 +226,15 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         rng.restore(place.generators)
 
     def _say_what_moved(self, place: _Place, trainer: Trainer) -> None:
+        every = trainer.reload_dataloaders_every_n_epochs
+        if every and place.made_in != trainer.current_epoch:
+            self.session.notice(
+                f"reload_dataloaders_every_n_epochs={every}: this attempt made its loaders in epoch "
+                f"{trainer.current_epoch}, and without the interruption they would be those of epoch {place.made_in}: "
+                "data that train_dataloader chooses by the epoch differ until they are made again. Choose the data of "
+                "an epoch in the data set or its sampler",
+                loud=True,
+            )
         if (now := _directories(trainer)) != place.directories:
             self.session.notice(
                 f"ModelCheckpoint has another directory than before the interruption ({', '.join(now) or 'none'}, not "
@@ -330,6 +344,7 @@ def _where(trainer: Trainer, step: int, *, in_epoch: bool) -> _Place:
         step=step,
         versions=_versions(trainer),
         directories=_directories(trainer),
+        made_in=int(trainer.fit_loop._last_train_dl_reload_epoch),
     )
 
 
