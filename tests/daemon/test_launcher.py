@@ -75,6 +75,7 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
         "PATH",
         "VERL_SLURM_CONTROL",
         "TOKENIZERS_PARALLELISM",
+        "PYTHONHASHSEED",
         "PYTHONUNBUFFERED",
         "PYTHONSAFEPATH",
         "TORCHINDUCTOR_CACHE_DIR",
@@ -91,6 +92,12 @@ def test_no_secret_is_on_a_command_line_or_in_the_environment() -> None:
         "TORCH_NCCL_DUMP_ON_TIMEOUT",
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE",
     }
+
+
+def test_a_set_of_texts_has_one_order_in_all_attempts_unless_the_user_says_otherwise() -> None:
+    for said, seed in (({}, "0"), ({"PYTHONHASHSEED": "random"}, "random")):
+        env = launcher_env(dict(said), RunConfig(), PATHS, LAUNCH, Path("/run/x"))
+        assert env["PYTHONHASHSEED"] == seed
 
 
 def test_torch_keeps_its_last_collectives_unless_the_user_says_otherwise() -> None:

@@ -247,6 +247,7 @@ def launcher_env(
     environ = clean_environment(environ)
     # By default compiled code is loaded from /tmp/torchinductor_USER, which any user can create before us.
     own = {"TORCHINDUCTOR_CACHE_DIR": str(control / "torch"), "VLLM_RPC_BASE_PATH": str(control)}
+    own["PYTHONHASHSEED"] = "0"  # a program that goes through a set of texts gets one order in all attempts
     flights = paths.flight(launch.epoch, launch.generation)
     own |= flight_environment(flights, control, config.health.flight_records)
     own |= tracker_environment(paths, config.name)
