@@ -110,8 +110,17 @@ def usual() -> dict[str, int]:
     return {}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        *((file, "pipe") for file in FILES),
+        *(("status.json", kind) for kind in KINDS if kind != "pipe"),
+        ("events.jsonl", "circle"),
+        ("events.jsonl", "hole"),
+        ("code.json", "link"),
+        ("rewards.json", "directory"),
+    ],
+)
 def test_each_command_names_what_is_no_file_or_does_without_it(
     answers: Answers, usual: dict[str, int], run: RunPaths, tmp_path: Path, file: str, kind: str
 ) -> None:
