@@ -83,5 +83,5 @@ def test_a_record_that_others_could_have_written_is_refused_and_so_is_a_link(tmp
     paths.reward_plan.chmod(0o600)
     theirs = paths.reward_plan.rename(tmp_path / "theirs.json")
     paths.reward_plan.symlink_to(theirs)
-    with pytest.raises(PermissionRefused, match="a link lies where the record of replaced rewards belongs"):
+    with pytest.raises(PermissionRefused, match="not a plain file of ours"):
         read_reward_plan(paths)

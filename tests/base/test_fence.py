@@ -31,10 +31,12 @@ def test_a_run_without_an_epoch_lets_nobody_write(tmp_path: Path) -> None:
         require_epoch(RunPaths(tmp_path), 1)
 
 
-def test_an_owner_that_cannot_be_read_is_refused_by_its_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["zeros", "more than a ledger's head holds"])
+def test_an_owner_that_cannot_be_read_is_refused_by_its_file(tmp_path: Path, what: str) -> None:
     paths = RunPaths(tmp_path)
-    take_epoch(paths, job_id="5", restart=0)
-    (tmp_path / "epoch").write_bytes(b"\0" * 40)
+    mine = take_epoch(paths, job_id="5", restart=0)
+    huge = msgspec.json.encode(msgspec.structs.replace(mine, epoch=1 << 32))
+    (tmp_path / "epoch").write_bytes(b"\0" * 40 if what == "zeros" else huge)
     with pytest.raises(CheckpointCorrupt, match=str(tmp_path / "epoch")):
         require_epoch(paths, 1)
 

@@ -152,5 +152,5 @@ def test_a_link_in_the_place_of_the_wish_is_refused_and_not_written_over(
     wish.symlink_to(workplace / "theirs")
     result = cli("update-reward", run, "python:mine.py:score")
     assert result.code == ExitCode.PERMISSION
-    assert "a link lies where" in result.error
+    assert "no regular file, but a link" in result.error
     assert (workplace / "theirs").read_text() == "{}"

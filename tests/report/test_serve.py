@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.many_runs import make_run
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import kind_of
 from verl_slurm.report import serve
-from verl_slurm.report.live_runs import row_of
+from verl_slurm.report.live_runs import LiveRuns, row_of
 from verl_slurm.report.page import render_list
 from verl_slurm.report.serve import Server
 from verl_slurm.runs.glance import Glance
@@ -220,6 +221,26 @@ def test_a_row_is_told_after_a_line_of_the_journal(runs: Path, asked: list[int])
         assert len(asked) == 1
 
     play(runs, story)
+
+
+def test_its_end_does_not_wait_for_a_file_system_that_does_not_answer(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reading, never, answered = threading.Event(), threading.Event(), list[bool]()
+
+    def read(*_: object) -> None:
+        reading.set()
+        answered.append(never.wait(30))
+
+    monkeypatch.setattr(LiveRuns, "read", read)
+
+    async def story(client: Client) -> None:
+        append_event(RunPaths(runs / "a"), "saved", name="step_9")
+        await asyncio.to_thread(reading.wait)
+
+    play(runs, story)
+    assert answered == []
+    never.set()
 
 
 def test_the_page_of_a_run_hears_of_that_run_alone(runs: Path) -> None:

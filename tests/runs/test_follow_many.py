@@ -1,6 +1,7 @@
 """Many runs followed at once: woken by their journals, and by nothing else."""
 
 import errno
+import os
 import shutil
 import socket
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 
 from tests.journals import append_event, make_event
 from tests.many_runs import make_run
+from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import Event, kind_of
 from verl_slurm.runs import follow_many as fleet_follow
@@ -153,6 +155,48 @@ def test_a_run_whose_directory_is_removed_is_not_waited_for(
     assert (code, told) == (0, [("b", "ended")])
     assert watch.runs[a.root].state == "removed"
     assert not script.left
+
+
+@pytest.mark.parametrize("what", ["lines", "hole"])
+def test_of_a_journal_that_suddenly_is_huge_the_newest_events_are_told_at_once(
+    tmp_path: Path, alive: object, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
+
+    def swell() -> None:
+        append_event(a, "saved", name="step_9", emergency=False)
+        if what == "lines":
+            with a.events.open("ab") as file:
+                file.write(b"\n" * 400_000)
+        else:
+            os.truncate(a.events, 1 << 40)
+        append_event(a, "verified", name="step_9")
+
+    Script(monkeypatch, swell, end(b), end(a))
+    assert follow(tmp_path)[1] == [("a", "verified"), ("b", "ended"), ("a", "ended")]
+
+
+def test_what_came_in_the_place_of_a_journal_is_named_and_holds_no_other_run_up(
+    tmp_path: Path, alive: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = (make_run(tmp_path / name, job_id=number) for name, number in (("a", "1"), ("b", "2")))
+    make_run(circle := tmp_path / "circle", "done")
+    (circle / "events.jsonl").unlink()
+    (circle / "events.jsonl").symlink_to("events.jsonl")
+
+    def swap() -> None:
+        append_event(a, "verified", name="step_9")
+        a.events.unlink()
+        os.mkfifo(a.events)
+
+    Script(monkeypatch, swap, end(b))
+    code, told, watch = follow(tmp_path)
+    assert (code, told) == (ExitCode.PERMISSION, [("b", "ended")])
+    assert {run.root.name: run.state for run in watch.runs.values()} == {
+        "a": "events.jsonl: no regular file, but a pipe",
+        "b": "done",
+        "circle": "events.jsonl: no regular file, but a link",
+    }
 
 
 def test_where_the_kernel_watches_no_more_for_us_sizes_are_looked_at(

@@ -84,6 +84,19 @@ def test_a_tail_of_zeros_or_garbage_is_cut_too(paths: RunPaths, batch: Batch) ->
         assert load(paths, from_step=0).keys() == {(0, 0)}
 
 
+def test_a_hole_of_any_size_is_passed_over_at_once(paths: RunPaths, batch: Batch) -> None:
+    fill(paths, batch, 1, 0, (0, 0))
+    segment = paths.ledger_segment(1, 0)
+    record, size = segment.read_bytes()[HEAD_BYTES:], 1 << 40
+    os.truncate(segment, size)
+    assert load(paths, from_step=0).keys() == {(0, 0)}
+    with segment.open("r+b") as file:
+        file.seek(size)
+        file.write(record)
+    with pytest.raises(CheckpointCorrupt, match=f"to {size}"):
+        load(paths, from_step=0)
+
+
 def test_a_restart_within_the_epoch_cuts_the_torn_tail_and_goes_on(paths: RunPaths, batch: Batch) -> None:
     fill(paths, batch, 1, 0, (0, 0), (0, 1))
     segment = paths.ledger_segment(1, 0)
@@ -229,6 +242,7 @@ def test_links_and_foreign_names_are_no_segments(paths: RunPaths, batch: Batch) 
     fill(paths, batch, 1, 0, (0, 0))
     paths.ledger_segment(2, 0).symlink_to(paths.ledger_segment(1, 0))
     (paths.ledger / "epoch_000003.rank_0000.ledger.tmp").write_bytes(b"x")
+    (paths.ledger / "epoch_4294967296.rank_0000.ledger").write_bytes(b"x")
     assert ledger_stats(paths).records == 1
     with pytest.raises(OSError, match="symbolic"):
         Ledger(paths, 2, 0)

@@ -13,11 +13,17 @@ import errno
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+
+from verl_slurm.base.errors import VerlSlurmError
+from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.one_line import shell_word
 
 __all__ = [
     "CONFIG",
@@ -37,6 +43,7 @@ __all__ = [
     "TooMuch",
     "check_json",
     "decode_json",
+    "named",
     "open_regular",
     "read_fd",
     "read_model_config",
@@ -97,8 +104,24 @@ SAFETENSORS_HEADER = Limit(num_bytes=32 << 20, num_values=2_500_000)
 """About 100 bytes and 7 values per tensor: 300,000 tensors in one file. The library itself allows 100 MB."""
 
 
-class TooMuch(ValueError):
-    """A file, or the JSON in it, exceeds its limit, or the name is not of a regular file."""
+class TooMuch(VerlSlurmError, ValueError):
+    """A file, or the JSON in it, exceeds its limit, or the name is not of a regular file.
+
+    A part that can do without the file catches it; else the command ends with it. Its text does not name the path,
+    since callers put the text beside the path; `one_line` names it.
+    """
+
+    exit_code = ExitCode.PERMISSION
+
+
+@contextmanager
+def named(path: Path | str) -> Iterator[None]:
+    """Has each `TooMuch` from within name this path."""
+    try:
+        yield
+    except TooMuch as error:
+        error.where, error.remedy = path, f"see what lies there: ls -ld {shell_word(path)}"
+        raise
 
 
 def open_regular(path: Path | str, *, follow: bool = False) -> int:
@@ -108,18 +131,24 @@ def open_regular(path: Path | str, *, follow: bool = False) -> int:
         follow: the last name may be a link, for paths that users type.
 
     Raises:
-        OSError: the file does not exist, is not readable for us, or is a link (ELOOP).
+        OSError: the file does not exist, or is not readable for us.
         TooMuch: it is no regular file.
     """
     # O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW)
-    fd = os.open(path, flags)
-    try:
-        # Of the descriptor: the name may be exchanged between a look and the opening.
-        _require_regular(os.fstat(fd))
-    except BaseException:
-        os.close(fd)
-        raise
+    with named(path):
+        try:
+            fd = os.open(path, flags)
+        except OSError:
+            # A link, a socket and a device without a driver cannot be opened; each has an errno of its own.
+            _require_regular(os.stat(path, follow_symlinks=follow))
+            raise
+        try:
+            # Of the descriptor: the name may be exchanged between a look and the opening.
+            _require_regular(os.fstat(fd))
+        except BaseException:
+            os.close(fd)
+            raise
     return fd
 
 
@@ -131,7 +160,8 @@ def read_regular(path: Path | str, limit: Limit, *, follow: bool = False) -> byt
     """
     fd = open_regular(path, follow=follow)
     try:
-        return read_fd(fd, limit)
+        with named(path):
+            return read_fd(fd, limit)
     finally:
         os.close(fd)
 
@@ -231,9 +261,17 @@ def refuse_doubled_keys(data: bytes) -> None:
             keys[-1].add(key)
 
 
+_KINDS = {
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFSOCK: "a socket",
+}
+
+
 def _require_regular(info: os.stat_result) -> None:
     if not stat.S_ISREG(info.st_mode):
-        raise TooMuch(f"no regular file (mode {info.st_mode:o})")
+        raise TooMuch(f"no regular file, but {_KINDS.get(stat.S_IFMT(info.st_mode), 'a device')}")
 
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.one_line import shell_word
 
@@ -438,14 +439,22 @@ def append_line(path: Path, line: bytes, *, durable: bool = True) -> None:
 
 def read_private(path: Path) -> bytes:
     """Reads a secret: a regular 0600 file of ours with one link. Refuses anything else."""
-    # O_NONBLOCK: a FIFO in its place is refused without waiting.
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        fd = open_regular(path)
+    except TooMuch as error:
+        raise PermissionRefused(
+            "not a plain file of ours",
+            where=path,
+            found=error,
+            expected=f"a regular file, mode 0600, uid {os.geteuid()}",
+            remedy=f"see who put it there: ls -ld {shell_word(path)}",
+        ) from None
     with os.fdopen(fd, "rb") as file:
         info = os.fstat(file.fileno())
         mode = stat.S_IMODE(info.st_mode)
         # One link: a second name could lie where others read. Asked of the descriptor, so that what is judged is what
         # is read.
-        ours = info.st_uid == os.geteuid() and stat.S_ISREG(info.st_mode) and info.st_nlink == 1
+        ours = info.st_uid == os.geteuid() and info.st_nlink == 1
         if not ours or mode & 0o077:
             raise PermissionRefused(
                 "a file that holds a secret is open to others",

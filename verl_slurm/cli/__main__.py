@@ -144,16 +144,23 @@ def _run(words: list[str]) -> int:
         return int(ExitCode.INTERRUPTED)
     except VerlSlurmError as error:
         return _report(error, words)
-    except PermissionError as error:
-        refused = PermissionRefused(
-            "permission denied", where=error.filename, remedy="check the owner and the mode of that path"
-        )
-        return _report(refused, words)
     except FileNotFoundError:
         if _is_somewhere():
             raise
         gone = NotFound("the directory that you are in is gone", remedy="cd to one that is there")
         return _report(gone, words)
+    except OSError as error:
+        # An error of the system that names no file may be a bug of ours.
+        if not isinstance(error.filename, str | bytes) and not isinstance(error, PermissionError):
+            raise
+        denied = isinstance(error, PermissionError)
+        refused = PermissionRefused(
+            "permission denied" if denied else "cannot be read or written",
+            where=error.filename,
+            found=None if denied else error.strerror,
+            remedy="check the owner and the mode of that path" if denied else "see what lies there",
+        )
+        return _report(refused, words)
     except ModuleNotFoundError as error:
         missing = PackageMissing.for_module(error.name or "")
         if missing is None:

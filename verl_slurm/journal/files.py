@@ -11,20 +11,30 @@ from typing import Any, TypeVar, Union
 
 import msgspec
 
-from verl_slurm.base.bounded import JOURNAL, RECORD, TooMuch, check_json, open_regular
+from verl_slurm.base.bounded import JOURNAL, RECORD, TooMuch, check_json, named, open_regular
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import FORMER_FIELDS, FORMER_KINDS, KINDS, Event, Other, kind_of
 
-__all__ = ["append_event", "now", "parse_event", "read_events", "read_last_events", "to_json"]
+__all__ = [
+    "append_event",
+    "now",
+    "parse_event",
+    "read_events",
+    "read_events_after",
+    "read_last_events",
+    "to_json",
+]
 
 E = TypeVar("E", bound=Event)
 
 _MOST_LINES = 300_000
 """Of a journal, from its end: twice the events that 32 MiB hold. A line of two bytes takes as long to refuse as an
 event to read, so 32 MiB of those would take two minutes."""
+_NEWS_BYTES, _NEWS_LINES = 4 << 20, 30_000
+"""Of what a follower has not seen yet, from its end."""
 _OF_ANY = frozenset({"event", "time", "attempt", "job_id"})
 _FORMER = tuple(
     f'"{name}"'.encode()
@@ -126,6 +136,9 @@ def read_events(paths: RunPaths, damaged: list[bytes] | None = None) -> list[Eve
 
     Args:
         damaged: gets the lines that are no events.
+
+    Raises:
+        TooMuch: something else than a journal has its name.
     """
     return read_last_events(paths, JOURNAL.num_bytes, damaged)[0]
 
@@ -135,9 +148,8 @@ def read_last_events(
 ) -> tuple[list[Event], bool]:
     """The events of the journal's last `num_bytes`, oldest first, and whether those are all that it has to give."""
     try:
-        # A FIFO would wait for a writer for ever, and a run that was handed over may have one there.
         fd = open_regular(paths.events)
-    except (FileNotFoundError, TooMuch):
+    except FileNotFoundError:
         return [], True
     try:
         num_bytes = min(num_bytes, JOURNAL.num_bytes)
@@ -146,27 +158,61 @@ def read_last_events(
         data = os.pread(fd, num_bytes, begin)
     finally:
         os.close(fd)
+    if begin and len(data) == JOURNAL.num_bytes and b"\n" not in data:
+        with named(paths.events):
+            raise TooMuch("no line ends in its last 32 MiB")
+    events, all_read = _newest(data, len(data), _MOST_LINES, whole=begin == 0, damaged=damaged)
+    return events, not all_read or begin == 0 or num_bytes == JOURNAL.num_bytes
+
+
+def read_events_after(paths: RunPaths, offset: int) -> tuple[list[Event], int]:
+    """The events of the finished lines after `offset` bytes, oldest first, and the offset after them. Of more than
+    4 MiB or 30,000 lines, the newest: who follows many runs must not be held up by one.
+
+    Raises:
+        FileNotFoundError: there is no journal.
+        TooMuch: something else than a file has its name.
+    """
+    fd = open_regular(paths.events)
+    try:
+        begin = max(os.fstat(fd).st_size - _NEWS_BYTES, offset)
+        data = os.pread(fd, _NEWS_BYTES, begin)
+    finally:
+        os.close(fd)
+    end = data.rfind(b"\n")
+    if end < 0:
+        # No event is as long as all that is read.
+        return [], begin + len(data) if len(data) == _NEWS_BYTES else offset
+    return _newest(data, end, _NEWS_LINES, whole=begin == offset)[0], begin + end + 1
+
+
+def _newest(
+    data: bytes, end: int, most_lines: int, *, whole: bool, damaged: list[bytes] | None = None
+) -> tuple[list[Event], bool]:
+    """The events of the lines before `end`, oldest first, and whether no line was left out.
+
+    Of lines that would take too much memory or time, the older ones are left out.
+    """
     found: list[Event] = []
     left = JOURNAL.num_values
-    # The newest first: of lines that would take too much memory or time, the older ones are left out.
-    for number, line in enumerate(_lines_backwards(data, whole=begin == 0)):
+    for number, line in enumerate(_lines_backwards(data, end, whole=whole)):
         left -= line.count(b",") + line.count(b"[") + line.count(b"{")
-        if left < 0 or number == _MOST_LINES:
-            return found[::-1], True
+        if left < 0 or number == most_lines:
+            return found[::-1], False
         if line and (event := parse_event(line)) is not None:
             found.append(event)
         elif damaged is not None and line.strip():
             damaged.append(line)
-    return found[::-1], begin == 0 or num_bytes == JOURNAL.num_bytes
+    return found[::-1], True
 
 
-def _lines_backwards(data: bytes, *, whole: bool) -> Iterator[bytes]:
-    """The lines of `data`, newest first, one at a time: a list of very short ones takes 20 times the memory of `data`.
+def _lines_backwards(data: bytes, end: int, *, whole: bool) -> Iterator[bytes]:
+    """The lines of `data` before `end`, newest first, one at a time: a list of very short ones takes 20 times the
+    memory of `data`.
 
     Args:
         whole: the first line begins in `data`; otherwise it is left out.
     """
-    end = len(data)
     while (begin := data.rfind(b"\n", 0, end)) >= 0:
         yield data[begin + 1 : end]
         end = begin

@@ -65,10 +65,17 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
 
     A run may have been handed over: a value that is not of its type is left out. So is what a daemon of another
     version did not write: `interruptions` is there or not.
+
+    Raises:
+        TooMuch: something else than a file of some KB has its name.
     """
     try:
-        status = decode_json(read_regular(paths.status, SMALL), dict[str, Any], SMALL, doubles=False)
-    except (FileNotFoundError, *UNREADABLE):
+        data = read_regular(paths.status, SMALL)
+    except FileNotFoundError:
+        return {}
+    try:
+        status = decode_json(data, dict[str, Any], SMALL, doubles=False)
+    except UNREADABLE:
         return {}
     status = {_FORMER.get(key, key): value for key, value in status.items()}
     # Each value is held to its type: `list` shows thousands of runs, and one damaged file must not end it.

@@ -55,6 +55,9 @@ def last_steps(paths: RunPaths, count: int) -> list[StepRow]:
     """The newest row of each of the last `count` steps, oldest first. No file, no rows.
 
     What an earlier attempt had done beyond the newest line's step is no part of the run any more.
+
+    Raises:
+        TooMuch: something else than a file has its name.
     """
     rows: list[StepRow] = []
     for line in _from_the_end(paths):
@@ -103,8 +106,10 @@ def _lines(paths: RunPaths, unread: list[str]) -> Iterator[bytes]:
             while begin < size and (line := file.readline(_LINE)):
                 begin += len(line)
                 yield line
-    except (OSError, TooMuch):
+    except FileNotFoundError:
         return
+    except (OSError, TooMuch) as error:
+        unread.append(f"steps.jsonl was not read: {error}")
 
 
 def _first_to_read(file: BinaryIO, size: int) -> int:
@@ -136,7 +141,7 @@ def _from_the_end(paths: RunPaths) -> list[bytes]:
             start = max(size - _MOST, 0)
             file.seek(start)
             lines = file.read(_MOST).split(b"\n")
-    except (OSError, TooMuch):
+    except OSError:
         return []
     # The first piece begins in the middle of a line, unless the file was read whole.
     return lines[:0:-1] if start else lines[::-1]

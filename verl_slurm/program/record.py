@@ -135,6 +135,8 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
         fd = bounded.open_regular(paths.code_record)
     except FileNotFoundError:
         return None
+    except bounded.TooMuch as error:
+        raise _damaged("the record of the run's code cannot be read", paths.code_record, error) from None
     try:
         if not to_look:
             require_own(os.fstat(fd), paths.code_record, within=paths.root)

@@ -21,9 +21,12 @@ import hmac
 import os
 import secrets
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
@@ -36,6 +39,8 @@ from verl_slurm.runs.follow_many import Watches
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, serve_http
 
 __all__ = ["HOST", "Server", "Task"]
+
+T = TypeVar("T")
 
 HOST = "127.0.0.1"
 _ASK_S = 60.0
@@ -111,8 +116,7 @@ class Server:
 
     async def _update(self, read: Callable[[], object]) -> None:
         async with self._reading:
-            # In a thread: a file system may be slow, and requests are answered meanwhile.
-            await asyncio.to_thread(read)
+            await _in_thread(read)
             if self._runs.apply():
                 self._changed.set()
                 self._changed = asyncio.Event()
@@ -188,7 +192,7 @@ class Server:
             return HttpReply(404)
         if not path:
             runs = self._runs
-            runs.drop(await asyncio.to_thread(runs.removed))
+            runs.drop(await _in_thread(runs.removed))
             text = render_list(runs.changed_since(-1), runs.summary, runs.version, str(runs.place))
             return _html(text.encode(), LIST_SCRIPTS)
         if path == "events":
@@ -203,7 +207,7 @@ class Server:
     async def _page_of(self, run: str) -> HttpReply:
         root = self._runs.above / run
         # It was found without a link on the way; somebody may have put one there.
-        if await asyncio.to_thread(os.path.realpath, root) != str(root):
+        if await _in_thread(lambda: os.path.realpath(root)) != str(root):
             return HttpReply(404)
         version, (state, alive) = self._runs.version, self._runs.known(run)
         events = f"{self._folder}events?since={version}&run={quote(os.fsencode(run), safe='')}"
@@ -258,6 +262,22 @@ def _query(request: HttpRequest) -> dict[str, str]:
 
 def _decoded(name: str) -> str:
     return os.fsdecode(unquote_to_bytes(name))
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Returns the result of `work` on files. A file system may be slow, and requests are answered meanwhile."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()  # who waits for it may leave, and it has its result all the same
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - raised where it is awaited
+            future.set_exception(error)
+
+    # No executor: the interpreter would wait for its threads, and a file system may never answer.
+    threading.Thread(target=run, daemon=True, name="files").start()
+    return await asyncio.wrap_future(future)
 
 
 async def _child(task: bytes) -> tuple[int, bytes, bytes]:

@@ -19,7 +19,7 @@ from watchdog.observers import Observer
 from watchdog.observers.api import BaseObserver
 from watchdog.observers.polling import PollingObserver
 
-from verl_slurm.base.bounded import TooMuch, open_regular
+from verl_slurm.base.bounded import open_regular
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.mounts import is_remote
@@ -217,7 +217,7 @@ def _read_rest(path: Path, offset: int) -> bytes:
         with os.fdopen(open_regular(path), "rb") as file:
             file.seek(offset)
             return file.read(_MOST)
-    except (FileNotFoundError, TooMuch):  # as in `read_events`: what is no file has no lines
+    except FileNotFoundError:
         return b""
 
 

@@ -16,7 +16,7 @@ from types import TracebackType
 import msgspec
 from inotify_simple import INotify, flags
 
-from verl_slurm.base.bounded import JOURNAL, TooMuch, open_regular
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.mounts import is_remote
 from verl_slurm.base.paths import RunPaths
@@ -32,8 +32,8 @@ from verl_slurm.journal.events import (
     Successor,
     Training,
 )
-from verl_slurm.journal.files import parse_event
-from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of
+from verl_slurm.journal.files import read_events_after
+from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of, unreadable
 
 __all__ = ["FleetWatch", "Followed", "Watches", "state_after"]
 
@@ -73,7 +73,8 @@ class Watches:
         Raises:
             OSError: no more may be watched (`fs.inotify.max_user_watches`), or permission is missing.
         """
-        return self._add(path, flags.MODIFY)
+        # Not what a link leads to, nor the error of one that leads nowhere: reading the journal says what it is.
+        return self._add(path, flags.MODIFY | flags.DONT_FOLLOW)
 
     def add_directory(self, path: Path) -> bool:
         """Reports `path` from now on when an entry is added. As `add_file`."""
@@ -252,29 +253,24 @@ class FleetWatch:
             return path.exists()
 
     def _read(self, run: Followed) -> int:
-        told = 0
-        while True:
-            try:
-                with os.fdopen(open_regular(RunPaths(run.root).events), "rb") as file:
-                    file.seek(run.offset)
-                    data = file.read(JOURNAL.num_bytes)
-            except (FileNotFoundError, TooMuch):
-                run.state, run.alive = "removed", False
-                return told + 1
-            # Without the last piece: it is a line that is still being written, or empty.
-            lines = data.split(b"\n")[:-1]
-            for line in lines:
-                run.offset += len(line) + 1
-                event = parse_event(line)
-                if event is not None:
-                    run.state = state_after(event, run.state)
-                    # First, so that whoever is told sees the run as it is after the event.
-                    self._judge(run, event)
-                    self._on_event(run, event)
-                    told += 1
-            if len(data) < JOURNAL.num_bytes:
-                return told
-            run.offset += 0 if lines else len(data)  # no event is as long as that
+        try:
+            events, run.offset = read_events_after(RunPaths(run.root), run.offset)
+        except FileNotFoundError:
+            run.state, run.alive = "removed", False
+            return 1
+        except (OSError, TooMuch) as error:
+            # Of one run, which must not end what is told of the others. Storage may answer again.
+            run.state = unreadable(error)
+            if isinstance(error, TooMuch):
+                run.alive, run.exit_code = False, error.exit_code
+            self._on_glance(run, Glance(root=run.root, error=run.state))
+            return 1
+        for event in events:
+            run.state = state_after(event, run.state)
+            # First, so that whoever is told sees the run as it is after the event.
+            self._judge(run, event)
+            self._on_event(run, event)
+        return len(events)
 
     def _judge(self, run: Followed, event: Event) -> None:
         # A run may be submitted again after any end.
@@ -325,6 +321,6 @@ def state_after(event: Event, state: str) -> str:
 
 def _size(path: Path) -> int:
     try:
-        return os.stat(path).st_size
+        return os.lstat(path).st_size
     except FileNotFoundError:
         return 0

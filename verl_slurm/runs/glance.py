@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
@@ -42,6 +43,7 @@ __all__ = [
     "is_over",
     "state_of",
     "steps_done",
+    "unreadable",
 ]
 
 _DEPTH = 3
@@ -174,11 +176,10 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
             # A start brings one from its tiers.
             if checkpoint and (order <= (checkpoint.step, checkpoint.safe_point) or in_tiers(paths, lost)):
                 lost = ""
-    except OSError as error:
+    except (OSError, TooMuch) as error:
         if events is not None:
             raise
-        words = "no permission" if isinstance(error, PermissionError) else str(error.strerror or error)
-        return Glance(root=root, error=words)
+        return Glance(root=root, error=unreadable(error))
     found = Glance(
         root=root,
         status=status,
@@ -200,6 +201,16 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
         found.interruptions, found.interrupted_s = len(outages.each), outages.seconds
         found.last_interruption = msgspec.to_builtins(outages.each[-1]) if outages.each else {}
     return found
+
+
+def unreadable(error: OSError | TooMuch) -> str:
+    """Returns the state of a run that has a file which cannot be read: the file's name and the reason."""
+    if isinstance(error, PermissionError):
+        return "no permission"
+    if isinstance(error, TooMuch):
+        return f"{os.path.basename(str(error.where))}: {error}"
+    name = os.path.basename(error.filename or "")
+    return f"{name}: {error.strerror}" if name else str(error.strerror or error)
 
 
 def _last_events(paths: RunPaths, status: dict[str, Any]) -> tuple[list[Event], Submission | None, bool]:

@@ -15,7 +15,6 @@ A step that is repeated after an interruption has one line per attempt; the newe
 
 import base64
 import binascii
-import os
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Annotated
 
 import msgspec
 
+from verl_slurm.base.bounded import open_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, NotFound
 from verl_slurm.base.files import append_line, rename
 from verl_slurm.base.keys import Keyring
@@ -159,7 +159,7 @@ def read_samples(paths: RunPaths, keys: Keyring | None = None) -> dict[int, Step
 
 def _lines(path: Path) -> Iterator[bytes]:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        fd = open_regular(path)
     except FileNotFoundError:
         return
     with open(fd, "rb") as file:

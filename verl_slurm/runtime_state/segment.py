@@ -3,6 +3,7 @@
 Knows frames, not rollouts; reads with an open descriptor, writes nothing.
 """
 
+import errno
 import fcntl
 import os
 import struct
@@ -187,6 +188,13 @@ class _Patience:
 def _gap(fd: int, start: int, offset: int, size: int, patience: _Patience) -> Gap:
     """Returns the gap from `start` to the next whole record, payload included; the search begins at `offset`."""
     while offset < size and patience.left >= 0:
+        try:
+            # A hole of any size costs its maker nothing, and has no record.
+            offset = os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            break  # a hole up to the end
         block = os.pread(fd, _BLOCK, offset)
         if not block:
             break

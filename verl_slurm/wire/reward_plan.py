@@ -6,14 +6,12 @@ So a run that is interrupted at any moment and resumes from any checkpoint repla
 Without that file, no reward was ever replaced.
 """
 
-import errno
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
 
-from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt, PermissionRefused
+from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.files import private_dir, read_private, write_file
 from verl_slurm.base.paths import RunPaths
 
@@ -88,9 +86,7 @@ def read_reward_plan(paths: RunPaths) -> RewardPlan:
         OSError: the storage did not answer.
     """
     try:
-        plan = msgspec.json.decode(
-            _read_ours(paths.reward_plan, "the record of replaced rewards"), type=RewardPlan
-        )
+        plan = msgspec.json.decode(read_private(paths.reward_plan), type=RewardPlan)
     except FileNotFoundError:
         return RewardPlan()
     except UNREADABLE as error:
@@ -133,27 +129,12 @@ def read_reward_request(paths: RunPaths) -> RewardRequest | None:
     """
     try:
         # Read as a secret is: whoever may write this file has code of theirs run.
-        data = _read_ours(paths.reward_request, "a request for another reward")
+        data = read_private(paths.reward_request)
         return msgspec.json.decode(data, type=RewardRequest)
     except FileNotFoundError:
         return None
     except UNREADABLE:
         return None
-
-
-def _read_ours(path: Path, what: str) -> bytes:
-    try:
-        return read_private(path)
-    except OSError as error:
-        # O_NOFOLLOW: a link gives ELOOP, and every other error is the storage's.
-        if error.errno != errno.ELOOP:
-            raise
-        raise PermissionRefused(
-            f"a link lies where {what} belongs",
-            where=path,
-            expected="a plain file of ours, mode 0600",
-            remedy="remove the link",
-        ) from error
 
 
 def _unreadable(paths: RunPaths, found: object) -> CheckpointCorrupt:

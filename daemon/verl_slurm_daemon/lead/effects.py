@@ -17,6 +17,7 @@ from typing import Any, assert_never
 
 import msgspec
 
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import KeyRefused, VerlSlurmError, is_transient_storage_error
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, load_keys
@@ -578,7 +579,9 @@ class Effects:
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
         stuck, reason = 0, ""
-        with contextlib.suppress(OSError):  # storage may work by now; if not, this code runs again soon
+        with contextlib.suppress(
+            OSError, TooMuch
+        ):  # storage may work by now; if not, this code runs again soon
             events = await answered(lambda: read_events(self._paths))
             stuck = stuck_restarts(events)
             reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import Fenced, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import Epoch, read_epoch, take_epoch
@@ -251,7 +252,7 @@ class Lead:
 
     def _take_over(self) -> None:
         """Copies the facts of former attempts into the snapshot: the run's progress and its interruptions."""
-        with suppress(OSError):  # it informs, nothing depends on it
+        with suppress(OSError, TooMuch):  # it informs, nothing depends on it
             former = read_status(self._paths)
             self._status.step = max(former.get("step", 0), 0)
             # Up to the restart: by it is judged whether the ledger has all that was recorded.

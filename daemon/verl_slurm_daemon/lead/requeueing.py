@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from datetime import UTC, datetime
 
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
@@ -41,7 +42,7 @@ async def requeue(
     # After the yes: the exclusion is not worth the requeue, and Slurm takes ExcNodeList of a job that is COMPLETING
     # (22.05.8).
     if accepted:
-        with contextlib.suppress(OSError):  # the journal cannot be read, so no node is avoided
+        with contextlib.suppress(OSError, TooMuch):  # the journal cannot be read, so no node is avoided
             await _avoid(allocation, config, paths, journal, wanted.avoid)
     return answer
 

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.errors import ConfigError, PermissionRefused, SlurmMissing, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir, share_output
@@ -320,7 +321,7 @@ async def start_failed(
         # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
         events = await answered(lambda: read_events(paths))
         before = failed_starts(events, allocation.job_id, allocation.restart)
-    except OSError:
+    except (OSError, TooMuch):
         before = _NOT_KNOWN
     return StartFailed(str(error), before, failed_code(error))
 

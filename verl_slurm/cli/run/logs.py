@@ -1,6 +1,5 @@
 """`verl-slurm logs`: the output of a run's daemon, agents and ranks."""
 
-import errno
 import os
 import re
 from collections import deque
@@ -104,9 +103,7 @@ def _opened(path: Path) -> BinaryIO:
     try:
         # Neither link nor FIFO: in a run that was handed over a log may be anything.
         return os.fdopen(open_regular(path), "rb")
-    except (TooMuch, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ELOOP:
-            raise
+    except TooMuch as error:
         raise NotFound("the log is not a file", where=path, found=error) from None
 
 
