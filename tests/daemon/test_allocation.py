@@ -460,7 +460,7 @@ def test_a_node_without_an_address_has_its_name(
     assert asyncio.run(mine.address()) == mine._job.node_name
 
 
-@pytest.mark.scenario("FLT-H")
+@pytest.mark.scenario("FLT-B")
 @pytest.mark.parametrize(
     ("signal", "kind"), [("SIGUSR2 to lead", "operator_requeue"), ("SIGUSR1 to lead", "unknown")]
 )
@@ -483,6 +483,7 @@ def test_a_job_with_fewer_nodes_than_the_run_needs_waits_for_a_person(
     assert not in_job_37(_Slurm("RUNNING"), tmp_path, monkeypatch, **whole).lacks()
 
 
+@pytest.mark.scenario("FLT-H")
 @pytest.mark.parametrize(
     ("limit_s", "left_s", "kind", "lead_s"),
     [
