@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,22 @@ def test_tokens_behind_a_gap_stay_out_whatever_a_later_attempt_adds(paths: RunPa
     assert read(paths).find(CALL) == Prefix([1, 1, 3, 3, 3, 3], None, None, False)
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_response_of_very_many_calls_takes_a_time_that_grows_with_their_number_alone(
+    paths: RunPaths, order: int
+) -> None:
+    count = 100_000
+    calls = [[7, 2, 0, "0badf00d", start, 1, 3, False] for start in range(count)][::order]
+    columns = {"ids": np.arange(count)[::order], "log_probs": np.zeros(count, np.float32)}
+    with Ledger(token_paths(paths), 1, 0) as ledger:
+        data = np.frombuffer(msgspec.msgpack.encode([1, calls]), np.uint8)
+        ledger.append(7, 1, {"calls": data, **columns})
+    begun = time.process_time()
+    assert read(paths).find(CALL) == Prefix(list(range(count)), [0.0] * count, 3, False)
+    # It was minutes, of this process's own time, which other load does not change.
+    assert time.process_time() - begun < 10
+
+
 GOOD = [7, 2, 0, "0badf00d", 0, 1, 3, False]
 
 
@@ -190,6 +207,7 @@ def test_a_log_that_grows_keeps_what_is_still_asked_for(
 
 _KILLED = """
 import sys
+import time
 from pathlib import Path
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops import token_log

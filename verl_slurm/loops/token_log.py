@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -215,10 +215,11 @@ class Prefixes:
     def __init__(self, paths: RunPaths, *, report: Callable[[str], None]) -> None:
         self._found: dict[tuple[int, int, int], tuple[str, Prefix]] = {}
         for _, logged in groupby(_read(paths, report), key=itemgetter(0)):
+            # An attempt's are ordered by engine, and a response may have moved to one that comes earlier. In the order
+            # of `start` those left over follow each other, if at all.
             later = [one for _, one in logged if not self._take(one)]
-            # An attempt's are ordered by engine, and a response may have moved to one that comes earlier.
-            while later != (left := [one for one in later if not self._take(one)]):
-                later = left
+            for one in sorted(later, key=attrgetter("start")):
+                self._take(one)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -235,12 +236,13 @@ class Prefixes:
             before = Prefix([], None if one.log_probs is None else [], one.version, False)
         if one.start > len(before.ids):
             return False
-        kept = None
-        if before.log_probs is not None and one.log_probs is not None:
-            kept = before.log_probs[: one.start] + one.log_probs
+        # In place, as a response may have any number of calls. What was logged after `start` was not used.
+        before.ids[one.start :] = one.ids
+        kept = before.log_probs if one.log_probs is not None else None
+        if kept is not None:
+            kept[one.start :] = one.log_probs or ()
         version = before.version if one.start else one.version
-        # What was logged behind `start` was not used.
-        self._found[one.key] = one.digest, Prefix(before.ids[: one.start] + one.ids, kept, version, one.ended)
+        self._found[one.key] = one.digest, Prefix(before.ids, kept, version, one.ended)
         return True
 
 
