@@ -1,12 +1,13 @@
 """The built-in data: the same bytes everywhere, whole or not at all."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from verl_slurm.base.errors import ConfigError, DataError
-from verl_slurm.quickstart import build_once
+from verl_slurm.quickstart import __main__, build_once
 from verl_slurm.quickstart.__main__ import resolve_data, resolve_model
 from verl_slurm.quickstart.data import build_data, sums
 
@@ -73,6 +74,24 @@ def test_a_build_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="killed"):
         build_once(tmp_path / "x", fail, required=())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_is_built_with_a_compile_cache_that_nobody_else_can_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored afterwards
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "")
+    caches = []
+
+    def build(spec: str, cache: Path) -> Path:
+        caches.append(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+        assert caches[0].stat().st_mode & 0o777 == 0o700
+        return tmp_path
+
+    monkeypatch.setattr(__main__, "resolve_model", build)
+    assert __main__.main(["model", "builtin:tiny", str(tmp_path)]) == 0
+    [cache] = caches
+    assert not cache.exists()
 
 
 def test_only_known_names_are_built_in_and_paths_pass_through(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """From a config to what is asked of the cluster."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -232,6 +233,21 @@ def test_the_names_known_here_are_the_names_there_are() -> None:
         with pytest.raises(ConfigError) as caught:
             resolve("builtin:nosuch", Path("/nowhere"))
         assert caught.value.expected == " or ".join(f"builtin:{name}" for name in names)
+
+
+def test_built_ins_lie_where_no_other_user_can_write_whatever_the_umask(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = os.umask(0)
+    try:
+        (tmp_path / "cache" / "verl-slurm").mkdir(parents=True)
+        built = build_builtins(config("model.path=some/where", "data.root=builtin:arithmetic"))
+    finally:
+        os.umask(before)
+    places = [place for place in Path(built.data.root).parents if place.is_relative_to(tmp_path / "cache")]
+    assert [oct(place.stat().st_mode & 0o077) for place in places[:-1]] == ["0o0"] * (len(places) - 1)
+    assert cache_dir() in places
 
 
 def test_a_built_in_is_built_once_where_the_next_look_finds_it(

@@ -3,11 +3,13 @@
 A separate process, because the command line that needs it must not import torch.
 """
 
+import os
 import sys
 from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.checkpoint.inspect.compare import torch_environment
 from verl_slurm.config.schema import BUILTIN
 
 __all__ = ["main", "resolve_data", "resolve_model"]
@@ -71,7 +73,10 @@ def main(argv: list[str]) -> int:
     kind, spec, cache = argv
     resolve = resolve_model if kind == "model" else resolve_data
     try:
-        sys.stdout.write(f"{resolve(spec, Path(cache))}\n")
+        # Before torch is imported, and however this process was started.
+        with torch_environment() as environment:
+            os.environ.update(environment)
+            sys.stdout.write(f"{resolve(spec, Path(cache))}\n")
     except VerlSlurmError as error:
         sys.stderr.write(f"{error.one_line()}\n")
         return int(error.exit_code)

@@ -15,6 +15,7 @@ import msgspec
 import verl_slurm
 from verl_slurm.base.bounded import read_model_config
 from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.base.files import private_dir
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.config.hooks import HOOKS, HooksConfig
@@ -222,6 +223,11 @@ def build_builtins(config: RunConfig) -> RunConfig:
     if config.trainer.is_guest:
         return config
     replace = msgspec.structs.replace
+    named = (config.data.root, config.data.eval_root or "", config.model.path)
+    if any(text.startswith(BUILTIN) for text in named):
+        # Each on its own, before anything in it is used: under an open umask others could have put theirs there.
+        for folder in (_cache_base().parent, _cache_base(), cache_dir()):
+            private_dir(folder.resolve())  # a user's own link may lead to a larger disk
     if config.data.root.startswith(BUILTIN):
         # Asked of the child each time: it compares the files with the sums that they should hold.
         config = replace(config, data=replace(config.data, root=_build("data", config.data.root)))
