@@ -1,5 +1,6 @@
 """What the tests on a real Slurm share."""
 
+import fcntl
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +11,18 @@ from verl_slurm.devcluster.cluster import DevCluster
 
 
 @pytest.fixture(scope="session")
-def twin(cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory) -> LiveRun:
-    """The same run, undisturbed."""
-    run = LiveRun(cluster, tmp_path_factory.mktemp("twin") / "run", *SMALL).submit()
-    run.wait_end()
+def twin(
+    cluster: DevCluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> LiveRun:
+    """The same run, undisturbed: one for all workers, of which the first that needs it makes it."""
+    place = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        place = place.parent
+    run = LiveRun(cluster, place / "twin", *SMALL)
+    with (place / "twin.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not run.events("ended"):
+            run.submit().wait_end()
     assert len(run.events("restart")) == 1, run.story()
     return run
 

@@ -31,6 +31,7 @@ def waits_for_a_judge_that_never_answers():
 
 
 @pytest.mark.long
+@pytest.mark.variant  # without Slurm: tests/daemon/test_hang.py and test_stacks.py
 def test_a_hang_is_noticed_the_stacks_tell_who_and_the_run_goes_on(
     cluster: DevCluster, tmp_path: Path
 ) -> None:
