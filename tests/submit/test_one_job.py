@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,13 @@ def test_where_slurm_does_not_show_it_either_a_job_may_be_queued_and_the_run_sta
     slurm.write("scancel", f"echo $* > {slurm.place}/cancelled")
     assert cancel_run(slurm.run) == "7"
     assert (slurm.place / "cancelled").read_text() == "7\n"
+
+
+def test_a_job_whose_run_was_removed_is_named_with_what_ends_it(slurm: Slurm) -> None:
+    carry_out(slurm.plan())
+    shutil.rmtree(slurm.run.root)
+    with pytest.raises(Fenced, match="its run is gone: `scancel 7`"):
+        carry_out(slurm.plan())
 
 
 def test_a_refusal_is_no_doubt_and_leaves_nothing(slurm: Slurm) -> None:

@@ -304,11 +304,14 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
     if not ask_for_unknown:
         return
     if unknown := unknown_jobs(paths, events):
+        ends = f"it trains the run when it starts; `verl-slurm cancel {shell_word(paths.root)}` ends it"
+        if not paths.run_yaml.exists():
+            ends = f"its run is gone: `scancel {unknown[-1]}`, then the same submit again"
         raise Fenced(
             "a job of the run is queued of which its journal does not know",
             where=paths.root,
             found=f"job {unknown[-1]}",
-            remedy=f"it trains the run when it starts; `verl-slurm cancel {shell_word(paths.root)}` ends it",
+            remedy=ends,
         )
 
 
