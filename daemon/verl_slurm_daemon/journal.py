@@ -3,6 +3,7 @@
 `log_line` formats one line of the lead's and the agents' logs: time, writer, event, facts.
 """
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -113,11 +114,17 @@ class Journal:
             self.store(replace)
 
     def _is_closed(self, *, if_unknown: bool = False) -> bool:
-        """Returns whether a newer attempt owns the run."""
+        """Returns whether a newer attempt owns the run.
+
+        Raises:
+            FileNotFoundError: RUN is away. A line would make a run of its own there.
+        """
         try:
             owner = read_epoch(self.paths)
         except (OSError, VerlSlurmError):
             return if_unknown
+        if owner is None and not self.paths.run_yaml.exists():
+            raise FileNotFoundError(errno.ENOENT, "RUN is away", str(self.paths.root))
         return owner is not None and owner.epoch > self.epoch
 
 

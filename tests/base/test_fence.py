@@ -27,7 +27,7 @@ def test_each_incarnation_gets_the_next_number_and_closes_the_one_before(tmp_pat
 
 
 def test_a_run_without_an_epoch_lets_nobody_write(tmp_path: Path) -> None:
-    with pytest.raises(Fenced):
+    with pytest.raises(FileNotFoundError, match="is RUN's file system mounted"):
         require_epoch(RunPaths(tmp_path), 1)
 
 

@@ -21,6 +21,13 @@ from verl_slurm.journal.folds.progress import (
 from verl_slurm.journal.status import Status
 
 
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(tmp_path)
+    found.run_yaml.touch()  # without it RUN is away
+    return found
+
+
 def restart(progress: str) -> dict[str, object]:
     return {"event": "restart", "progress": progress}
 
@@ -28,8 +35,7 @@ def restart(progress: str) -> dict[str, object]:
 CRASH = {"event": "crash"}
 
 
-def test_events_are_read_back_in_order_with_epoch_and_job(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
+def test_events_are_read_back_in_order_with_epoch_and_job(paths: RunPaths) -> None:
     journal = Journal(paths, epoch=2, job_id="17")
     journal.write(make_event("cause", cause="preemption", evidence='says "it"\nand more'))
     journal.write(make_event("ended", exit_code=25))
@@ -38,21 +44,33 @@ def test_events_are_read_back_in_order_with_epoch_and_job(tmp_path: Path) -> Non
     assert last["exit_code"] == 25
 
 
-def test_one_event_stays_one_line_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Journal(RunPaths(tmp_path), epoch=1, job_id="1").write(make_event("crash", detail="a\nb\x1b[31m\u2028c"))
+def test_one_event_stays_one_line_of_the_log(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
+    Journal(paths, epoch=1, job_id="1").write(make_event("crash", detail="a\nb\x1b[31m\u2028c"))
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_a_last_line_cut_by_a_power_loss_is_left_out(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
+def test_a_last_line_cut_by_a_power_loss_is_left_out(paths: RunPaths) -> None:
     Journal(paths, epoch=1, job_id="1").write(make_event("started"))
     with paths.events.open("ab") as file:
         file.write(b'{"event": "gener')
     assert [e["event"] for e in read_events(paths)] == ["started"]
 
 
-def test_half_a_line_costs_that_line_alone(tmp_path: Path) -> None:
-    paths = RunPaths(tmp_path)
+def test_no_run_is_made_where_the_runs_directory_was_moved_away(paths: RunPaths) -> None:
+    journal = Journal(paths, epoch=1, job_id="1")
+    aside = paths.root.with_name("aside")
+    paths.root.rename(aside)
+    paths.root.mkdir()  # as a mount point is there
+    journal.write(make_event("started"))
+    journal.status(Status(attempt=1, job_id="1"))
+    assert not list(paths.root.iterdir())
+    paths.root.rmdir()
+    aside.rename(paths.root)
+    journal.write(make_event("training"))
+    assert [e["event"] for e in read_events(paths)] == ["training"]
+
+
+def test_half_a_line_costs_that_line_alone(paths: RunPaths) -> None:
     journal = Journal(paths, epoch=1, job_id="1")
     journal.write(make_event("started"))
     with paths.events.open("ab") as file:

@@ -138,6 +138,20 @@ def while_ranks_train(stage: Stage, fault: Fault) -> None:
     comes_back(stage)
 
 
+def moved_while_ranks_train(stage: Stage) -> None:
+    process = stage.lead(saves=3, dies=True, quick=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    stage.wait("verified")
+    aside = stage.paths.root.with_name("aside")
+    stage.paths.root.rename(aside)
+    (stage.box / "go").touch()
+    with process.stdout as said:
+        assert any("no_journal" in line for line in iter(said.readline, ""))
+        assert not stage.paths.root.exists(), "no other run is made there"
+        aside.rename(stage.paths.root)
+        said.read()
+
+
 def as_it_is_read_back(stage: Stage) -> None:
     stage.lead(rank="waits", quick=True)
     stage.wait("first_rollout")
@@ -195,6 +209,7 @@ def comes_back(stage: Stage) -> None:
 
 
 _Cell = tuple[str, str]
+_MOVED = "RUN moved or unmounted, while ranks train"
 _SET_UP = "commands, Python and secrets of ranks and services"
 _OPEN = "RUN, a checkpoint or a key that others can write, as after `chmod -R g+w`"
 WALK: dict[_Cell, Callable[[Stage], None]] = {
@@ -202,6 +217,7 @@ WALK: dict[_Cell, Callable[[Stage], None]] = {
     ("RUN itself, as an attempt begins", "hangs"): lambda s: as_an_attempt_begins(s, "silent"),
     ("RUN itself, while ranks train", "fails"): lambda s: while_ranks_train(s, "dead"),
     ("RUN itself, while ranks train", "hangs"): lambda s: while_ranks_train(s, "silent"),
+    (_MOVED, "fails"): moved_while_ranks_train,
     ("RUN's checkpoints", "fails"): lambda s: at_the_restart(s, lambda: mounted(s.paths.checkpoints, "dead")),
     ("RUN's checkpoints", "hangs"): lambda s: at_the_restart(
         s, lambda: mounted(s.paths.checkpoints, "silent")
@@ -232,6 +248,7 @@ _IN_CI = (
     ("RUN's checkpoints", "hangs"),
     (_SET_UP, "fails"),
     (_OPEN, "fails"),
+    (_MOVED, "fails"),
     ("a save that is read back", "hangs"),
     ("slurmctld, as ranks start", "fails"),
     ("slurmctld, at the end", "fails"),

@@ -11,6 +11,7 @@ when a winner writes the copy. A winner that was killed, or that slept for an ho
 clock and no age decide anything here.
 """
 
+import errno
 import os
 import re
 import socket
@@ -75,16 +76,20 @@ def require_epoch(paths: RunPaths, epoch: int) -> None:
 
     Raises:
         Fenced: `epoch` is closed: a newer attempt owns the run.
+        FileNotFoundError: the record of the attempt is away, and maybe all of RUN: a file system that is not mounted,
+            or a directory that was moved. Nobody else owns the run for that.
     """
     owner = read_epoch(paths)
-    # Unequal, not lower: an attempt above the owner's number exists in no claim, so it is no owner either.
-    if owner is None or owner.epoch != epoch:
+    if owner is not None and owner.epoch > epoch:
         raise Fenced(
             "this attempt no longer owns the run; nothing was written",
             where=paths.root,
-            found="no attempt yet" if owner is None else f"attempt {owner.epoch} of job {owner.job_id}",
+            found=f"attempt {owner.epoch} of job {owner.job_id}",
             expected=f"attempt {epoch}",
         )
+    if owner is None or owner.epoch < epoch:
+        what = f"the record of attempt {epoch} is away; is RUN's file system mounted, or was RUN moved?"
+        raise FileNotFoundError(errno.ENOENT, what, str(paths.control))
 
 
 def take_epoch(
