@@ -188,7 +188,7 @@ def test_a_checkpoint_of_one_algorithm_is_refused_by_the_other(lived: dict[str, 
         directory = _final(lived[name])
         frozen = read_manifest(directory).frozen
         with pytest.raises(ConfigError) as caught:
-            check_manifest(directory, config, frozen)
+            check_manifest(directory, config, frozen, lived[name])
         assert expected.replace("; expected", ",").split(",")[0] in caught.value.one_line()
 
 

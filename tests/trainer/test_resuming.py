@@ -13,13 +13,21 @@ import pytest
 import torch
 
 from tests.builders import run_config, write_manifest
-from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, DataError, KeyRefused, SchemaMismatch
+from verl_slurm.base.errors import (
+    CheckpointCorrupt,
+    ConfigError,
+    DataError,
+    KeyRefused,
+    SchemaMismatch,
+    names_missing_file,
+)
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema, schema_of
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.checkpoint.store.chunks import entry_of
+from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import (
     DistributedConfig,
@@ -67,16 +75,38 @@ def test_a_checkpoint_of_another_world_size_is_refused_where_a_step_would_be_ano
     with pytest.raises(
         ConfigError, match="4 ranks so far, and with 2.*expected train.batch_size_per_device="
     ):
-        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64})
+        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64}, RunPaths(tmp_path))
 
 
 def test_a_changed_reference_model_is_refused(tmp_path: Path) -> None:
     _manifest(tmp_path / "step_000001")
-    assert check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64}).step == 1
+    assert (
+        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64}, RunPaths(tmp_path)).step
+        == 1
+    )
     with pytest.raises(DataError, match="reference"):
-        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "b" * 64})
+        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "b" * 64}, RunPaths(tmp_path))
     with pytest.raises(DataError, match="teacher"):
-        check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64, "teacher": "c" * 64})
+        check_manifest(
+            tmp_path / "step_000001", CONFIG, {"reference": "a" * 64, "teacher": "c" * 64}, RunPaths(tmp_path)
+        )
+
+
+def test_a_file_of_the_model_that_is_away_is_named_and_waited_for(tmp_path: Path) -> None:
+    """As a purge of scratch leaves it, or a refresh in mid-way."""
+    paths, model = RunPaths(private_dir(tmp_path / "run")), private_dir(tmp_path / "model")
+    for name in ("config.json", "tokenizer.json"):
+        (model / name).write_text("{}")
+    was = fingerprint(model)
+    store_frozen(paths, model, was)
+    saved = private_dir(tmp_path / "step_000001")
+    write_manifest(saved, world_size=2, files=(), frozen={"reference": was.digest})
+    (model / "tokenizer.json").unlink()
+    now = {"reference": fingerprint(model).digest}
+    with pytest.raises(DataError) as caught:
+        check_manifest(saved, run_config(ranks=2, path=str(model)), now, paths)
+    assert caught.value.where == str(model / "tokenizer.json")
+    assert names_missing_file(caught.value.one_line())
 
 
 def test_resume_names_a_checkpoint_of_the_run_or_a_path() -> None:
@@ -100,7 +130,7 @@ def test_under_a_daemon_no_path_is_resumed_from() -> None:
 
 def test_a_checkpoint_of_elsewhere_is_named_with_its_place(tmp_path: Path) -> None:
     _manifest(tmp_path / "step_000001")
-    manifest = check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64})
+    manifest = check_manifest(tmp_path / "step_000001", CONFIG, {"reference": "a" * 64}, RunPaths(tmp_path))
     state, shape = fresh_state(CONFIG), StepShape.of(CONFIG)
     line = where_it_starts(state, shape, manifest, "f", 0, foreign=tmp_path / "step_000001")
     assert line.startswith(f"resumed step_000001 from {tmp_path / 'step_000001'}: ")

@@ -4,6 +4,8 @@ Order: the manifest is held against this run, then the checkpoint state is loade
 the runtime state, which puts the generators back, then the ledger's later rollouts, which draw nothing.
 """
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.components import require_full, require_same_models
 from verl_slurm.checkpoint.format.schema import check_schema, current_schema, read_schema
 from verl_slurm.checkpoint.format.specification import Manifest
+from verl_slurm.checkpoint.store.frozen import lacking_file
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.elastic import require_same_step
@@ -95,12 +98,17 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> None:
 
 
 def check_manifest(
-    directory: Path, config: RunConfig, frozen: dict[str, str], keys: Keyring | None = None
+    directory: Path,
+    config: RunConfig,
+    frozen: dict[str, str],
+    paths: RunPaths,
+    keys: Keyring | None = None,
 ) -> Manifest:
     """Refuse what cannot be resumed here, before any tensor is read.
 
     Args:
         frozen: digest of each model that does not train, as it is now; of the reward nothing is asked here.
+        paths: of the run, which has records of those models.
 
     Raises:
         ConfigError: the checkpoint is of another algorithm, or of another shape and another step.
@@ -119,10 +127,14 @@ def check_manifest(
     roles = sorted((manifest.frozen.keys() | frozen.keys()) - {"reward"})
     changed = [role for role in roles if manifest.frozen.get(role) != frozen.get(role)]
     if changed:
+        # A purge, or a refresh in mid-way: with these words the daemon waits for the file (`names_missing_file`).
+        gone = lacking_file(paths, manifest.frozen.get("reference", ""), Path(config.model.path))
         raise DataError(
             f"what does not train is not what the run started with: {', '.join(changed)}",
-            where=directory,
-            found=", ".join(frozen.get(role, "none") for role in changed),
+            where=gone or directory,
+            found=os.strerror(errno.ENOENT)
+            if gone
+            else ", ".join(frozen.get(role, "none") for role in changed),
             expected=", ".join(manifest.frozen.get(role, "none") for role in changed),
             remedy="put it back as it was (RUN/frozen has the models by digest), or start a new run",
         )

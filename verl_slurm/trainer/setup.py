@@ -157,7 +157,7 @@ def _build_loop(
     if directory and by_hand:
         ranks.first_does("verifying the checkpoint", lambda: require_verified(directory, keys))
     # Before the models: what cannot be resumed here is refused without reading a tensor.
-    manifest = check_manifest(directory, config, digests.frozen, keys) if directory else None
+    manifest = check_manifest(directory, config, digests.frozen, paths, keys) if directory else None
 
     grid = make_grid(topology_of(config), device, ranks)
     roles = trained_roles(config.train)

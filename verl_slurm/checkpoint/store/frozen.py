@@ -36,6 +36,7 @@ from verl_slurm.dataset.fingerprint.record import FileDigest, Fingerprint, finge
 __all__ = [
     "check_frozen",
     "frozen_digests",
+    "lacking_file",
     "read_back_others",
     "record_frozen",
     "recorded_model",
@@ -174,6 +175,13 @@ def recorded_model(paths: RunPaths, digest: str) -> Fingerprint | None:
     # No record is no fault: copies of former versions have none.
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
+
+
+def lacking_file(paths: RunPaths, digest: str, tree: Path) -> str:
+    """Returns a file of the recorded model that `tree` has not; empty: it has all, or there is no record."""
+    record = recorded_model(paths, digest)
+    names = record.files if record is not None else ()
+    return next((str(tree / name) for name in names if not os.path.lexists(tree / name)), "")
 
 
 def _digest_of(found: _Contents) -> str:

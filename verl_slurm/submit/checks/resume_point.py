@@ -157,15 +157,16 @@ def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
             for folder, _, names in os.walk(tree, followlinks=True)
             for name in names
         }
+        record = recorded_model(paths, digest)
+        # First: it names the file.
+        for path, entry in record.files.items() if record is not None else ():
+            if entry.kind == "file" and sizes.get(path) != entry.size:
+                return f"{tree / path} has {sizes.get(path, 'no')} bytes, not {entry.size}"
         if sum(sizes.values()) <= _MOST_READ:
             now = fingerprint(tree).digest
             return "" if now == digest else f"{tree} has the digest {now}"
     except (OSError, DataError) as error:
         return str(error)
-    record = recorded_model(paths, digest)
-    for path, entry in record.files.items() if record is not None else ():
-        if entry.kind == "file" and sizes.get(path) != entry.size:
-            return f"{tree / path} has {sizes.get(path, 'no')} bytes, not {entry.size}"
     return None
 
 
