@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,17 @@ def test_a_row_that_the_chat_template_refuses_is_named(
         template = "{% if messages[0].content == '22' %}{{ " + failure + " }}{% endif %}1="
         with pytest.raises(DataError, match=r"the chat template refuses a prompt: \S+a\.jsonl:2"):
             PromptData(tmp_path, tokenizer, DataConfig(), 0, template=template)
+
+
+def test_a_template_that_writes_the_date_writes_that_of_the_runs_first_start(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    row = {"prompt": [{"role": "user", "content": "1="}], "answer": "1"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    clock = datetime(2024, 7, 26, tzinfo=UTC)
+    template = "{{ strftime_now('%d.%m.%Y') }} {{ messages[0].content }}"
+    data = PromptData(tmp_path, tokenizer, DataConfig(), 0, template=template, clock=clock)
+    assert data.prompts(torch.tensor([0])) == ["26.07.2024 1="]
 
 
 def test_a_missing_root_and_a_missing_tokenizer_are_data_errors(

@@ -11,7 +11,9 @@ never trains, evaluated or not: switching the evaluation on or off changes nothi
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -61,15 +63,20 @@ def plain_text(where: str, prompt: Prompt) -> str:
     raise no_conversations(where)
 
 
-def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callable[[str, Prompt], str]:
+def as_text(
+    tokenizer: PreTrainedTokenizerBase, template: str | None, clock: datetime | None = None
+) -> Callable[[str, Prompt], str]:
     """Returns a function (place, prompt) → the text whose tokens the policy sees.
 
     Args:
         template: a chat template; None: the tokenizer's own.
+        clock: what a template takes for now, or each day would have prompts of its own; None: now.
 
     Raises (when called):
         DataError: no template for a conversation, or the template refuses it.
     """
+
+    given: dict[str, Any] = {} if clock is None else {"strftime_now": clock.strftime}
 
     def render(where: str, prompt: Prompt) -> str:
         # Text is used as it is: its author has written the model's markup into it.
@@ -79,7 +86,7 @@ def as_text(tokenizer: PreTrainedTokenizerBase, template: str | None) -> Callabl
             raise no_template(where)
         try:
             text = tokenizer.apply_chat_template(
-                prompt, tokenize=False, add_generation_prompt=True, chat_template=template
+                prompt, tokenize=False, add_generation_prompt=True, chat_template=template, **given
             )
         # Templates are programs, and unexpected input surfaces as any error.
         except Exception as error:
@@ -274,6 +281,7 @@ class PromptData:
         recorded: what the files must be; None: any files are accepted.
         template: the text of a chat template, instead of the tokenizer's.
         vocabulary: number of the model's tokens; None: not known.
+        clock: of chat templates; None: now.
 
     Raises:
         DatasetDrift: a file is not the recorded one.
@@ -293,9 +301,10 @@ class PromptData:
         recorded: Recorded | None = None,
         template: str | None = None,
         vocabulary: int | None = None,
+        clock: datetime | None = None,
     ) -> None:
         # Before the split: it goes by the text that the policy sees.
-        render = plain_text if config.chat_template == "none" else as_text(tokenizer, template)
+        render = plain_text if config.chat_template == "none" else as_text(tokenizer, template, clock)
         rendered = set[str]()
 
         def text_of(where: str, prompt: Prompt) -> str:

@@ -6,6 +6,7 @@ together or none.
 
 import hashlib
 from contextlib import ExitStack
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -82,6 +83,8 @@ class _Digests(msgspec.Struct, frozen=True):
     """SHA-256 of each file of `model.path`."""
     template: str | None
     """Content of the file that `data.chat_template` names."""
+    began: str
+    """Of the run (`Orchestration`)."""
 
 
 def build_loop(
@@ -224,6 +227,7 @@ def _build_loop(
         recorded=digests.data,
         template=digests.template,
         vocabulary=vocabulary,
+        clock=datetime.fromisoformat(digests.began),
     )
     per_prompt = config.rollout.samples_per_prompt
     data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))
@@ -401,7 +405,8 @@ def _first_look(
         template = read_template(Path(config.data.chat_template))
         frozen["chat_template"] = hashlib.sha256(template.encode()).hexdigest()
     backend = "gloo" if device.type == "cpu" else "gloo, nccl"
-    if said := moved(check_or_write(paths, describe(config, data_root, data, backend)), backend):
+    first = check_or_write(paths, describe(config, data_root, data, backend))
+    if said := moved(first, backend):
         session.notice(said, topic="device", loud=True)
         console.complain(said)
     return _Digests(
@@ -410,6 +415,7 @@ def _first_look(
         data=files,
         model=seen["reference"].digests(),
         template=template,
+        began=first.began,
     )
 
 

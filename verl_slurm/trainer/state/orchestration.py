@@ -5,6 +5,7 @@ and tools. A later start may have another layout, and each checkpoint's manifest
 """
 
 import os
+from datetime import datetime
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,9 @@ class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The content of orchestration.json."""
 
     version: int = 1
+    began: str
+    """When the first start read the data, in its local time (ISO 8601). A chat template that writes the date takes it,
+    in all attempts."""
     data_root: str
     data_files: dict[str, str]
     """File under the root → its SHA-256."""
@@ -48,6 +52,7 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
     shape, topology = config.distributed, topology_of(config)
     size = config.rollout.micro_batch_size_per_device
     return Orchestration(
+        began=datetime.now().astimezone().isoformat(timespec="seconds"),
         data_root=str(data_root),
         data_files={name: entry.sha256 for name, entry in sorted(data.files.items())},
         dataset_fingerprint=data.digest,
