@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from verl_slurm.checkpoint.inspect.compare import compare, newest_checkpoint
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.loops.session import Session
 from verl_slurm.save.ranks.collective import RanksFailed
-from verl_slurm.wire.messages import Finished, FromRank, Refused, Saved, SaveFailed, Stopped
+from verl_slurm.wire.messages import Finished, FromRank, Notice, Refused, Saved, SaveFailed, Stopped
 
 pytestmark = pytest.mark.torch
 
@@ -85,6 +86,7 @@ class Alone:
         *,
         resume: str = "",
         ask: tuple[int, bool] | None = None,
+        **more: object,
     ) -> list[FromRank]:
         """One life of `steps` steps; asked to save (and stop) in the middle of step `ask`."""
         monkeypatch.setattr("verl_slurm.loops.session.die_with_launcher", lambda: None)
@@ -92,7 +94,7 @@ class Alone:
             for name, value in agent.environ.items():
                 monkeypatch.setenv(name, value)
             try:
-                with verl_slurm.run(model=self.model) as run:
+                with verl_slurm.run(model=self.model, **more) as run:
                     for step in run.steps(steps):
                         self.seen.append(step)
                         with torch.no_grad():
@@ -124,6 +126,35 @@ def test_it_saves_as_configured_keeps_what_it_should_and_says_when_all_is_done(
     assert said[-1] == Finished(rank=0, step=7)
     assert alone.names == ["step_000006", "step_000007"]
     assert read_manifest(alone.paths.checkpoints / "step_000007").metrics == {"loss": 6.0}
+
+
+class BufferShuffledExamplesIterable:
+    """As a stream of `datasets` has it, which is no package of ours."""
+
+
+class Stream:
+    """A stream that shuffles, and a loader of it: its place is its state, and its buffer is not."""
+
+    def __init__(self) -> None:
+        self._ex_iterable = SimpleNamespace(ex_iterable=BufferShuffledExamplesIterable())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"shard": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"shard": 1}
+
+
+def test_a_stream_that_shuffles_in_a_buffer_is_said_and_loudly_where_it_has_cost_rows(
+    alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = alone.life(monkeypatch, 2, stream=Stream())
+    second = alone.life(monkeypatch, 4, resume="step_000002", stream=Stream())
+    said = [
+        [(m.loud, "stream shuffles" in m.text) for m in life if isinstance(m, Notice)]
+        for life in (first, second)
+    ]
+    assert said == [[(False, True)], [(True, True)]]
 
 
 def test_asked_to_save_in_mid_step_it_does_so_at_the_steps_end_and_goes_on(

@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
+from tests.builders import run_config
 from verl_slurm.base.errors import ConfigError, DataError
+from verl_slurm.submit.checks.inputs import check_reward
 from verl_slurm.trainer.data import load_tokenizer
 from verl_slurm.trainer.reward.scoring import ClassifierReward, arithmetic, build_reward, decode_responses
 
@@ -117,6 +124,21 @@ def test_two_labels_or_no_model_are_refused(tmp_path: Path, tiny: Path) -> None:
         build_reward(f"classifier:{make_classifier(tmp_path / 'two', tiny, num_labels=2)}")
     with pytest.raises(DataError, match="there is no model"):
         build_reward(f"classifier:{tmp_path / 'none'}")
+
+
+def test_a_text_beyond_a_classifiers_positions_is_refused_before_the_forward_pass(
+    tmp_path: Path, tiny: Path
+) -> None:
+    directory = tmp_path / "rm"
+    load_tokenizer(tiny).save_pretrained(str(directory))
+    config = GPT2Config(vocab_size=264, n_embd=16, n_layer=1, n_head=2, n_positions=8, num_labels=1)
+    GPT2ForSequenceClassification(config).save_pretrained(str(directory))
+    reward = build_reward(f"classifier:{directory}")
+    assert len(reward(["1+1="], ["2"], [""])) == 1
+    with pytest.raises(DataError, match="found 9 tokens, expected at most 8"):
+        reward(["1+1="], ["22222"], [""])
+    [note] = check_reward(f"classifier:{directory}", run_config())
+    assert "was made for 8 tokens" in note
 
 
 def test_a_classifier_that_gives_no_number_is_refused_with_the_response(tmp_path: Path, tiny: Path) -> None:

@@ -75,6 +75,17 @@ def run(
     return Run(Session.open(), objects, run_dir=run_dir, save_every=save_every, any_ranks=any_ranks)
 
 
+def _has_shuffle_buffer(one: object) -> bool:
+    """Returns whether it is a loader of, or itself, a stream of Hugging Face's `datasets` (5.2: `iterable_dataset.py`)
+    that shuffles in a buffer."""
+    place: object = getattr(getattr(one, "dataset", one), "_ex_iterable", None)
+    while place is not None:
+        if type(place).__name__.startswith("BufferShuffled"):
+            return True
+        place = getattr(place, "ex_iterable", None)
+    return False
+
+
 class Run:
     """See the module. Made by `run`.
 
@@ -149,6 +160,14 @@ class Run:
             metadata=metadata,
             any_ranks=self._any_ranks,
         )
+        for name, one in self._named.items():
+            if _has_shuffle_buffer(one):
+                self._session.notice(
+                    f"{name} shuffles a stream in a buffer, whose rows `datasets` does not save: each interruption "
+                    "leaves out those in it, and the rest of the pass comes in another order. Shuffle the shards "
+                    "alone (buffer_size=1), or use a data set with a length",
+                    loud=self.resume is not None,
+                )
 
     def _by_hand(self, run_dir: Path) -> Session:
         session, ranks = self._session, self._ranks

@@ -18,6 +18,8 @@ from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.packages import require_packages
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.config.checks.rollout import max_model_len
+from verl_slurm.config.families import max_positions
 from verl_slurm.config.hooks import HOOKS, HooksConfig
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.reward_spec import FORMS, check_function, nearest_form, parse_reward, source_file
@@ -340,6 +342,12 @@ def check_reward(text: str, config: RunConfig | None = None) -> list[str]:
     if spec.kind == "classifier":
         check_model("model.reward", Path(spec.name))
         _check_classifier(Path(spec.name))
+        limit = max_positions(read_model_config(Path(spec.name)))
+        if config is not None and limit is not None and limit < max_model_len(config):
+            longest = f"a prompt with its response has up to {max_model_len(config)} of the policy's"
+            return [
+                f"{text} was made for {limit} tokens, and {longest}: one that does not fit ends the run, 11"
+            ]
     if spec.kind != "python":
         unanswered = spec.kind == "rule" and config is not None and config.data.answer_key is None
         return [_no_answers(text)] if unanswered else []

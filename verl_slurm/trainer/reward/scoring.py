@@ -156,6 +156,7 @@ class ClassifierReward:
             encoded = self._tokenizer(
                 texts[start : start + self._batch_size], padding=True, return_tensors="pt"
             ).to(self._device)
+            self._require_short(encoded["input_ids"].shape[1])
             # In the given order and in fixed batches: rounding depends on the batch.
             scores.append(self._model(**encoded).logits[:, 0].float().cpu())
         whole = torch.cat(scores) if scores else torch.zeros(0)
@@ -169,6 +170,27 @@ class ClassifierReward:
                 remedy="correct the reward model, or set model.reward",
             )
         return whole
+
+    def _require_short(self, length: int) -> None:
+        """Refuses a text that is longer than the model's position embeddings, on which a GPU would end with an assert.
+
+        Raises:
+            DataError: it is.
+        """
+        limits = [
+            # Some classes keep the first rows for themselves: by an offset (OPT), or up to the padding (RoBERTa).
+            module.num_embeddings - getattr(module, "offset", 0) - (module.padding_idx or -1) - 1
+            for name, module in self._model.named_modules()
+            if isinstance(module, torch.nn.Embedding) and ("position" in name or name.endswith("wpe"))
+        ]
+        if limits and length > min(limits):
+            raise DataError(
+                "a prompt with its response is too long for the reward model",
+                where=f"model.reward, {self._directory}",
+                found=f"{length} tokens",
+                expected=f"at most {min(limits)}, for which it has position embeddings",
+                remedy="lower data.max_prompt_tokens or rollout.max_new_tokens, or set another model.reward",
+            )
 
     def light(self) -> dict[str, bytes]:
         """Returns the files by name that distinguish this reward model from others on the same backbone: its head and
