@@ -242,6 +242,20 @@ def test_a_mistyped_command_is_answered_with_the_nearest(workplace: Path, cli: C
     assert "Did you mean status?" in result.err
 
 
+def test_a_new_run_is_told_of_the_checkpoints_that_an_earlier_run_of_its_name_left_in_a_tier(
+    workplace: Path, cli: Cli
+) -> None:
+    tier = workplace / "cold"
+    for run, step in (("demo-0123456789abcdef", 2), ("demo-0123456789abcdef", 10), ("demo-two", 99)):
+        (step_dir := tier / "verl-slurm" / run / f"step_{step:06d}").mkdir(parents=True)
+        (step_dir / "manifest.json").touch()
+    (tier / "verl-slurm/demo-0123456789abcdef/step_000020").mkdir()  # not whole
+    words = ("--cluster", "local", "--dry-run", f"tiers=[{{name: cold, kind: archive, path: {tier}}}]")
+    result = cli("submit", "config.yaml", *words)
+    newest = f"checkpoint.resume_from={tier}/verl-slurm/demo-0123456789abcdef/step_000010"
+    assert f"tier cold has checkpoints of an earlier one of this name, and {newest} goes on" in result.err
+
+
 def test_a_dry_run_leaves_nothing_behind(workplace: Path, cli: Cli) -> None:
     result = cli("submit", "config.yaml", "--cluster", "local", "--dry-run")
     assert result.code == 0

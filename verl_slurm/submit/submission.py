@@ -75,6 +75,7 @@ from verl_slurm.submit.undoing import (
     remove_new,
     replace_content,
 )
+from verl_slurm.tiers.opening import namesakes
 
 __all__ = [
     "Submitted",
@@ -209,6 +210,12 @@ def plan_submission(
         notes.append(
             f"a new run, since run_dir goes by where you are: {other} exists beside the YAML; {word} means it"
         )
+    if new_run and config.checkpoint.resume_from == "auto":
+        notes += [
+            f"a new run, which begins at step 0: tier {tier} has checkpoints of an earlier one of this name, and "
+            f"{shell_word(f'checkpoint.resume_from={step}')} goes on from the newest"
+            for tier, step in namesakes(config).items()
+        ]
     if not new_run:
         # Here as well as in the lead: the job would end before its journal could say so.
         require_run_id(paths)

@@ -1,17 +1,20 @@
 """Opens the tiers of a run: their storages, and the lock that keeps movers apart."""
 
 import fcntl
+import glob
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import install_command
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.base.run_id import run_id
+from verl_slurm.base.run_id import RUN_ID, run_id
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.config.checks.tiers import is_s3
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.tiers import TierConfig
@@ -19,7 +22,7 @@ from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.layout import run_prefix
 
-__all__ = ["ENTRY_POINTS", "mover_lock", "open_backend", "open_tiers"]
+__all__ = ["ENTRY_POINTS", "mover_lock", "namesakes", "open_backend", "open_tiers"]
 
 ENTRY_POINTS = "verl_slurm.tiers"
 
@@ -73,6 +76,27 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
             problem = f"{error.name} is not installed: {install_command('s3')}"
             tiers.append(OpenTier(config=tier, run=run, backend=None, problem=problem))
     return tiers
+
+
+def namesakes(config: RunConfig) -> dict[str, Path]:
+    """Returns the newest whole checkpoint that an earlier run of the same name has left in each tier that is a
+    directory, by the tier's name. Of such a run, RUN and its id are gone.
+    """
+    found = {}
+    for tier in config.tiers:
+        if tier.path is None:
+            continue
+        runs = Path(tier.path, tier.prefix).glob(f"{glob.escape(config.name)}-*")
+        steps = [
+            (order, step.parent)
+            for run in runs
+            if RUN_ID.fullmatch(run.name.removeprefix(f"{config.name}-"))
+            for step in run.glob("step_*/manifest.json")
+            if (order := checkpoint_order(step.parent.name)) is not None
+        ]
+        if steps:
+            found[tier.name] = max(steps)[1]
+    return found
 
 
 @contextmanager
