@@ -154,6 +154,18 @@ def test_cancel_ends_the_job_that_slurm_ties_to_the_run(
     assert asked.read_text().split()[-1] == "1"
 
 
+def test_the_job_of_a_run_that_was_moved_is_not_called_gone(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run_old", "running", job_id="1").root
+    script = tmp_path / "run/logs" / f".submission_file_{'0' * 32}.sh"
+    job = re.sub("Command=.*", f"Command={script}", (GOLDEN / "running.txt").read_text())
+    on_a_cluster_with(job, tmp_path, monkeypatch)
+    said = cli("status", run).out
+    assert "GONE" not in said
+    assert f"it is a run's at {tmp_path}/run, which is not here; if that is this run, move it back" in said
+
+
 def test_a_job_that_was_submitted_by_another_mount_is_the_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

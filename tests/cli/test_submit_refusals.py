@@ -243,9 +243,9 @@ def test_a_mistyped_command_is_answered_with_the_nearest(workplace: Path, cli: C
 
 
 def test_a_new_run_is_told_of_the_checkpoints_that_an_earlier_run_of_its_name_left_in_a_tier(
-    workplace: Path, cli: Cli
+    workplace: Path, cli: Cli, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    tier = workplace / "cold"
+    tier = tmp_path_factory.mktemp("cold")
     for run, step in (("demo-0123456789abcdef", 2), ("demo-0123456789abcdef", 10), ("demo-two", 99)):
         (step_dir := tier / "verl-slurm" / run / f"step_{step:06d}").mkdir(parents=True)
         (step_dir / "manifest.json").touch()

@@ -83,6 +83,7 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
         return ExitCode.OK if self.state == "COMPLETED" else ExitCode.CRASHED
 
 
+_OUR_SCRIPT = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|successor_of_\d+\.sh")
 _CHANGES = {
     r"PartitionTimeLimit|(QOS|Assoc)Max\w*WallDuration": "TimeLimit=MINUTES",
     r"PartitionNodeLimit|(QOS|Assoc)MaxNode\w*PerJob": "NumNodes=N",
@@ -114,6 +115,11 @@ def job_state(paths: RunPaths, job: Submission) -> JobState:
         # It forgets jobs that are over, after MinJobAge.
         return JobState(state="GONE", over=True, detail="Slurm has forgotten it")
     if not may_be_of(paths.root, facts, queued_by_us=job.queued_by_us):
+        script = Path(facts.command or "")
+        # This run, moved while its job lives; or another run, which was removed.
+        if _OUR_SCRIPT.fullmatch(script.name) and not script.parent.exists():
+            told = f"it is a run's at {script.parent.parent}, which is not here; if that is this run, move it back"
+            return JobState(state="UNKNOWN", over=False, detail=told)
         return JobState(state="GONE", over=True, detail=ANOTHERS)
     waits = facts.is_waiting
     return JobState(
