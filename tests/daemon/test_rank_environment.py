@@ -60,7 +60,19 @@ def test_a_shell_without_condas_hook_is_told_of_the_key_that_needs_none(tmp_path
         made(tmp_path / "log", "conda activate mine")
 
 
-def test_a_command_that_hangs_is_named_before_the_lead_gives_the_start_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("busy", [False, True], ids=["in a command", "before bash is known"])
+def test_a_command_that_hangs_is_named_before_the_lead_gives_the_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: bool
+) -> None:
+    start = asyncio.create_subprocess_exec
+
+    async def slowly(*words: str, **options: Any) -> asyncio.subprocess.Process:
+        process = await start(*words, **options)
+        await asyncio.sleep(0.6)  # as on a node that is busy
+        return process
+
+    if busy:
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", slowly)
     with pytest.raises(ConfigError, match=rf"{NOT_SET_UP}: .*slurm.setup \(found no end after"):
         made(tmp_path / "log", "sleep 61.5 & wait", daemon=DaemonConfig(start_timeout_s=0.5))
     wait_until_gone("61.5")

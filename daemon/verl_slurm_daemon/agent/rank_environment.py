@@ -84,25 +84,30 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
         # Kept by name from the start: the commands may set any variable, and any positional one.
         whole = f"_verl_slurm_answer=$1\nset --\n{script}exec /usr/bin/env -0 >&$_verl_slurm_answer\n"
         with _output(log) as output:
-            bash = await asyncio.create_subprocess_exec(
-                *("/bin/bash", "--noprofile", "--norc", "-c", whole, "verl-slurm", str(answer)),
-                env=dict(environ),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                pass_fds=(answer,),
-                preexec_fn=child_setup,
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(
+                    *("/bin/bash", "--noprofile", "--norc", "-c", whole, "verl-slurm", str(answer)),
+                    env=dict(environ),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(answer,),
+                    preexec_fn=child_setup,
+                )
             )
-        try:
-            code = await bash.wait()
-        except asyncio.CancelledError:  # they took too long: none of them may go on beside the next start
-            with suppress(ProcessLookupError):
-                os.killpg(bash.pid, signal.SIGKILL)
-            # One that waits for a dead mount does not even die.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(bash.wait(), _LAST_WAIT_S)
-            raise
+            try:
+                # Shielded: a start that is given up half-way would leave a bash that nobody knows.
+                bash = await asyncio.shield(starting)
+                code = await bash.wait()
+            except asyncio.CancelledError:  # they took too long: none of them may go on beside the next start
+                bash = await starting
+                with suppress(ProcessLookupError):
+                    os.killpg(bash.pid, signal.SIGKILL)
+                # One that waits for a dead mount does not even die.
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(bash.wait(), _LAST_WAIT_S)
+                raise
         if code != 0:
             raise ConfigError(
                 NOT_SET_UP, where=_SETUP_KEYS, found=_words(log, code), remedy=_setup_remedy(script, log)
