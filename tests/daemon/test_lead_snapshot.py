@@ -55,6 +55,7 @@ def test_the_sum_of_the_interruptions_goes_on_where_the_former_lead_left_it(tmp_
 
 def test_a_run_that_begins_has_gone_through_nothing(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
+    paths.run_yaml.touch()
     lead, journal = takes_over(paths)
     journal.write(make_event("started", cluster="local"))
     journal.status(lead._status)

@@ -41,6 +41,7 @@ class Started:
 
 def mover_of(tmp_path: Path, config: RunConfig) -> tuple[TierMover, RunPaths]:
     paths = RunPaths(tmp_path)
+    paths.run_yaml.touch()
     private_dir(paths.root)
     return TierMover(paths, config, Journal(paths, epoch=1, job_id="7")), paths
 

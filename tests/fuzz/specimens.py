@@ -408,6 +408,7 @@ def alerts() -> Sequence[bytes]:
 def orchestrations() -> Sequence[bytes]:
     made = {
         "version": 1,
+        "began": "2026-11-27T09:00:00+01:00",
         "data_root": "/data",
         "data_files": {"a.jsonl": _HASH},
         "dataset_fingerprint": _HASH,

@@ -219,6 +219,7 @@ def test_the_silent_hold_no_place_of_an_agent_s_and_not_for_long(monkeypatch: py
 @pytest.mark.scenario("M07")
 def test_the_journal_of_a_lead_tells_of_strangers_and_does_nothing_for_them(tmp_path: Path) -> None:
     paths = RunPaths(private_dir(tmp_path / "run"))
+    paths.run_yaml.touch()
     private_dir(paths.control)
 
     async def story() -> None:

@@ -415,7 +415,7 @@ def _first_look(
         data=files,
         model=seen["reference"].digests(),
         template=template,
-        began=first.began,
+        began=first.began.isoformat(),  # with its offset, which msgpack has no place for
     )
 
 

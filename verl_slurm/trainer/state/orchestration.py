@@ -7,6 +7,7 @@ and tools. A later start may have another layout, and each checkpoint's manifest
 import os
 from datetime import datetime
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -26,8 +27,8 @@ class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The content of orchestration.json."""
 
     version: int = 1
-    began: str
-    """When the first start read the data, in its local time (ISO 8601). A chat template that writes the date takes it,
+    began: Annotated[datetime, msgspec.Meta(tz=True)]
+    """When the first start read the data, in its local time. A chat template that writes the date takes it,
     in all attempts."""
     data_root: str
     data_files: dict[str, str]
@@ -52,7 +53,7 @@ def describe(config: RunConfig, data_root: Path, data: Fingerprint, backend: str
     shape, topology = config.distributed, topology_of(config)
     size = config.rollout.micro_batch_size_per_device
     return Orchestration(
-        began=datetime.now().astimezone().isoformat(timespec="seconds"),
+        began=datetime.now().astimezone().replace(microsecond=0),
         data_root=str(data_root),
         data_files={name: entry.sha256 for name, entry in sorted(data.files.items())},
         dataset_fingerprint=data.digest,
