@@ -1,4 +1,4 @@
-"""Submits through submitit. The job is the lead itself: nobody reads what submitit has pickled for it.
+"""Submits through submitit. The job is the lead itself: what submitit has pickled for it is never read.
 
 A submission runs in a process of its own (`python -m verl_slurm.submit.executor RUN slurm|local`), for three reasons.
 Its environment must lack the variables of a job that we may be inside of. Its umask must be 077, because submitit's

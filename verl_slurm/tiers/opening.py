@@ -79,8 +79,8 @@ def open_tiers(paths: RunPaths, config: RunConfig) -> list[OpenTier]:
 
 
 def namesakes(config: RunConfig) -> dict[str, Path]:
-    """Returns the newest whole checkpoint that an earlier run of the same name has left in each tier that is a
-    directory, by the tier's name. Of such a run, RUN and its id are gone.
+    """Returns the newest whole checkpoint that another run of the same name has in each tier that is a
+    directory, by the tier's name: one whose RUN and id are gone, as far as the run that begins can know.
     """
     found = {}
     for tier in config.tiers:

@@ -97,7 +97,7 @@ async def _after(script: str, environ: Mapping[str, str], log: Path) -> dict[str
                 )
             )
             try:
-                # Shielded: a start that is given up half-way would leave a bash that nobody knows.
+                # Shielded: a start that is given up half-way would leave its bash running.
                 bash = await asyncio.shield(starting)
                 code = await bash.wait()
             except asyncio.CancelledError:  # they took too long: none of them may go on beside the next start

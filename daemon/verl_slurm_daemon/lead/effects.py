@@ -579,9 +579,8 @@ class Effects:
     async def _pause(self, seconds: float) -> None:
         await asyncio.sleep(seconds)  # the back-off itself
         stuck, reason = 0, ""
-        with contextlib.suppress(
-            OSError, TooMuch
-        ):  # storage may work by now; if not, this code runs again soon
+        # Storage may work by now; if not, this code runs again soon.
+        with contextlib.suppress(OSError, TooMuch):
             events = await answered(lambda: read_events(self._paths))
             stuck = stuck_restarts(events)
             reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
