@@ -137,7 +137,7 @@ def generators() -> Sequence[bytes]:
         "numpy": list(struct.unpack("<IId", state["numpy"][4 * 624 :])),
         "torch": [torch[:24], torch[24:-40], torch[-40:]],
     }
-    # As bytes, and as former versions saved them.
+    # As bytes, and as arrays.
     return [bytes(msgpack.packb({**made, "dtype": dtype})) for dtype in (None, "uint8")]
 
 
@@ -362,12 +362,6 @@ def events() -> Sequence[bytes]:
             "attempt": 3,
         },
         {"event": "restart", "number": 1, "resume": "step_000010", "progress": ["step_000010", 64]},
-        {
-            "event": "generation",
-            "epoch": 3,
-            "number": 1,
-            "resume": "step_000010",
-        },  # as former versions wrote it
         {"event": "training", "step": 10, "phase": "generate", "index": 2},
         {"event": "cause", "cause": "preempted", "seconds_left": 29.5, "evidence": "PreemptTime"},
         {"event": "save", "stop": True},

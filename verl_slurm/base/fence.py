@@ -187,8 +187,8 @@ def read_copy(paths: RunPaths) -> Epoch | None:
 
 
 def _read_claim(paths: RunPaths, number: int) -> Epoch | None:
-    """Returns the winner of `number`. None: an empty claim, as a former version made them, or one that is read before
-    it is written, on a file system without links. Its number is spoilt: the next one is taken, which closes it.
+    """Returns the winner of `number`. None: an empty claim: it is read before it is written, on
+    a file system without links. Its number is spoilt: the next one is taken, which closes it.
 
     Raises:
         FileNotFoundError: the number is not claimed.

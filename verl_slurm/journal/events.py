@@ -9,7 +9,7 @@ The journal informs people and decides what to do at a start: whether a run is s
 it follows. It never decides what a run has computed; that is in its checkpoints and its ledger, which carry digests.
 
 Compatibility: a kind is never removed, and a field only gets added, with a default. A line of an unknown kind, or with
-a field of another type, is read as `Other`: it is told as it is, and no fold counts it. Former names: `FORMER_KINDS`.
+a field of another type, is read as `Other`: it is told as it is, and no fold counts it.
 """
 
 from typing import Any, ClassVar, Literal
@@ -19,7 +19,7 @@ from verl_slurm.journal.event import Event, Int
 from verl_slurm.journal.node_events import Avoid, Link, NodesChosen
 from verl_slurm.journal.service_events import ServiceEnded, ServiceFailed, ServiceReady, ServiceStarted
 
-__all__ = ["FORMER_FIELDS", "FORMER_KINDS", "KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
+__all__ = ["KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
 __all__ += ["Avoid", "Link", "NodesChosen", "ServiceEnded", "ServiceFailed", "ServiceReady", "ServiceStarted"]
 
 Cluster = Literal["slurm", "local"]
@@ -253,8 +253,6 @@ class Notice(Event):
 
     topic: str = ""
     text: str = ""
-    reason: str = ""
-    """The text, as former versions wrote it."""
 
 
 class Warned(Notice, tag="warning"):
@@ -484,9 +482,6 @@ KINDS: dict[str, type[Event]] = {
     if kind is not Other
 }
 """Every kind by its name in the file."""
-FORMER_KINDS = {"generation": "restart"}
-FORMER_FIELDS = {"": {"epoch": "attempt"}, "started": {"epoch": "attempt", "restart": "requeues"}}
-"""What former versions called otherwise -> its present name. Fields by their present kind; empty: of all others."""
 
 
 def kind_of(event: Event) -> str:

@@ -16,7 +16,7 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.events import FORMER_FIELDS, FORMER_KINDS, KINDS, Event, Other, kind_of
+from verl_slurm.journal.events import KINDS, Event, Other, kind_of
 
 __all__ = [
     "append_event",
@@ -36,11 +36,6 @@ event to read, so 32 MiB of those would take two minutes."""
 _NEWS_BYTES, _NEWS_LINES = 4 << 20, 30_000
 """Of what a follower has not seen yet, from its end."""
 _OF_ANY = frozenset({"event", "time", "attempt", "job_id"})
-_FORMER = tuple(
-    f'"{name}"'.encode()
-    for name in {*FORMER_KINDS, *(old for names in FORMER_FIELDS.values() for old in names)}
-)
-"""Where none of these is in a line, it has no former name."""
 
 
 def now() -> str:
@@ -82,13 +77,10 @@ def parse_event(line: bytes) -> Event | None:
         check_json(line, RECORD)
     except TooMuch:
         return None
-    former = _has_former_names(line)
-    # Nearly every line: decoded once, straight into its type.
-    if not former:
-        try:
-            return _KNOWN.decode(line)
-        except UNREADABLE:
-            pass
+    try:
+        return _KNOWN.decode(line)
+    except UNREADABLE:
+        pass
     try:
         fields = _ANY.decode(line)
     except UNREADABLE:
@@ -96,15 +88,6 @@ def parse_event(line: bytes) -> Event | None:
     kind = fields.get("event")
     if not isinstance(kind, str):
         return None
-    if former:
-        kind = FORMER_KINDS.get(kind, kind)
-        names = FORMER_FIELDS.get(kind, FORMER_FIELDS[""])
-        fields = {names.get(key, key): value for key, value in fields.items()} | {"event": kind}
-        if kind in KINDS:
-            try:
-                return msgspec.convert(fields, KINDS[kind])
-            except UNREADABLE:
-                pass
     time, attempt, job_id = fields.get("time"), fields.get("attempt"), fields.get("job_id")
     return Other(
         kind,
@@ -114,14 +97,6 @@ def parse_event(line: bytes) -> Event | None:
         attempt=attempt if type(attempt) is int else None,
         job_id=job_id if isinstance(job_id, str) else None,
     )
-
-
-def _has_former_names(line: bytes) -> bool:
-    # A loop, because `any` of a generator takes as long as all of the reading.
-    for name in _FORMER:  # noqa: SIM110
-        if name in line:
-            return True
-    return False
 
 
 _KNOWN: msgspec.json.Decoder[Event] = msgspec.json.Decoder(Union[tuple(KINDS.values())])  # noqa: UP007

@@ -56,10 +56,6 @@ _TYPES: dict[str, type | UnionType] = {
 }
 
 
-_FORMER = {"epoch": "attempt", "generation": "restart", "restarts": "requeues"}
-"""What former versions wrote under another name."""
-
-
 def read_status(paths: RunPaths) -> dict[str, Any]:
     """The snapshot's fields, or none where no daemon ever ran. It is replaced atomically, so it is always whole.
 
@@ -77,6 +73,5 @@ def read_status(paths: RunPaths) -> dict[str, Any]:
         status = decode_json(data, dict[str, Any], SMALL, doubles=False)
     except UNREADABLE:
         return {}
-    status = {_FORMER.get(key, key): value for key, value in status.items()}
     # Each value is held to its type: `list` shows thousands of runs, and one damaged file must not end it.
     return {key: value for key, value in status.items() if isinstance(value, _TYPES.get(key, object))}

@@ -1,7 +1,7 @@
 """`RUN/steps.jsonl`: the numbers of every step, append-only, one JSON object a line. The events of whole steps.
 
 They are apart from `events.jsonl`, so that the journal of what happened to a run stays short, and reading it cheap.
-Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `attempt` (former versions: `epoch`) and
+Rank 0 of the trainer writes a line behind each step: `time` (UTC, ISO 8601), `attempt` and
 the row: the metrics of the training (the same however often a run is interrupted), those of an evaluation
 (`eval/...`), and times and memory, which are not numbers of the training (`..._s`, `..._per_second`,
 `communication_share`, `memory_bytes`).
@@ -154,7 +154,5 @@ def _parse(line: bytes) -> StepRow | None:
         return None
     if any(isinstance(value, int) and abs(value) > _LARGEST for value in row.values()):
         return None
-    if "epoch" in row and "attempt" not in row:
-        row["attempt"] = row.pop("epoch")
     step = row.get("step")
     return row if isinstance(step, int | float) and not isinstance(step, bool) else None

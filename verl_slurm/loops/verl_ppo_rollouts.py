@@ -95,7 +95,7 @@ class Rollouts:
     """One start's, in verl's driver.
 
     Args:
-        batch_size: prompts of a step, for a checkpoint of an older version, which does not say how many were given out.
+        batch_size: prompts of a step, for an adopted checkpoint, which does not say how many were given out.
     """
 
     def __init__(self, session: Session, *, batch_size: int) -> None:
@@ -162,7 +162,7 @@ class Rollouts:
 
         def place(index: int) -> tuple[int, str, int, int]:
             uid, session, number = keys[index].split("_")
-            # -1: a prompt that was given out before the checkpoint of an older version.
+            # -1: a prompt that was given out before an adopted checkpoint.
             return self._open.get(uid, -1), uid, int(session), int(number)
 
         return sorted(range(len(keys)), key=place)
@@ -207,7 +207,7 @@ class Rollouts:
     def _prune(self, manager: Recording) -> None:
         paths = self._session.paths
         kept = [info for info in list_checkpoints(paths) if info.kind == "committed"][: self._keep]
-        # A checkpoint of an older version holds back all records, until it is none of the newest any more.
+        # An adopted checkpoint holds back all records, until it is none of the newest any more.
         oldest = min((_needed(info.path) for info in kept), default=0)
         if oldest > self._pruned:
             self._pruned = oldest

@@ -118,7 +118,7 @@ def warnings_of(events: Sequence[Event]) -> list[WarningFact]:
     """The newest warnings, newest first; those of nodes are among the nodes."""
     warned = [event for event in events if isinstance(event, Warned) and event.topic != "straggler"]
     return [
-        WarningFact(time=event.at, topic=event.topic, text=event.text or event.reason)
+        WarningFact(time=event.at, topic=event.topic, text=event.text)
         for event in warned[: -_MOST_WARNINGS - 1 : -1]
     ]
 

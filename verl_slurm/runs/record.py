@@ -126,7 +126,7 @@ def last_job(paths: RunPaths) -> Submission:
 
 
 def with_cluster(job: Submission, status: Mapping[str, Any]) -> Submission:
-    """Returns the job with its Slurm cluster's name, which a journal of former versions leaves to the snapshot."""
+    """Returns the job with its Slurm cluster's name, which may be in the snapshot alone."""
     if job.slurm or status.get("job_id") != job.job_id:
         return job
     return msgspec.structs.replace(job, slurm=str(status.get("slurm") or ""))

@@ -7,7 +7,7 @@ CHECKPOINT/positions.json   {"format": 1, "next": N, "open": {uid: position}}
 N prompts were given out when the checkpoint was written; the next one has position N. Epochs do not begin anew. `open`
 has those that were given out and not trained on yet, by the `uid` under which verl's queue keeps them: in
 `colocate_async` a checkpoint holds that queue. The file lies beside verl's `global_step_<number>`, which stays as verl
-wrote it. A checkpoint of an older version has none.
+wrote it. A checkpoint that was adopted (`verl/adopt.py`) has none.
 """
 
 from pathlib import Path

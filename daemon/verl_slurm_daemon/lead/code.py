@@ -18,8 +18,8 @@ __all__ = ["check_code"]
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
     """Reads the copy back and asks the ranks' Python for its packages; returns what the journal is told.
 
-    Takes a tenth of a second, and the time to read the copy. A run that an older version submitted has no record, and
-    goes on as before.
+    Takes a tenth of a second, and the time to read the copy. A run that was not submitted (`sbatch` by hand) has no
+    record.
 
     Raises:
         DataError: the copy is not what was submitted.

@@ -172,7 +172,7 @@ def recorded_model(paths: RunPaths, digest: str) -> Fingerprint | None:
         record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
         # Its digest is computed again: a record that was changed or mixed up describes no copy.
         return record if sealed(record.files).digest == digest else None
-    # No record is no fault: copies of former versions have none.
+    # No record is no fault: the copy itself is checked.
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
         return None
 

@@ -1,8 +1,8 @@
 """Finds what the run of a checkpoint is configured with: its keys, and the configuration that it last trained with.
 
 A new start's configuration is compared with the last one (`config.changes`). The lead writes that each time it starts
-ranks, because the user may edit `run.yaml`, which configures the next start. A run of a former version has no such
-file; its newest checkpoint's config.yaml serves instead.
+ranks, because the user may edit `run.yaml`, which configures the next start. Where that
+file is missing, the newest checkpoint's config.yaml serves instead.
 """
 
 from contextlib import suppress

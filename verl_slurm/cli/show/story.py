@@ -212,8 +212,8 @@ def _words(event: ev.Event) -> str:
             return f"a connection from {peer} was turned away ({total} so far){_colon(reason)}"
         case ev.Link(node=node, error=error):
             return f"the link to {node or 'an agent'} broke{_colon(error)}"
-        case ev.Notice(topic=topic, text=text, reason=reason):
-            said = text or reason or "something, and the journal does not say what"
+        case ev.Notice(topic=topic, text=text):
+            said = text or "something, and the journal does not say what"
             loud = "WARNING, " if isinstance(event, ev.Warned) else ""
             return f"{loud}{topic}: {said}" if topic else f"{loud}{said}"
         case ev.Cause(cause=cause, seconds_left=left, evidence=evidence):

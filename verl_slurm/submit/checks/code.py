@@ -79,7 +79,7 @@ def plan_code(
         raise ConfigError(
             "the run has no code of its own to go on with",
             where=paths.root,
-            found="a new run, or one that an older version submitted",
+            found="a new run, or one without a record of its code",
             remedy="leave out --code",
         )
     # In an image the packages are the image's. PYTHONPATH reaches into it.
