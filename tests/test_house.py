@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.house_numbers import budgets, figures, lowered, over_budget
 from verl_slurm.base.exit_codes import ExitCode
 
 ROOT = Path(__file__).parent.parent
@@ -315,3 +316,25 @@ def test_a_bound_is_written_as_the_number_that_it_bounds() -> None:
                     if isinstance(bound.value, ast.Constant) and type(bound.value.value) is int
                 ]
     assert found == []
+
+
+def test_no_figure_of_the_code_is_over_its_budget() -> None:
+    """A budget rises in a commit that says what was removed for it (`tests/house_numbers.py`)."""
+    assert over_budget(figures(), budgets()) == []
+
+
+def test_a_budget_falls_with_its_figure_and_never_rises() -> None:
+    budget = '# why\n[at_most]\nlines = 9 # 4\n[at_least]\nshare = 0.5\n[code]\n"a/b" = 7\n"gone" = 3\n'
+    assert lowered(budget, {"at_most": {"lines": 8}, "at_least": {"share": 0.6}, "code": {"a/b": 9}}) == (
+        '# why\n[at_most]\nlines = 8 # 4\n[at_least]\nshare = 0.6\n[code]\n"a/b" = 7\n'
+    )
+
+
+def test_a_figure_beyond_its_budget_and_one_without_a_budget_are_named() -> None:
+    found = {"at_most": {"lines": 8.0}, "at_least": {"share": 0.4}, "code": {"new": 1.0, "a": 2.0}}
+    allowed = {"at_most": {"lines": 7.0}, "at_least": {"share": 0.5}, "code": {"a": 2.0}}
+    assert over_budget(found, allowed) == [
+        "lines = 8: at most 7",
+        "share = 0.4: at least 0.5",
+        "new = 1: at most 0",
+    ]
