@@ -73,6 +73,7 @@ class Life:
         session: Session,
         *callbacks: TrainerCallback,
         data: Any = None,
+        own: str | bool | None = None,
         **settings: Any,
     ) -> None:
         set_seed(3)
@@ -98,7 +99,7 @@ class Life:
         )
         self.stopped = False
         try:
-            self.service.train(self.trainer)
+            self.service.train(self.trainer, resume_from_checkpoint=own)
         except SystemExit as leave:
             self.stopped = leave.code == 0
 
@@ -445,6 +446,28 @@ def test_what_cannot_be_served_is_refused_with_words(tmp_path: Path, settings: d
             Life(Run(tmp_path / "run").life(daemon), **settings)
     finally:
         signal.signal(signal.SIGTERM, before)
+    assert daemon.kinds() == ["Refused"]
+
+
+@pytest.mark.parametrize("own", [None, True, "elsewhere/checkpoint-2"])
+def test_the_checkpoint_of_the_run_takes_the_place_of_one_that_the_script_names(
+    tmp_path: Path, own: str | bool | None
+) -> None:
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})), own=own if own is True else None)
+    Life(run.life(daemon), own=own)
+    assert daemon.steps()[0] == 4
+    said = [notice.text for notice in daemon.heard(Notice)]
+    assert [text.partition(": the run goes on from ")[0] for text in said] == (
+        [f"resume_from_checkpoint={own} is not used"] if own else []
+    )
+
+
+def test_a_checkpoint_that_the_daemon_did_not_choose_is_not_gone_on_from(tmp_path: Path) -> None:
+    first, daemon = Run(tmp_path / "first"), Daemon()
+    Life(first.life(Daemon({4: stop()})))
+    with pytest.raises(ConfigError, match="found step 4, expected step 0"):
+        Life(Run(tmp_path / "run").life(daemon), own=str(first.checkpoints()[0] / "guest"))
     assert daemon.kinds() == ["Refused"]
 
 

@@ -3,6 +3,7 @@
 import csv
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ lightning = pytest.importorskip(
     "lightning", reason="NOT RUN: lightning is not installed (pip install '.[dev]')"
 )
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder, ModelCheckpoint  # noqa: E402
 from lightning.pytorch.loggers import CSVLogger  # noqa: E402
 from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E402
 
@@ -53,7 +54,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
     def __init__(self, schedule: str = "") -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 1))
-        self._schedule = schedule
+        self._schedule, self.lr = schedule, 1e-2
 
     def _loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
@@ -68,7 +69,7 @@ class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
         self.log("val_loss", self._loss(batch))
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
         if self._schedule != "plateau":
             return optimizer
         schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -90,6 +91,7 @@ class Life:
         schedule: str = "",
         loader: type[Any] = ResumableDataLoader,
         workers: int = 0,
+        fit: Mapping[str, object] | None = None,
         **settings: Any,
     ) -> None:
         lightning.seed_everything(3, verbose=False)
@@ -110,7 +112,7 @@ class Life:
         held_out = [torch.utils.data.DataLoader(Numbers(), batch_size=20)] if validates else []
         self.stopped = False
         try:
-            self.service.fit(self.trainer, self.model, data, *held_out)
+            self.service.fit(self.trainer, self.model, data, *held_out, **(fit or {}))
         except SystemExit as leave:
             self.stopped = leave.code == 0
 
@@ -285,6 +287,50 @@ def test_a_checkpoint_of_lightnings_own_requeueing_is_not_gone_on_from_in_silenc
     with pytest.raises(ConfigError, match="hpc_ckpt_1.ckpt, which Lightning would go on from by itself"):
         Life(run.life(daemon))
     assert daemon.kinds() == ["Refused"]
+
+
+@pytest.mark.parametrize("own", [None, "last"])
+def test_the_checkpoint_of_the_run_takes_the_place_of_one_that_the_script_names(
+    tmp_path: Path, own: str | None
+) -> None:
+    run, asked, daemon = Run(tmp_path / "run"), Daemon({4: stop()}), Daemon()
+    for each in (asked, daemon):
+        Life(run.life(each), fit={"ckpt_path": own})
+    assert daemon.steps()[0] == 4
+    said = [notice.text for notice in daemon.heard(Notice)]
+    assert [text.partition(": the run goes on from ")[0] for text in said] == (
+        ["ckpt_path=last is not used"] if own else []
+    )
+
+
+def test_a_training_that_loads_another_state_after_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    class Again(lightning.pytorch.callbacks.Callback):  # type: ignore[misc,name-defined]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total.completed = 0
+
+    run, daemon = Run(tmp_path / "run"), Daemon()
+    Life(run.life(Daemon({4: stop()})))
+    with pytest.raises(ConfigError, match=r"found step 0, expected step 4"):
+        Life(run.life(daemon), Again())
+    assert "Refused" in daemon.kinds()
+
+
+def test_a_learning_rate_is_looked_for_once(tmp_path: Path) -> None:
+    def finder() -> Any:
+        return LearningRateFinder(num_training_steps=20)
+
+    ended = Daemon()
+    straight = Life(Run(tmp_path / "straight").life(Daemon()), finder())
+    run = Run(tmp_path / "run")
+    assert Life(run.life(Daemon({4: stop()})), finder()).stopped
+    resumed = Life(run.life(ended), finder())
+    assert torch.equal(straight.weights, resumed.weights)
+    assert any("not run again" in notice.text for notice in ended.heard(Notice))
+
+
+def test_a_batch_size_that_no_checkpoint_keeps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="BatchSizeFinder"):
+        Life(Run(tmp_path / "run").life(Daemon()), BatchSizeFinder())
 
 
 def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ daemon (`Session.has_daemon`) a callback leaves the framework alone, and no save
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn, Self, TypeVar
 
 from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.checkpoint.format.specification import guest_directory
@@ -16,6 +16,8 @@ from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 
 __all__ = ["Served"]
+
+T = TypeVar("T")
 
 
 class Served:
@@ -112,6 +114,22 @@ class Served:
         self._saver = StepEndSaver(self.session, ranks, guest="loop", step=step, metadata=metadata)
         self._saver.begin(step, total)
         return self._saver
+
+    def _chosen(self, argument: str, own: T, *, looked_up: bool) -> T | str | None:
+        """Returns the checkpoint to go on from, which is the daemon's choice wherever there is one.
+
+        Args:
+            own: what the program gives as `argument`, of the framework's `train` or `fit`.
+            looked_up: `own` has the framework look for a checkpoint; at a run's first start there is none of it.
+        """
+        # A path stays at a first start: `StepEndSaver.begin` refuses a training that does not begin with step 0.
+        if not own or (self.resume is None and not looked_up):
+            return self.resume or own or None
+        self.session.notice(
+            f"{argument}={own} is not used: the run goes on from {self.resume or 'its first step'}",
+            topic="storage",
+        )
+        return self.resume
 
     def _finish(self) -> None:
         if self._finished_at is not None:

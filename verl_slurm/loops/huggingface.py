@@ -93,8 +93,13 @@ class VerlSlurmCallback(Served, TrainerCallback):
         directory = self._own_files(_STATE, "the Hugging Face Trainer")
         return None if directory is None else str(directory)
 
-    def train(self, trainer: Trainer, **options: Any) -> TrainOutput:
+    def train(
+        self, trainer: Trainer, resume_from_checkpoint: str | bool | None = None, **options: Any
+    ) -> TrainOutput:
         """Runs `trainer.train(**options)`, resumed from the run's newest state.
+
+        Args:
+            resume_from_checkpoint: what a script gives `Trainer.train`; the daemon's checkpoint takes its place.
 
         Returns:
             The result of `Trainer.train`. If an earlier attempt did the last step: its step, and no metrics.
@@ -104,7 +109,7 @@ class VerlSlurmCallback(Served, TrainerCallback):
             VerlSlurmError: the daemon was told.
         """
         if not self.session.has_daemon:
-            return trainer.train(**options)
+            return trainer.train(resume_from_checkpoint, **options)
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)
         self._trainer, self._trl = trainer, TrlState.of(trainer)
@@ -112,9 +117,10 @@ class VerlSlurmCallback(Served, TrainerCallback):
         if trainer.args.device.type == "cpu":
             _know_cpus_by_number()
         # A path, never True: the Trainer would look for the newest `checkpoint-N` in output_dir by itself.
-        options.setdefault("resume_from_checkpoint", self.resume)
+        name = "resume_from_checkpoint"
+        own = self._chosen(name, resume_from_checkpoint, looked_up=resume_from_checkpoint is True)
         try:
-            output = trainer.train(**options)
+            output = trainer.train(own, **options)
         # Raised inside the Trainer before its first step; it is the end of the run and no error.
         except _NothingLeft:
             self._restore(trainer.args)
@@ -158,14 +164,6 @@ class VerlSlurmCallback(Served, TrainerCallback):
             if self._trainer is None:
                 self.session.ended_by(error)
             raise
-        # An argument of the user's has won over ours. Whatever it read was not verified, and its step is not the
-        # run's.
-        if self.resume is None and state.global_step > 0:
-            raise ConfigError(
-                "the Trainer went on from a checkpoint that the daemon did not choose",
-                found=f"step {state.global_step}",
-                remedy="leave resume_from_checkpoint to VerlSlurmCallback.train",
-            )
         # The resumed step was reported by the attempt that trained it.
         self._told = state.global_step
         ended = self.resume is not None and self._restore_callbacks(state, say=not again)

@@ -33,7 +33,7 @@ import lightning
 import msgspec
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.callbacks import BatchSizeFinder, Checkpoint, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
@@ -48,6 +48,7 @@ from verl_slurm.save.ranks import rng
 __all__ = ["ResumableDataLoader", "VerlSlurmCheckpoint"]
 
 _FILE = "lightning.ckpt"
+_LOOKED_UP = ("best", "last", "hpc", "registry")  # a ckpt_path that has Lightning look for one
 
 
 class _Place(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,8 +117,10 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             self._check(trainer)
             if self._place is not None:
                 _go_on_logging(trainer, self._place, is_first=self.session.rank == 0)
-            # The caller's ckpt_path wins here, and `on_train_start` refuses what comes of it.
-            trainer.fit(*args, **{"ckpt_path": self.resume, **options})
+                self._leave_out_finders(trainer)
+            own = options.get("ckpt_path")
+            options["ckpt_path"] = self._chosen("ckpt_path", own, looked_up=own in _LOOKED_UP)
+            trainer.fit(*args, **options)
             # `on_train_end` has not run: Lightning found nothing to do.
             if self._finished_at is None:
                 self._require_done(trainer)
@@ -127,6 +130,15 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
             raise
         if not self._held:
             self._finish()
+
+    def _leave_out_finders(self, trainer: Trainer) -> None:
+        """Takes out what looks for a learning rate before the training: it would train on, and put its own state in the
+        place of the checkpoint's, whose optimizer has the rate that was found.
+        """
+        for callback in [*trainer.callbacks]:
+            if getattr(type(callback), "on_fit_start", None) is LearningRateFinder.on_fit_start:
+                trainer.callbacks.remove(callback)
+                self.session.notice("LearningRateFinder is not run again: its rate is in the checkpoint")
 
     def _check(self, trainer: Trainer) -> None:
         """Refuses settings that are incompatible with a daemon.
@@ -147,6 +159,10 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         elif isinstance(trainer._accelerator_connector.cluster_environment, SLURMEnvironment):
             problem = "SLURMEnvironment among the Trainer's plugins"
             remedy = "leave it out: the daemon starts the ranks, as torchrun would, and requeues"
+        # It is found anew at each start, and no checkpoint says what it was.
+        elif any(isinstance(callback, BatchSizeFinder) for callback in trainer.callbacks):
+            problem = "a BatchSizeFinder, whose batch size no checkpoint keeps"
+            remedy = "set the batch size that it has found"
         # Lightning resumes from such a file by itself, without a word, when no ckpt_path is given.
         elif self.resume is None and (left := sorted(Path(trainer.default_root_dir).glob("hpc_ckpt_*.ckpt"))):
             problem = f"{left[-1]}, which Lightning would go on from by itself"
@@ -186,12 +202,6 @@ class VerlSlurmCheckpoint(Served, Checkpoint):  # type: ignore[misc]  # Lightnin
         self._step = trainer.global_step
         library = {"library": f"lightning {lightning.__version__}"}
         self._begin(self._step, max(0, trainer.max_steps), library)
-        if self.resume is None and self._step > 0:
-            raise ConfigError(
-                "Lightning went on from a checkpoint that the daemon did not choose",
-                found=f"step {self._step}",
-                remedy="leave ckpt_path to VerlSlurmCheckpoint.fit",
-            )
         place, self._place = self._place, None
         self._began_epoch = place is not None and place.in_epoch
         loaders = list(_flat(trainer.train_dataloader))

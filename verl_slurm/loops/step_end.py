@@ -34,6 +34,7 @@ import msgspec
 import torch.distributed as dist
 
 from verl_slurm.base.errors import ConfigError, Fenced
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import FileEntry, Guest, guest_directory
 from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
@@ -208,7 +209,11 @@ class StepEndSaver:
     def begin(self, step: int, total: int) -> None:
         """Reports that the loop continues after `step` of `total` steps (0: unknown). From here on it may be asked to
         save. Called again where a framework begins its loop again.
+
+        Raises:
+            ConfigError: the loop begins at another step than the checkpoint that it was given.
         """
+        self._require_resumed(step)
         # verl's driver learns it only now. Begun again, a step that was saved is another state.
         self.saved_step = step if self.session.resume is not None else -1
         self._total = total
@@ -217,6 +222,19 @@ class StepEndSaver:
             # Started after `started`: until then the daemon ends the ranks at once, because none of them could save.
             self._watch = ReachWatch(self.session, busy=self._is_busy, leaves=lambda: self.leaves_early)
             self._watch.start()
+
+    def _require_resumed(self, step: int) -> None:
+        # A framework may have loaded another state, or its own, after ours: the steps would be trained twice.
+        order = checkpoint_order(self.session.resume.resolve().name) if self.session.resume else (0, 0)
+        if self.session.has_daemon and order is not None and step != order[0]:
+            raise ConfigError(
+                "the training did not begin where the daemon told it to",
+                where=self.session.resume or "a run without a checkpoint",
+                found=f"step {step}",
+                expected=f"step {order[0]}",
+                remedy="remove from the program what loads or resets a training state by itself, such as "
+                "resume_from_checkpoint, ckpt_path or a callback that trains",
+            )
 
     def step_done(self, step: int, metrics: Mapping[str, object], total: int = 0) -> None:
         """Reports that `step` whole steps are done.
