@@ -227,3 +227,12 @@ def test_a_job_that_is_just_being_signalled_is_a_running_job(state: str) -> None
     facts = msgspec.structs.replace(facts_of("preempted_in_grace"), state=state)
     cause = decide_cause("warning", facts, own_restarts=0, signal_lead_s=60, now=EARLY)
     assert cause.kind == "preemption"
+
+
+def test_an_end_before_the_jobs_own_limit_is_that_of_its_account() -> None:
+    facts = facts_of("time_limit_completing")
+    for limit_s, said in ((facts.time_limit_s, False), (1200, True), (None, True)):
+        facts = msgspec.structs.replace(facts, time_limit_s=limit_s)
+        cause = decide_cause("term", facts, own_restarts=0, signal_lead_s=30, now=EARLY)
+        assert cause.kind == "time_limit"
+        assert ("a limit of its account or QOS" in cause.evidence) == said

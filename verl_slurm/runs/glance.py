@@ -29,7 +29,7 @@ from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.status import read_status
-from verl_slurm.runs.liveness import elsewhere, is_script_of, job_number, job_state, needed_change
+from verl_slurm.runs.liveness import elsewhere, is_held, is_script_of, job_number, job_state, needed_change
 from verl_slurm.runs.record import job_by_files, with_cluster
 from verl_slurm.slurm.client import SlurmClient
 
@@ -337,7 +337,7 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
         if seen.state == "SUSPENDED":
             return "suspended"
-        return "held" if "held" in seen.detail.lower() or needed_change(seen.detail) else "queued"
+        return "held" if is_held(seen.detail) or needed_change(seen.detail) else "queued"
     state = str(run.status.get("state") or "")
     its_snapshot = run.status.get("job_id") == run.job.job_id
     # A snapshot of the job before this one says nothing about it.

@@ -32,6 +32,7 @@ __all__ = [
     "cluster_of_another",
     "controller",
     "elsewhere",
+    "is_held",
     "is_script_of",
     "job_number",
     "job_state",
@@ -85,8 +86,14 @@ class JobState(msgspec.Struct, frozen=True, kw_only=True):
 
 _OUR_SCRIPT = re.compile(r"\.submission_file_[0-9a-f]{32}\.sh|successor_of_\d+\.sh")
 _CHANGES = {
-    r"PartitionTimeLimit|(QOS|Assoc)Max\w*WallDuration": "TimeLimit=MINUTES",
+    r"PartitionTimeLimit|(QOS|Assoc)Max\w*(WallDuration|MinutesPerJob)": "TimeLimit=MINUTES",
     r"PartitionNodeLimit|(QOS|Assoc)MaxNode\w*PerJob": "NumNodes=N",
+    # More of something than any job there may have; and too little of it.
+    r"QOSMax\w+Per(Job|Node)|QOSMin": "QOS=OTHER",
+    r"AssocMax\w+Per(Job|Node)": "Account=OTHER",
+    # A budget of past jobs. Other group limits, RunMinutes among them, are freed by the end of jobs that run.
+    r"QOSGrp\w*(?<!Run)Minutes|QOSGrpWall|QOSUsageThreshold": "QOS=OTHER",
+    r"AssocGrp\w*(?<!Run)Minutes|AssocGrpWall": "Account=OTHER",
     r"PartitionDown|PartitionInactive": "Partition=OTHER",
     r"BadConstraints": "Features=OTHER",
     r"DependencyNeverSatisfied": "Dependency=",
@@ -175,15 +182,23 @@ def way_on(facts: JobFacts) -> str:
     if facts.state == "SUSPENDED":
         return f"scontrol resume {facts.target}"
     reason = facts.reason or ""
-    if "held" in reason.lower():
+    if is_held(reason):
         return f"scontrol release {facts.target}"
     change = needed_change(reason) if facts.is_waiting else ""
     if not change:
         return ""
+    limits = f"scontrol show partition {facts.partition}"
+    if reason.startswith(("QOS", "Assoc")):
+        limits = "sacctmgr show qos; sacctmgr show assoc user=$USER; sshare"
     return (
-        f"Slurm starts it only after a change: scontrol update JobId={facts.target} {change} (the limits: scontrol "
-        f"show partition {facts.partition}), or verl-slurm cancel, and submit with other keys of slurm"
+        f"Slurm starts it only after a change: scontrol update JobId={facts.target} {change} (the limits: {limits}), "
+        "or verl-slurm cancel, and submit with other keys of slurm"
     )
+
+
+def is_held(reason: str) -> bool:
+    """Returns whether a waiting job stands until somebody releases it: held, or requeued too often. Pure."""
+    return re.search("held|JobHoldMaxRequeue", reason, re.IGNORECASE) is not None
 
 
 def needed_change(reason: str) -> str:

@@ -135,6 +135,8 @@ def decide_cause(
         return Cause(kind="suspended", evidence=shown)
     # The job is being ended from here on, with Restarts unchanged, and Slurm's Reason tells what is no cancel.
     if facts.reason == "TimeLimit" or facts.state in {"TIMEOUT", "DEADLINE"}:
+        if facts.ended_before_its_limit:
+            shown = f"a limit of its account or QOS, such as a budget that is used up, not its own; {shown}"
         return Cause(kind="time_limit", evidence=shown)
     # A lost node of a job that may not be requeued looks like a scancel but for its Reason.
     if facts.failed or facts.state == "NODE_FAIL":

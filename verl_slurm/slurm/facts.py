@@ -49,6 +49,8 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
     start_time: datetime | None
     end_time: datetime | None
     """While running: the time at which it will be ended. A preemption moves it to the end of the grace time."""
+    time_limit_s: int | None = None
+    """Of each start; None: there is none."""
     exit_code: str
     """`code:signal`."""
     batch_host: str | None
@@ -104,6 +106,13 @@ class JobFacts(msgspec.Struct, frozen=True, kw_only=True):
         # `scancel`, with any signal but through `-b`, leaves Reason=None.
         word = (self.reason or "").partition(":")[0]
         return self.state in _STATES_FAILED and word in _REASONS_FAILED
+
+    @property
+    def ended_before_its_limit(self) -> bool:
+        """Returns whether the end came, or comes, a minute and more before the job's own time limit."""
+        if self.time_limit_s is None or self.start_time is None or self.end_time is None:
+            return self.time_limit_s is None
+        return (self.end_time - self.start_time).total_seconds() < self.time_limit_s - 60
 
     @property
     def is_running(self) -> bool:

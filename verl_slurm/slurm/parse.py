@@ -177,6 +177,7 @@ def _job(fields: dict[str, str]) -> JobFacts:
         eligible_time=parse_time(fields["EligibleTime"]),
         start_time=parse_time(fields["StartTime"]),
         end_time=parse_time(fields["EndTime"]),
+        time_limit_s=parse_seconds(fields.get("TimeLimit", "UNLIMITED")),
         exit_code=fields["ExitCode"],
         batch_host=_optional(fields.get("BatchHost", "")),
         node_list=_optional(fields.get("NodeList", "")),
