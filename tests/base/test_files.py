@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from verl_slurm.base.files import create_file, write_new
+from verl_slurm.base.errors import PermissionRefused
+from verl_slurm.base.files import create_file, private_dir, write_new
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -57,3 +58,12 @@ def test_a_name_that_is_taken_keeps_what_it_has(tmp_path: Path, link: bool) -> N
         write_new(name, [b"mine"])
     assert kept.read_bytes() == b"kept"
     assert name.exists()
+
+
+def test_a_link_in_the_place_of_a_directory_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        PermissionRefused, match="a link to .*/elsewhere, expected a directory.*move the real one here"
+    ):
+        private_dir(tmp_path / "checkpoints")

@@ -97,6 +97,22 @@ def test_status_says_how_a_job_that_is_held_goes_on(
     assert f"PENDING, launch_failed_requeued_held; {words}; scontrol release 1" in said, said
 
 
+def test_status_says_why_attempts_could_not_begin_until_one_trains(
+    cli: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path / "run", "running", job_id="1").root
+    job = re.sub("Command=.*", f"Command={run}/logs/1.sh", (GOLDEN / "running.txt").read_text())
+    on_a_cluster_with(job, tmp_path, monkeypatch)
+    append_event(RunPaths(run), "start_failed", before=1, detail="x is a link: move it back")
+    append_event(RunPaths(run), "started", attempt=3)
+    said = cli("status", run).out
+    assert (
+        "not begun    2 attempts in a row, and the next comes by itself: x is a link: move it back\n" in said
+    )
+    append_event(RunPaths(run), "training", attempt=3)
+    assert "not begun" not in cli("status", run).out
+
+
 @pytest.mark.parametrize("state", ["FAILED", "CANCELLED"])
 @pytest.mark.parametrize("kind", ["queued", "running"])
 def test_a_job_that_is_over_by_slurm_goes_on_by_submit_whatever_the_journal_has(

@@ -42,6 +42,7 @@ def default_compute_score(data_source, solution_str, ground_truth, **kwargs):
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(verl_checks, "_BESIDES", {"sft": {}, "ppo": {}})
     without_hydra(monkeypatch)
+    verl_says(monkeypatch, '["", ""]')
     write_verl_rows(tmp_path / "train.parquet")
     model = tmp_path / "model"
     model.mkdir()
@@ -49,6 +50,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     header = b'{"w": {"dtype": "F32", "shape": [1000, 10], "data_offsets": [0, 40000]}}'
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(40000))
     return tmp_path
+
+
+def verl_says(monkeypatch: pytest.MonkeyPatch, answer: str, unseen: str = "") -> None:
+    """The real judgement: `tests/verl/test_first_config.py`."""
+    monkeypatch.setattr(verl_checks, "answer_of_ranks_python", lambda *_: (answer, unseen))
 
 
 def config(place: Path, *overrides: str, entry: str = "sft") -> RunConfig:
@@ -62,7 +68,7 @@ def config(place: Path, *overrides: str, entry: str = "sft") -> RunConfig:
 
 def check(given: RunConfig, *committed: CheckpointInfo, version: str | None = "0.9.1") -> Any:
     with mock.patch.object(verl_checks, "installed_verl", return_value=version):
-        return check_verl(given, RunPaths(given.run_dir), committed)
+        return check_verl(given, RunPaths(given.run_dir), committed)[:2]
 
 
 def saved(step: int, ranks: int) -> CheckpointInfo:
@@ -449,6 +455,33 @@ def test_data_that_verl_could_not_train_on_is_refused(
     checked, _ = check(given)
     [good] = [line for line in checked if line.startswith("verl.data.train_files")]
     assert "1 file, 64 rows with prompt" in good
+
+
+def test_what_verl_itself_refuses_is_refused_with_its_words(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = with_rewards(config(place, entry="ppo"), place)
+    verl_says(monkeypatch, '["[actor] Please set at least one of ...", "actor_rollout_ref.actor"]')
+    with pytest.raises(
+        ConfigError, match=r"verl refuses its settings: verl\.actor_rollout_ref\.actor .*Please set"
+    ):
+        check(given)
+    assert check(given, saved(6, 2)), "it has trained with them"
+    verl_says(monkeypatch, "", "no module named verl")
+    assert "not looked at: verl's own judgement of its settings: no module named verl" in check(given)[1]
+
+
+def test_an_estimator_of_groups_with_groups_of_one_is_said(place: Path) -> None:
+    words = ["verl.algorithm.adv_estimator=grpo", "verl.actor_rollout_ref.rollout.n=1"]
+    given = with_rewards(config(place, *words, entry="ppo"), place)
+    assert any("of a single one the advantage is its raw reward" in note for note in check(given)[1])
+
+
+def test_what_verl_will_train_is_said_with_its_defaults(place: Path) -> None:
+    given = config(place, "verl.trainer.total_epochs=3", "verl.optim.lr=0.001")
+    with mock.patch.object(verl_checks, "installed_verl", return_value="0.9.1"):
+        *_, trained = check_verl(given, RunPaths(given.run_dir), ())
+    assert trained == "verl, sft, 3 epochs, lr 0.001"
 
 
 def test_the_conversations_of_supervised_training_are_looked_at(place: Path) -> None:

@@ -17,7 +17,9 @@ pytestmark = [
 ]
 
 
-def test_verl_takes_the_first_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verl_takes_the_first_configuration_and_what_it_refuses_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
@@ -28,3 +30,8 @@ def test_verl_takes_the_first_configuration(tmp_path: Path, monkeypatch: pytest.
     words = ["--for", "verl", "--model", "model", "--data", "data", "--nodes", "1", "--ranks", "2"]
     assert main(["init", "first.yaml", *words]) == ExitCode.OK
     assert main(["submit", "first.yaml", "--dry-run", "--cluster", "local"]) == ExitCode.OK
+    assert "not looked at: verl's own judgement" not in capsys.readouterr().err
+    actor = "actor_rollout_ref.actor"
+    words = ["--", f"{actor}.use_dynamic_bsz=false", f"{actor}.ppo_micro_batch_size_per_gpu=null"]
+    assert main(["submit", "first.yaml", "--dry-run", "--cluster", "local", *words]) == ExitCode.CONFIG
+    assert f"verl refuses its settings: verl.{actor}" in capsys.readouterr().err

@@ -17,6 +17,7 @@ _DEFAULTS = {"data.train_files": "~/data/train.parquet"}
 def without_hydra(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compose the settings that are said over a few defaults."""
     monkeypatch.setattr("verl_slurm.verl.composing.composed", _compose)
+    monkeypatch.setattr(Composed, "as_yaml", lambda _: "")
 
 
 def _compose(_: Entry, settings: Iterable[Setting]) -> Composed:

@@ -26,6 +26,7 @@ __all__ = [
     "create_file",
     "fsync_path",
     "make_private",
+    "no_directory",
     "open_log",
     "open_new",
     "open_to_group",
@@ -59,7 +60,10 @@ def private_dir(path: Path) -> Path:
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Owner and mode are asked of the descriptor: the name may be exchanged between two calls. mkdir with exist_ok
     # accepts anybody's directory of that name.
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise no_directory(error, path) from error
     try:
         info = os.fstat(fd)
         if info.st_uid != os.geteuid():
@@ -80,6 +84,20 @@ def private_dir(path: Path) -> Path:
         with suppress(PermissionError):  # we may have the right to write and not to read
             fsync_path(folder.parent)
     return path
+
+
+def no_directory(error: OSError, path: Path) -> OSError | PermissionRefused:
+    """Returns what an opening with O_DIRECTORY and O_NOFOLLOW has met, in words where it is a link or a file."""
+    # A link gives either, by kernel and file system.
+    if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+        return error
+    return PermissionRefused(
+        "a directory of the run is none",
+        where=path,
+        found=f"a link to {os.readlink(path)}" if path.is_symlink() else "something else",
+        expected="a directory",
+        remedy="move the real one here, or make the whole run directory the link",
+    )
 
 
 def open_to_group(path: Path, gid: int | None) -> None:

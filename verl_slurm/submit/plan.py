@@ -79,11 +79,12 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster) -> str:
+def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster, of_verl: str = "") -> str:
     """Returns what will be trained, in numbers. `(default)` follows each value that was left out.
 
     Args:
         given: dotted keys of the file and of the command line.
+        of_verl: what verl will train.
     """
     train, shape = config.train, config.distributed
 
@@ -102,8 +103,8 @@ def trains_line(config: RunConfig, given: Collection[str], cluster: Cluster) -> 
             part(f"up to {counted(config.rollout.max_new_tokens, 'token')}", "rollout.max_new_tokens"),
             *(part(f"{name} {getattr(train, key):g}", f"train.{key}") for name, key in rates.items()),
         ]
-    elif config.trainer.backend == "verl":
-        parts.append(f"verl, {config.trainer.entry}")
+    elif of_verl:
+        parts.append(of_verl)
     else:
         parts.append(" ".join(config.trainer.command))
     parts.append(part(counted(shape.world_size, "rank"), "distributed.dp_size"))

@@ -256,9 +256,10 @@ def plan_submission(
         # With `--code new` a changed reward is a new copy, which the ranks refuse.
         moved = Moves.of(paths).config(config) if code == "run" else config
         notes += check_frozen_inputs(moved, paths, source_name)
+    trained = ""
     if config.trainer.backend == "verl":
         with python_not_run(not_run):
-            good, doubtful = check_verl(config, paths, committed)
+            good, doubtful, trained = check_verl(config, paths, committed)
         checked, notes = [*checked, *good], [*notes, *doubtful]
     # The newest committed checkpoint tells what one takes, so room and deadlines are asked after the run was looked at.
     if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
@@ -285,7 +286,7 @@ def plan_submission(
         slurm="" if slurm is None else slurm.conf.get("ClusterName", ""),
         avoids=avoids,
         notes=tuple(notes),
-        trains=trains_line(config, places.given | given_in(source), chosen),
+        trains=trains_line(config, places.given | given_in(source), chosen, trained),
         done=done,
     )
     if slurm is None:

@@ -57,6 +57,12 @@ class Composed(msgspec.Struct, frozen=True):
     settings: dict[str, Any]
     unset: tuple[str, ...] = ()
 
+    def as_yaml(self) -> str:
+        """Returns the whole configuration, its references as they are written."""
+        from omegaconf import OmegaConf
+
+        return str(OmegaConf.to_yaml(self.config))
+
 
 def checked_settings(
     entry: Entry, section: Mapping[str, Any], own: OwnSettings, *, recipe: bool = False

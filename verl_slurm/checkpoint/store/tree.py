@@ -1,6 +1,5 @@
 """Walks and opens below a directory without ever following a link (openat, O_NOFOLLOW)."""
 
-import errno
 import os
 import stat
 import sys
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_slurm.base.bounded import TooMuch
-from verl_slurm.base.errors import PermissionRefused
+from verl_slurm.base.files import no_directory
 from verl_slurm.checkpoint.format.specification import MAX_DEPTH
 
 __all__ = ["Entry", "list_tree", "names_in", "open_below", "open_directory", "open_own"]
@@ -78,16 +77,7 @@ def open_own(run: Path, folder: Path) -> Iterator[int]:
                 # Each name below the descriptor of the one before: what was opened cannot be exchanged any more.
                 fd = opened.enter_context(open_directory(name, below=fd))
             except OSError as error:
-                # With O_DIRECTORY and O_NOFOLLOW a link gives either, by kernel and file system.
-                if error.errno not in (errno.ELOOP, errno.ENOTDIR):
-                    raise
-                raise PermissionRefused(
-                    "a directory of the run is none",
-                    where=way,
-                    found=f"a link to {os.readlink(way)}" if way.is_symlink() else "something else",
-                    expected="a directory",
-                    remedy="move the real one here, or make the whole run directory the link",
-                ) from error
+                raise no_directory(error, way) from error
         yield fd
 
 

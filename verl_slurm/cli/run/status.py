@@ -25,7 +25,7 @@ from verl_slurm.cli.show.run_tables import (
     steps_table,
 )
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Event, Held, Started, Submitted, Warned
+from verl_slurm.journal.events import Event, Held, Started, StartFailed, Submitted, Training, Warned
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import avoided_nodes
 from verl_slurm.journal.folds.nodes import lost_nodes, node_states
@@ -108,6 +108,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         lines.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
     if facts["held"]:
         lines.append(("held", facts["held"]))
+    if facts["start_failed"]:
+        lines.append(("not begun", facts["start_failed"]))
     # As its lead last wrote it; a run that has not started has none.
     if snapshot:
         lines.append(("state", _state_words(facts)))
@@ -219,8 +221,17 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
         facts["ended"] = _over_words(run, facts["ended"], answer)
     words = (event for event in reversed(events) if isinstance(event, (Held, Started, Submitted)))
     stood = next(words, None)
+    # A later attempt's start changes nothing, until it trains.
+    begun = (event for event in reversed(events) if isinstance(event, (StartFailed, Submitted, Training)))
+    failed = next(begun, None)
+    not_begun = ""
+    if isinstance(failed, StartFailed) and not isinstance(stood, Held):
+        not_begun = (
+            f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
+        )
     return facts | {
         "held": stood.reason if isinstance(stood, Held) else "",
+        "start_failed": not_begun,
         "unknown_job": unknown,
         "job_state": None if answer is None else answer.state,
         "job_detail": "" if answer is None else answer.detail,

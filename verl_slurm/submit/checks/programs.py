@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from typing import NamedTuple
 from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
 from verl_slurm.base.one_line import counted
+from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.installed import look
@@ -331,6 +333,36 @@ def _environ(config: RunConfig) -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if name not in config.env or name != "PYTHONPATH"
     }
+
+
+def answer_of_ranks_python(
+    config: RunConfig, program: str, text: str, timeout_s: float = 120.0
+) -> tuple[str, str]:
+    """Runs a program of ours in the ranks' Python; returns the last line of its output, or why there is none.
+
+    Args:
+        text: its standard input.
+    """
+    if reason := _NOT_RUN.get():
+        return "", reason
+    python = python_of(config.slurm) or sys.executable
+    try:
+        done = subprocess.run(
+            [python, "-P", "-c", program],
+            env=clean_environment(_environ(config)),
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        return "", f"{python} does not answer: {error}".partition("\n")[0]
+    last_line = done.stdout.strip().rpartition("\n")[2]
+    return (
+        last_line,
+        "" if done.returncode == 0 else f"{python}: {done.stderr.strip().rpartition(chr(10))[2]}",
+    )
 
 
 def why_unseen(config: RunConfig) -> str:

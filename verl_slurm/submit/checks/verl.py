@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -33,9 +34,9 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.verl_settings import start_settings
 from verl_slurm.submit.checks.model_files import refuse_adapter, weights_problem
-from verl_slurm.submit.checks.programs import Found, check_modules, check_source
+from verl_slurm.submit.checks.programs import Found, answer_of_ranks_python, check_modules, check_source
 from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
-from verl_slurm.verl.composing import unread_additions
+from verl_slurm.verl.composing import Composed, unread_additions
 from verl_slurm.verl.inputs import (
     ENGINES,
     CodeFile,
@@ -65,6 +66,43 @@ __all__ = ["check_input", "check_ranks", "check_verl"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
 """Keys of YAML files that name classes, under `class_name` or `_target_`."""
+# What decides on a training: words → key.
+_TRAINED: dict[Entry, dict[str, str]] = {
+    "ppo": {
+        "{}": "algorithm.adv_estimator",
+        "{} steps": "trainer.total_training_steps",
+        "{} epochs": "trainer.total_epochs",
+        "{} prompts a step": "data.train_batch_size",
+        "{} to a prompt": "actor_rollout_ref.rollout.n",
+        "up to {} tokens": "data.max_response_length",
+        "lr {}": "actor_rollout_ref.actor.optim.lr",
+    },
+    "sft": {
+        "{} steps": "trainer.total_training_steps",
+        "{} epochs": "trainer.total_epochs",
+        "{} rows a step": "data.train_batch_size",
+        "up to {} tokens": "data.max_length",
+        "lr {}": "optim.lr",
+    },
+}
+# As verl's main does, before it starts anything (verl.trainer.main_ppo).
+_JUDGED_BY_VERL = """
+import json, sys
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from verl.trainer.ppo.utils import need_critic, need_reference_policy
+from verl.utils.config import validate_config
+config = OmegaConf.create(sys.stdin.read())
+found = key = ""
+try:
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+except Exception as error:
+    cause = error.__cause__ or error
+    if isinstance(cause, OmegaConfBaseException) or not isinstance(cause, (AssertionError, TypeError, ValueError)):
+        raise
+    found, key = str(cause), str(error).partition("full_key: ")[2]
+print(json.dumps([found, key]))
+"""
 # Modules that verl 0.9.1 imports and `pip install verl` does not install: module → the name for pip.
 _BESIDES = {
     "sft": {"uvicorn": "uvicorn", "fastapi": "fastapi"},
@@ -81,8 +119,8 @@ _BESIDES = {
 
 def check_verl(
     config: RunConfig, paths: RunPaths, committed: Sequence[CheckpointInfo]
-) -> tuple[list[str], list[str]]:
-    """Runs all checks; returns the items found good, and notes for the user.
+) -> tuple[list[str], list[str], str]:
+    """Runs all checks; returns the items found good, notes for the user, and what will be trained.
 
     Args:
         config: `trainer.backend: verl`, paths absolute.
@@ -107,10 +145,13 @@ def check_verl(
         else:
             _require_beside(entry)
         checked.append(f"verl {version} is installed")
-        settings, doubtful, refused = _composed(config, paths, said, refused)
-        notes += doubtful
+        composed, doubtful, refused = _composed(config, paths, said, refused)
+        settings, notes = composed.settings, [*notes, *doubtful]
         if not refused:
             _require_fewer(config, settings)
+            # A run that has trained with its settings has passed them already: verl's import takes seconds.
+            if entry == "ppo" and not config.trainer.command and not committed:
+                notes += _judged_by_verl(config, composed)
     else:
         if refused:
             raise together(refused)
@@ -131,7 +172,18 @@ def check_verl(
             read, notes = [*read, *good], [*notes, *unseen]
     if wrong:
         raise together(wrong)
-    return [*checked, *read], notes
+    return [*checked, *read], notes, _trained(entry, settings, said)
+
+
+def _trained(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Setting]) -> str:
+    """Returns what decides on a training, in one line. `(default)` follows each value that is verl's own."""
+    given = {setting.key for setting in said.values()}
+    words = []
+    for text, key in _TRAINED[entry].items():
+        value = value_at(settings, key)
+        if value not in (None, "???") and "${" not in str(value):
+            words.append(text.format(value) + (" (default)" if key not in given else ""))
+    return ", ".join([f"verl, {entry}", *words])
 
 
 def _looks(
@@ -185,9 +237,29 @@ def _check_module(config: RunConfig, key: str, name: str) -> Found:
     return check_modules(config, [name], f"verl.{key}")
 
 
+def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
+    """Has verl itself judge its settings, in the ranks' Python; returns notes.
+
+    Raises:
+        ConfigError: verl refuses them; at the start each of its processes would.
+    """
+    answer, unseen = answer_of_ranks_python(config, _JUDGED_BY_VERL, composed.as_yaml())
+    if unseen:
+        return [f"not looked at: verl's own judgement of its settings: {unseen}"]
+    found, key = msgspec.json.decode(answer, type=tuple[str, str])
+    if not found:
+        return []
+    raise ConfigError(
+        "verl refuses its settings",
+        where=f"verl.{key}" if key else "verl",
+        found=found,
+        remedy="set what it names, below `verl` in the file or as KEY=VALUE after `--`",
+    )
+
+
 def _composed(
     config: RunConfig, paths: RunPaths, said: Mapping[str, Setting], refused: list[ConfigError]
-) -> tuple[Mapping[str, Any], list[str], list[ConfigError]]:
+) -> tuple[Composed, list[str], list[ConfigError]]:
     """Composes verl's settings, its own defaults included; returns them, notes, and what is wrong.
 
     Args:
@@ -218,7 +290,7 @@ def _composed(
         for key in composed.unset
         if _counts(entry, settings, key)
     ]
-    return settings, notes, refused
+    return composed, notes, refused
 
 
 def _each(error: ConfigError) -> list[ConfigError]:

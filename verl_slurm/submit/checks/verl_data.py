@@ -6,6 +6,7 @@ code decides is not known here, and a note says so.
 
 import ast
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
@@ -27,13 +28,15 @@ __all__ = ["check_sizes", "check_verl_data"]
 
 _MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited")
 """Those of verl's own that give `data_source` and the ground truth to a function."""
+_OF_GROUPS = re.compile("(grpo|rloo|opo|gpg|gdpo|(tir_)?optimal_token|reinforce_plus_plus_baseline).*")
+"""Estimators of verl's that compare the responses to one prompt."""
 _SUFFIXES = (".parquet", ".json", ".jsonl")
 _ROLLOUT = "actor_rollout_ref.rollout"
 _SOURCE, _TRUTH = "data_source", "reward_model.ground_truth"
 
 
 def check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
-    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns no notes.
+    """Refuses a mini-batch that is larger than its batch: verl would end at its first update. Returns notes.
 
     Raises:
         ConfigError: both numbers.
@@ -50,6 +53,10 @@ def check_sizes(entry: Entry, settings: Mapping[str, Any]) -> list[str]:
                 expected=f"at most {batch}",
                 remedy="lower it, or raise verl.data.train_batch_size",
             )
+    estimator = value_at(settings, "algorithm.adv_estimator")
+    if _OF_GROUPS.match(str(estimator)) and value_at(settings, "actor_rollout_ref.rollout.n") == 1:
+        alone = "compares the responses to a prompt; of a single one the advantage is its raw reward"
+        return [f"verl.actor_rollout_ref.rollout.n is 1: {estimator} {alone}"]
     return []
 
 
