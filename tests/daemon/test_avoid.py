@@ -5,7 +5,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
-import msgspec
 import pytest
 from verl_slurm_daemon.allocation import slurm as module
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
@@ -58,21 +57,23 @@ NODES = "\n".join(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "own", "spared"),
+    ("wanted", "present", "told"),
     [
-        (1, "", True),
-        (2, "", False),  # n5 and n6 have no GPUs, n3 and n4 are not up
-        (1, "n2", False),
+        (1, [], ["n1"]),
+        (2, [], None),  # n5 and n6 have no GPUs, n3 and n4 are not up
+        (1, ["n2"], None),
+        (1, ["n5"], ["n5", "n1"]),  # an operator's stays
+        (1, ["n7", "n2"], ["n1"]),  # both ours
     ],
 )
-def test_a_node_is_avoided_only_where_enough_like_it_are_up(
-    wanted: int, own: str, spared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_node_is_avoided_only_where_enough_like_it_are_up_and_an_operators_exclusion_stays(
+    wanted: int, present: list[str], told: list[str] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     excluded: list[str] = []
 
     class Client:
         async def job(self, job_id: int) -> SimpleNamespace:
-            return SimpleNamespace(excluded=own or None, partition="gpu")
+            return SimpleNamespace(excluded=",".join(present) or None, partition="gpu")
 
         async def usable_nodes(self, partition: str) -> dict[str, str]:
             assert partition == "gpu"
@@ -85,25 +86,12 @@ def test_a_node_is_avoided_only_where_enough_like_it_are_up(
             excluded.append(nodes)
 
     config = parse_config(b"", "my.yaml", (f"distributed.nodes={wanted}", f"distributed.dp_size={wanted}"))
-    config = msgspec.structs.replace(
-        config, slurm=msgspec.structs.replace(config.slurm, extra={"exclude": own} if own else {})
-    )
     environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
     job = SlurmJob.from_environ(environment | {"SLURMD_NODENAME": "n1"})
     assert job is not None
     monkeypatch.setattr(module, "SlurmClient", Client)
-    said = asyncio.run(SlurmAllocation(job, config, RunPaths(tmp_path)).avoid(["n1"]))
-    assert excluded == (["n1"] if spared else [])
-    assert said.startswith("the next start avoids n1" if spared else "nothing is avoided")
-
-
-def test_an_exclusion_of_the_users_that_is_a_file_is_left_to_slurm(tmp_path: Path) -> None:
-    config = parse_config(b"", "my.yaml")
-    config = msgspec.structs.replace(
-        config, slurm=msgspec.structs.replace(config.slurm, extra={"exclude": "/home/me/bad nodes"})
-    )
-    environment = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"}
-    job = SlurmJob.from_environ(environment | {"SLURMD_NODENAME": "n1"})
-    assert job is not None
-    allocation = SlurmAllocation(job, config, RunPaths(tmp_path))
-    assert asyncio.run(allocation.avoid(["n1"])).startswith("nothing is avoided: slurm.extra.exclude")
+    before = ["n7", "n2"] if len(present) == 2 else []
+    avoided = asyncio.run(SlurmAllocation(job, config, RunPaths(tmp_path)).avoid(["n1"], before))
+    assert excluded == ([",".join(told)] if told else [])
+    assert avoided.told == (("n1",) if told else ())
+    assert avoided.said.startswith("the next start avoids " if told else "nothing is avoided")

@@ -2,10 +2,11 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import pytest
+from verl_slurm_daemon.allocation.contract import Avoided
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.journal import Journal
@@ -198,9 +199,9 @@ def test_a_slurm_that_is_slow_to_hear_of_a_node_does_not_hold_up_the_way_out(
     monkeypatch.setattr(requeueing, "_AVOID_S", 0.05)
 
     class Slow(ScriptedAllocation):
-        async def avoid(self, nodes: Sequence[str]) -> str:
+        async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
             await asyncio.Event().wait()
-            return ""
+            return Avoided("")
 
     async def story() -> inputs.Input:
         effects, posted = effects_of(tmp_path, Slow(REQUEUED))

@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Collection, Sequence
 
-from verl_slurm_daemon.allocation.contract import Outlook, Places
+from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
 from verl_slurm_daemon.allocation.launcher import choose_places
 from verl_slurm_daemon.decide import inputs
 
@@ -69,9 +69,9 @@ class ScriptedAllocation:
     async def cancelled_before(self) -> str:
         return ""
 
-    async def avoid(self, nodes: Sequence[str]) -> str:
+    async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
         self.avoided.append(tuple(nodes))
-        return f"avoids {len(nodes)}"
+        return Avoided(f"avoids {len(nodes)}", tuple(nodes))
 
     async def places(self, avoid: Collection[str], *, with_spares: bool = False) -> Places:
         if not self.nodes:

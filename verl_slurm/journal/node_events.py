@@ -18,6 +18,8 @@ class Avoid(Event):
 
     nodes: list[str] = []
     detail: str = ""
+    told: list[str] = []
+    """All nodes that Slurm excludes by our word: other ones in its list are the user's or an operator's."""
 
 
 class Link(Event):

@@ -18,7 +18,7 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
-__all__ = ["Allocation", "Outlook", "Places", "TooFewNodes"]
+__all__ = ["Allocation", "Avoided", "Outlook", "Places", "TooFewNodes"]
 
 
 class TooFewNodes(Exception):
@@ -32,6 +32,15 @@ class Places(NamedTuple):
     """Empty: there is no choice, and the step gets the nodes that the configuration counts."""
     idle: tuple[str, ...] = ()
     """Spare nodes, fit as far as is known, that no rank needs."""
+
+
+class Avoided(NamedTuple):
+    """What came of asking for other nodes."""
+
+    said: str
+    """For people; empty: nothing has changed."""
+    told: tuple[str, ...] = ()
+    """All nodes that the job excludes by our word now."""
 
 
 class Outlook(msgspec.Struct, frozen=True):
@@ -104,9 +113,12 @@ class Allocation(Protocol):
             SlurmMissing: Slurm does not say.
         """
 
-    async def avoid(self, nodes: Sequence[str]) -> str:
-        """Keeps the next attempt of this run away from these nodes, and replaces our earlier exclusions;
-        returns what came of it. Where too few other nodes would be left, the last ones may be used again.
+    async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
+        """Keeps the next attempt of this run away from these nodes. Where too few other nodes would be left, the last
+        ones may be used again.
+
+        Args:
+            before: our earlier exclusions, which this replaces. What else the job excludes stays.
         """
 
     def lacks(self) -> str:

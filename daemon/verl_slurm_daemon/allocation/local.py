@@ -18,7 +18,7 @@ from verl_slurm.config.services import nodes_of_services
 from verl_slurm.journal.events import Event, RequeueAsked, Started, StartOverruled
 from verl_slurm.journal.files import read_events
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
-from verl_slurm_daemon.allocation.contract import Outlook, Places
+from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
 __all__ = ["HostfileAllocation", "LocalAllocation"]
@@ -88,8 +88,8 @@ class LocalAllocation:
     async def cancelled_before(self) -> str:
         return ""
 
-    async def avoid(self, nodes: Sequence[str]) -> str:
-        return ""  # there are no others
+    async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
+        return Avoided("")  # there are no others
 
     def lacks(self) -> str:
         return ""

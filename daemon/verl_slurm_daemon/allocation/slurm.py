@@ -31,11 +31,10 @@ from verl_slurm.journal.folds import jobs
 from verl_slurm.runs.liveness import may_be_of
 from verl_slurm.slurm.cause import WARNING_SLACK_S, Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
-from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.sparing import sparable
-from verl_slurm_daemon.allocation.contract import Outlook, Places
+from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
 from verl_slurm_daemon.allocation.launcher import choose_places, nodes_of_step, step_argv
 from verl_slurm_daemon.allocation.successor import queue_successor
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -385,37 +384,32 @@ class SlurmAllocation:
         ended = facts.state.startswith("CANCELLED")
         return f"job {former}, which this one follows, is {facts.state}" if ended else ""
 
-    async def avoid(self, nodes: Sequence[str]) -> str:
-        own = str(self._config.slurm.extra.get("exclude") or "")
-        if own and NODE_LIST.fullmatch(own) is None:
-            return (
-                f"nothing is avoided: slurm.extra.exclude is {own}, which is no list of nodes"
-                if nodes
-                else ""
-            )
+    async def avoid(self, nodes: Sequence[str], before: Collection[str]) -> Avoided:
         try:
             facts = await self._client.job(self._job.job_id)
-            if not nodes and (facts.excluded or "") == own:
-                return ""
-            spared = await self._sparable(nodes, own, facts.partition.split(",")[0]) if nodes else ()
-            # With the user's own exclusion: ExcNodeList is replaced as a whole.
-            wanted = ",".join(([own] if own else []) + list(spared))
+            present = await self._client.expand(facts.excluded) if facts.excluded else []
+            # ExcNodeList is replaced as a whole, and also has what the user and operators exclude.
+            own = [node for node in present if node not in before]
+            spared: tuple[str, ...] = ()
+            if nodes:
+                usable = await self._client.usable_nodes(facts.partition.split(",")[0])
+                spared = sparable(nodes, usable, own, self._config.all_nodes)
+            wanted = [*own, *spared]
             # Where none can be spared, an earlier exclusion goes as well.
-            if wanted != (facts.excluded or ""):
-                await self._client.exclude(facts, wanted)
+            if set(wanted) == set(present) and not nodes:
+                return Avoided("", spared)
+            if set(wanted) != set(present):
+                await self._client.exclude(facts, ",".join(wanted))
         except VerlSlurmError as error:
-            return f"nothing is avoided: {error}"
+            return Avoided(f"nothing is avoided: {error}", tuple(before))
         few = f"partition {facts.partition} has too few other nodes like that"
         if nodes and not spared:
-            return f"nothing is avoided: {few}"
-        said = f"the next start avoids {wanted}" if wanted else "the next start avoids no node any more"
+            return Avoided(f"nothing is avoided: {few}")
+        said = "the next start avoids no node any more"
+        if wanted:
+            said = f"the next start avoids {', '.join(wanted)}"
         back = [node for node in nodes if node not in spared]
-        return f"{said}; it may have {', '.join(back)}: {few}" if back else said
-
-    async def _sparable(self, nodes: Sequence[str], own: str, partition: str) -> tuple[str, ...]:
-        usable = await self._client.usable_nodes(partition)
-        excluded = await self._client.expand(own) if own else ()
-        return sparable(nodes, usable, excluded, self._config.all_nodes)
+        return Avoided(f"{said}; it may have {', '.join(back)}: {few}" if back else said, spared)
 
     async def is_running(self) -> bool:
         """Returns whether Slurm has the job as running, with its batch process. Raises as `SlurmClient.job`."""

@@ -11,7 +11,7 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.jobs import avoided_nodes
-from verl_slurm_daemon.allocation.contract import Allocation
+from verl_slurm_daemon.allocation.contract import Allocation, Avoided
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
 from verl_slurm_daemon.journal import Journal
@@ -61,10 +61,14 @@ async def _avoid(
     own = avoided_nodes(events, new, datetime.now(UTC), config.daemon.avoid_node_s)
     # First those that failed a check: where too few nodes are left, the last ones may be used again.
     nodes = tuple(dict.fromkeys((*bad.names, *own)))
-    said = f"nothing is avoided: no answer in {_AVOID_S:.0f} s"
+    told = [
+        event.told for event in events if isinstance(event, ev.Avoid) and event.job_id == allocation.job_id
+    ]
+    before = told[-1] if told else []
+    avoided = Avoided(f"nothing is avoided: no answer in {_AVOID_S:.0f} s", tuple(before))
     with contextlib.suppress(TimeoutError):
         # Bounded: the requeue is accepted and its delay runs, so the exit is all that waits for this.
         async with asyncio.timeout(_AVOID_S):
-            said = await allocation.avoid(nodes)
-    if said:
-        journal.write(ev.Avoid(list(new), said))
+            avoided = await allocation.avoid(nodes, before)
+    if avoided.said:
+        journal.write(ev.Avoid(list(new), avoided.said, list(avoided.told)))
