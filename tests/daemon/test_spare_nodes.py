@@ -1,6 +1,7 @@
 """Spare nodes without a cluster: which nodes the ranks get, and what the lead decides when one is lost."""
 
 import asyncio
+import os
 from pathlib import Path
 
 import pytest
@@ -310,3 +311,43 @@ def test_srun_is_not_waited_for_when_only_lost_nodes_keep_it(
         await ended
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("words", "failed"),
+    [
+        ("", inputs.NodeFailed("n1", "the agent is gone without a word", lost=True)),
+        (
+            "srun: error: n1: task 0: Killed\n",
+            inputs.NodeFailed("n1", "the agent is gone: n1: task 0: Killed", lost=True),
+        ),
+        (
+            "slurmstepd: error: StepId=15.2 exceeded memory limit (790 > 734), being killed\nrank: error: own\n",
+            inputs.NodeFailed(
+                "n1",
+                "its agent was killed for lack of memory: StepId=15.2 exceeded memory limit (790 > 734), being killed; "
+                "give it more memory (slurm.mem_mb_per_node), or let the ranks need less",
+            ),
+        ),
+    ],
+)
+def test_an_agent_that_is_gone_is_told_with_slurms_own_words(
+    tmp_path: Path, words: str, failed: inputs.NodeFailed
+) -> None:
+    """slurmstepd kills what is above its memory, where no kernel does (`OverMemoryKill`): the node is well."""
+
+    async def story() -> inputs.NodeFailed | inputs.CauseKnown:
+        os.write(2, b"srun: error: of an earlier step\n")
+        step = Step(1, 1, Places())
+        joined(step, "n1")
+        os.write(2, words.encode())
+        return await step.why_lost("n1", ())
+
+    log, kept = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.dup(2)
+    os.dup2(log, 2)
+    try:
+        assert asyncio.run(story()) == failed
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(log)

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import re
 import signal
+import stat
 from collections.abc import Collection, Sequence
 
 from verl_slurm.wire.messages import AgentReady, Shutdown
@@ -20,6 +23,10 @@ _SRUN_ENDS_S = 0.5
 """From the end of the last agent to that of srun: some milliseconds, if no node is lost."""
 _STEP_ENDS_S = 2.0
 """From the end of the first agent to that of srun, if srun is what ends."""
+_OF_SLURM = re.compile(r"(?:\[[^]]*\] )?(?:slurmstepd|srun)(?:-\S+)?: error: (.{1,300})")
+_OF_MEMORY = re.compile(r"exceeded memory limit|oom.kill|out of memory", re.IGNORECASE)
+_MOST_BYTES, _MOST_WORDS = 1 << 16, 3
+MORE_MEMORY = "give it more memory (slurm.mem_mb_per_node), or let the ranks need less"
 
 
 class Step:
@@ -55,6 +62,7 @@ class Step:
         self.listeners: set[asyncio.Task[None]] = set()
         self.store = RankStore()
         self.all_ready, self.training, self.leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._log_from = _log_size()
 
     def join(self, link: AgentLink, message: AgentReady) -> None:
         """Takes an agent in, or lets it go if it comes when others have the ranks."""
@@ -169,12 +177,28 @@ class Step:
         # srun ends the running agents if a node cannot be reached (24.11). Then nothing speaks against the agent's own.
         fell = await self._fell()
         if not fell:
-            return inputs.NodeFailed(node, "the agent is gone without a word", lost=True)
+            words = await self._words_of_slurm()
+            if _OF_MEMORY.search(words):
+                # Every node of this kind would do the same, so none is avoided.
+                return inputs.NodeFailed(
+                    node, f"its agent was killed for lack of memory: {words}; {MORE_MEMORY}"
+                )
+            detail = f"the agent is gone: {words}" if words else "the agent is gone without a word"
+            return inputs.NodeFailed(node, detail, lost=True)
         absent = [name for name in self.places.chosen if name not in self.ready]
         # It was tried for want of a spare one. With --no-kill, Slurm leaves the end of such a job to us.
         if set(absent) & set(lost):
             return inputs.CauseKnown("failed", f"no spare node is left for {', '.join(absent)}: {fell}", None)
         return inputs.NodeFailed(absent[0] if absent else "", fell, lost=True)
+
+    async def _words_of_slurm(self) -> str:
+        """Returns what slurmstepd and srun have written to the job's log since the step was made, the last of it."""
+        # If the agents were all that kept srun, its words are there when it has ended.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SRUN_ENDS_S):
+                await asyncio.gather(*(process.wait() for process in self.processes))
+        words = await asyncio.to_thread(_slurms_lines, self._log_from)
+        return "; ".join(words[-_MOST_WORDS:])
 
     async def _fell(self) -> str:
         """Returns how the step ended, if it did not come up as a whole."""
@@ -194,6 +218,24 @@ class Step:
             link.close()
         # Calls that still wait are answered.
         self.store.close()
+
+
+def _log_size() -> int:
+    """Bytes of the job's log, which is this process's standard error as well as srun's; 0: that is no file."""
+    info = os.fstat(2)
+    return info.st_size if stat.S_ISREG(info.st_mode) else 0
+
+
+def _slurms_lines(since: int) -> list[str]:
+    if not _log_size():
+        return []
+    try:
+        with open("/proc/self/fd/2", "rb") as log:
+            log.seek(max(since, _log_size() - _MOST_BYTES))
+            text = log.read(_MOST_BYTES).decode("utf-8", "replace")
+    except OSError:  # it may be on the storage that fails
+        return []
+    return [match[1] for line in text.splitlines() if (match := _OF_SLURM.match(line))]
 
 
 async def end_step(step: Sequence[asyncio.subprocess.Process], each_s: float) -> bool:
