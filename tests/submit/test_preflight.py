@@ -6,10 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.builders import run_config, write_manifest
-from verl_slurm.base.errors import ConfigError, KeyRefused, PermissionRefused
+from verl_slurm.base.errors import ConfigError, DataError, KeyRefused, PermissionRefused
 from verl_slurm.base.files import write_file
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.submit.checks.model_files import check_model
 from verl_slurm.submit.checks.preflight import check_metrics_port, check_resume_from
 from verl_slurm.submit.checks.submitting_machine import place_notes, shell_notes
 
@@ -108,3 +109,27 @@ def test_what_comes_with_the_shell_and_what_does_not_is_said(monkeypatch: pytest
     free = {"PropagateResourceLimits": "NONE"}
     (note,) = shell_notes(run_config(), free, {"SBATCH_EXPORT": "NONE", "SBATCH_PARTITION": "a"})
     assert note.startswith("SBATCH_EXPORT: not handed on")
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 1234567\n"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "config.json"])
+def test_a_pointer_of_git_lfs_in_a_model_is_told_with_the_command_that_fetches_it(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(DataError, match=f"pointer of Git LFS.*{name}.*git -C .* lfs pull"):
+        check_model("model.path", tmp_path)
+
+
+def test_a_tokenizer_that_was_cut_is_refused_with_its_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "vocab_size": 9}')
+    (tmp_path / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "a"}')
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0}}}')
+    check_model("model.path", tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": {"vocab": {"a":')
+    with pytest.raises(DataError, match="tokenizer is damaged: .*tokenizer.json"):
+        check_model("model.path", tmp_path)

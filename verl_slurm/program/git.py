@@ -26,7 +26,17 @@ from verl_slurm.base.digest import hash_fd
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.processes import stat_fields
 
-__all__ = ["MOST_DIFF", "STILL_S", "Commit", "WorkTree", "commit_of", "diff_of", "files_in", "work_tree"]
+__all__ = [
+    "MOST_DIFF",
+    "STILL_S",
+    "Commit",
+    "WorkTree",
+    "commit_of",
+    "diff_of",
+    "files_in",
+    "is_lfs_pointer",
+    "work_tree",
+]
 
 _TIMEOUT_S = 120.0
 STILL_S = 10.0
@@ -208,6 +218,23 @@ def _changed(ask: Callable[..., bytes], root: Path, head: str) -> list[str]:
             if pointer and _digest(root / os.fsdecode(raw)) == pointer[1].decode():
                 same.add(os.fsdecode(raw))
     return [name for name in names if name not in same]
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Returns whether a file is what a clone has in the place of a file's content, where Git LFS did not bring that.
+    False also for one that cannot be read.
+    """
+    try:
+        fd = open_regular(path, follow=True)
+        try:
+            return (
+                os.fstat(fd).st_size <= _LONGEST_POINTER
+                and _POINTER.match(os.read(fd, _LONGEST_POINTER)) is not None
+            )
+        finally:
+            os.close(fd)
+    except (OSError, TooMuch):
+        return False
 
 
 def _digest(path: Path) -> str:

@@ -27,6 +27,7 @@ from verl_slurm.dataset.prompts.choice import (
 )
 from verl_slurm.dataset.prompts.directory import data_files, names_below
 from verl_slurm.dataset.prompts.look import Look, Rows, Wanted, WantedRows
+from verl_slurm.submit.checks.model_files import refuse_pointers
 
 __all__ = ["check_data", "look_at_files", "recognize", "refuse_partial"]
 
@@ -130,6 +131,7 @@ def refuse_partial(
     Raises:
         DataError: shards are missing, or a download is not finished.
     """
+    refuse_pointers(root / name for name in chosen)
     problems = []
     if lacking := missing_shards(chosen, names):
         problems.append(

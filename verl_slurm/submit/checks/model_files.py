@@ -4,7 +4,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,9 +23,11 @@ from verl_slurm.base.bounded import (
     vocabulary_of,
 )
 from verl_slurm.base.errors import UNREADABLE, DataError
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.checkpoint.store.safetensors_file import read_header, safetensors_problem
+from verl_slurm.program.git import is_lfs_pointer
 
-__all__ = ["check_model", "num_parameters", "refuse_adapter", "weights_problem"]
+__all__ = ["check_model", "num_parameters", "refuse_adapter", "refuse_pointers", "weights_problem"]
 
 T = TypeVar("T")
 
@@ -89,6 +91,7 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
                 f"`hf download {written} --local-dir DIR` first, then set {key} to DIR"
             )
         raise DataError("no such model directory", where=directory, remedy=remedy)
+    refuse_pointers(path for path in directory.iterdir() if path.is_file())
     refuse_adapter(key, directory)
     if not (directory / "config.json").is_file():
         raise DataError("not a model directory", where=directory, expected="config.json in it", remedy=remedy)
@@ -112,6 +115,22 @@ def check_model(key: str, directory: Path, written: str = "") -> None:
                 found=complaint,
                 remedy="copy or download that file again",
             )
+
+
+def refuse_pointers(files: Iterable[Path]) -> None:
+    """Refuses files of which a clone has the place alone, because Git LFS was not there to bring the content.
+
+    Raises:
+        DataError: the first of them, and how many there are.
+    """
+    pointers = [file for file in files if is_lfs_pointer(file)]
+    if pointers:
+        raise DataError(
+            "a file is a pointer of Git LFS, without its content",
+            where=pointers[0],
+            found=counted(len(pointers), "such file"),
+            remedy=f"git -C {shell_word(pointers[0].parent)} lfs pull",
+        )
 
 
 def weights_problem(path: Path) -> str:
@@ -318,13 +337,27 @@ def _special_tokens(
         path = directory / name
         if not path.is_file():
             return None
-        return decode_json(read_regular(path, TOKENIZER, follow=True), form, TOKENIZER, doubles=False)
+        data = read_regular(path, TOKENIZER, follow=True)
+        try:
+            return decode_json(data, form, TOKENIZER, doubles=False)
+        except msgspec.ValidationError:  # of a form that is not known here
+            raise
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(
+                "a file of the tokenizer is damaged",
+                where=path,
+                found=error,
+                expected="JSON",
+                remedy="copy or download that file again",
+            ) from error
 
     try:
         special = read("tokenizer_config.json", _SpecialTokens) or _SpecialTokens()
         older = read("special_tokens_map.json", _SpecialTokens) or _SpecialTokens()
         tokenizer = read("tokenizer.json", _Tokenizer)
     # Not said here: loading the tokenizer says it with its reason.
+    except DataError:
+        raise
     except (OSError, *UNREADABLE):
         return "unreadable", None, {}
     added = {one.content: number for number, one in special.added_tokens_decoder.items()}

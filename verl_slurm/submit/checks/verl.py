@@ -33,7 +33,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.loops.verl_settings import start_settings
-from verl_slurm.submit.checks.model_files import refuse_adapter, weights_problem
+from verl_slurm.submit.checks.model_files import refuse_adapter, refuse_pointers, weights_problem
 from verl_slurm.submit.checks.programs import Found, answer_of_ranks_python, check_modules, check_source
 from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
 from verl_slurm.verl.composing import Composed, unread_additions
@@ -211,9 +211,11 @@ def _looks(
 
 
 def _check_named_model(one: Input) -> Found:
+    if (place := Path(one.place).expanduser()).is_dir():
+        refuse_pointers(path for path in place.iterdir() if path.is_file())
     if note := check_input(one):
         return Found([], [note])
-    if any(Path(one.place).expanduser().glob("*.safetensors")):
+    if any(place.glob("*.safetensors")):
         return Found([f"verl.{one.key}: config.json and headers of the weights"], [])
     return Found([f"verl.{one.key}: config.json"], [f"not looked at: the weights of verl.{one.key}: pickles"])
 
