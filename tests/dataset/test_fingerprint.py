@@ -199,3 +199,20 @@ def test_without_its_record_a_run_is_held_to_what_its_checkpoint_was_trained_on(
     with pytest.raises(DatasetDrift, match="names the files, is gone"):
         check_dataset(paths, root, trained_on=digest)
     assert not paths.fingerprint.exists()
+
+
+def test_files_by_name_are_compared_and_one_that_is_away_is_waited_for(paths: RunPaths, root: Path) -> None:
+    """verl's files: whatever else lies beside them is not looked at."""
+    paths.root.mkdir()
+    (root / "link.jsonl").symlink_to(root / "part/c.jsonl")
+    files = (str(root / "a.jsonl"), str(root / "link.jsonl"))
+    first = check_dataset(paths, files)
+    (root / "b.jsonl").write_text("other\n")
+    assert check_dataset(paths, files) == first
+    assert look(paths, files, first).num_read == 2, "young files are read again"
+    (root / "part/c.jsonl").write_text("C\n")
+    with pytest.raises(DatasetDrift, match=r"a\.jsonl, .*link\.jsonl.*1 changed \(.*link\.jsonl\)"):
+        check_dataset(paths, files)
+    (root / "a.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
+        check_dataset(paths, files)

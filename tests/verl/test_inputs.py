@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import pytest
 
+from verl_slurm.config.load import parse_config
 from verl_slurm.verl.inputs import (
     Input,
     bytes_per_parameter,
+    data_of,
     inputs_of,
     is_remote,
     said_settings,
@@ -67,3 +71,13 @@ def test_a_save_holds_float32_weights_and_two_moments_of_each_model_that_trains(
 def test_what_is_remote() -> None:
     assert is_remote("hdfs://a/b")
     assert not is_remote("/a:b/c")
+
+
+def test_the_files_of_a_run_are_its_data_as_far_as_they_are_files() -> None:
+    text = (
+        b"trainer: {backend: verl}\nverl:\n  data.train_files: [/b, hdfs://c, /a, '${oc.env:X}']\n"
+        b"  data: {val_files: ~/v}\n"
+    )
+    assert data_of(parse_config(text, "x.yaml")) == ("/a", "/b", str(Path("~/v").expanduser()))
+    assert data_of(parse_config(b"trainer: {backend: verl}", "x.yaml")) is None
+    assert data_of(parse_config(text + b"data: {root: /d}\n", "x.yaml")) == Path("/d")

@@ -26,7 +26,6 @@ from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
 from verl_slurm.config.load import dump, given_in, load, load_resolved
-from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
@@ -76,6 +75,7 @@ from verl_slurm.submit.undoing import (
     replace_content,
 )
 from verl_slurm.tiers.opening import namesakes
+from verl_slurm.verl.inputs import data_of
 
 __all__ = [
     "Submitted",
@@ -323,7 +323,7 @@ def carry_out(
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
     # Before anything is made or locked: the data may take long to read, and the user may be asked.
-    seen, drift = _confirmed_drift(plan, data_root(config), confirm_drift)
+    seen, drift = _confirmed_drift(plan, data_of(config), confirm_drift)
     notices = list(seen.notices) if seen is not None else []
     job_id: str | None = None
     with ExitStack() as held:
@@ -391,7 +391,8 @@ def carry_out(
             append_event(paths, ev.Submitted(plan.cluster, host, plan.slurm, job_id=job_id))
             if plan.avoids:
                 # Names no node: the user's record says how long. A requeue looks there again, and takes it back.
-                append_event(paths, ev.Avoid([], f"the job avoids {', '.join(plan.avoids)}", job_id=job_id))
+                detail = f"the job avoids {', '.join(plan.avoids)}"
+                append_event(paths, ev.Avoid([], detail, told=list(plan.avoids), job_id=job_id))
     return Submitted(
         run_dir=str(paths.root),
         cluster=plan.cluster,
@@ -409,11 +410,11 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
         DatasetDrift: the data has changed and the user did not confirm.
     """
     if plan.begun:
-        _confirmed_drift(plan, data_root(plan.config), confirm_drift)
+        _confirmed_drift(plan, data_of(plan.config), confirm_drift)
 
 
 def _confirmed_drift(
-    plan: SubmissionPlan, root: Path | None, confirm_drift: Confirm | None
+    plan: SubmissionPlan, root: Path | tuple[str, ...] | None, confirm_drift: Confirm | None
 ) -> tuple[prints.Survey | None, prints.Drift | None]:
     """Returns the changes in the data of a run that has begun; a run that has not may start on other data."""
     if root is None:
@@ -435,7 +436,7 @@ def _confirmed_drift(
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
         raise DatasetDrift(
             "the data has changed since the run started",
-            where=plan.config.data.root,
+            where=prints.place_of(root),
             found=drift.one_line(),
             expected="the files of the first start",
             remedy="restore them, start a new run, or accept the change with --force-resume",

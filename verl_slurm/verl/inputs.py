@@ -7,15 +7,19 @@ user's own settings alone (`said_settings`).
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from verl_slurm.verl.overrides import Setting, value_at
+from verl_slurm.config.roles import data_root
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.verl.overrides import Setting, judged, value_at
 from verl_slurm.verl.releases import Entry
 
 __all__ = [
     "ENGINES",
     "Input",
     "bytes_per_parameter",
+    "data_of",
     "engines_of",
     "files_of",
     "input_keys",
@@ -92,6 +96,20 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
         # The environment of the job decides, and that is not the one of submit.
         if "${" not in place
     ]
+
+
+def data_of(config: RunConfig) -> Path | tuple[str, ...] | None:
+    """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the files
+    that the settings of a run of verl name. None: a program of the user's without a declared data set.
+    """
+    root = data_root(config)
+    # What an image brings is not seen from outside of it.
+    if root is not None or config.trainer.backend != "verl" or config.slurm.container is not None:
+        return root
+    said, _ = judged(config.verl)
+    named = inputs_of(config.trainer.entry, said_settings(said), said)
+    places = {str(Path(one.place).expanduser()) for one in named if one.kind == "data"}
+    return tuple(sorted(place for place in places if place.startswith("/"))) or None
 
 
 _ROLLOUT = "actor_rollout_ref.rollout"

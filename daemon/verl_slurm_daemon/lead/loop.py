@@ -32,7 +32,6 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.lost import data_digest
-from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.image import check_image
 from verl_slurm.dataset.fingerprint.record import check_dataset
@@ -50,6 +49,7 @@ from verl_slurm.journal.folds.progress import (
 )
 from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.environment import SlurmJob
+from verl_slurm.verl.inputs import data_of
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm.wire.messages import Progress, Saved
 from verl_slurm_daemon.allocation.contract import Allocation
@@ -381,7 +381,7 @@ class Lead:
         events = await asyncio.to_thread(read_events, self._paths)
         await asyncio.to_thread(require_mounted, self._config, events)
         await asyncio.to_thread(check_image, self._config)
-        root = data_root(self._config)
+        root = data_of(self._config)
         if root is not None:
             # The record names the files; without it the newest checkpoint still tells whether they are the same.
             is_recorded = await asyncio.to_thread(self._paths.fingerprint.exists)

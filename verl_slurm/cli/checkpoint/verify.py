@@ -24,10 +24,10 @@ from verl_slurm.checkpoint.store.verify import verify as verify_directory
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
-from verl_slurm.config.roles import data_root
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
 from verl_slurm.journal.files import read_events
+from verl_slurm.verl.inputs import data_of
 
 __all__ = [
     "FIRST_TO_GO",
@@ -223,12 +223,13 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     changed behind an unchanged stamp.
     """
     # A directory by itself has its cache in the user's own; a run keeps it beside its fingerprint.
-    root, cache = place, default_path(place)
+    root: Path | tuple[str, ...] = place
+    cache = default_path(place)
     if (place / "run.yaml").is_file():
         # A run is compared with its own first start unless another run is named.
         against = against or RunPaths(place.resolve())
         # A guest's loop may know its data by itself.
-        known = data_root(load_resolved(place / "run.yaml"))
+        known = data_of(load_resolved(place / "run.yaml"))
         if known is None:
             raise NotFound(
                 "the run was not told which data it has",
@@ -256,7 +257,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     same = not any(changes.values())
     if as_json:
         answer: dict[str, Any] = {
-            "root": str(root),
+            "root": prints.place_of(root),
             "digest": now.digest,
             "num_files": len(now.files),
             "num_read": seen.num_read,

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -33,7 +34,15 @@ from verl_slurm.dataset.fingerprint.entries import (
     tree_digest,
 )
 from verl_slurm.dataset.fingerprint.hashing import Digests, hash_files
-from verl_slurm.dataset.fingerprint.walk import data_error, glance, lines_of, parse_line, walk
+from verl_slurm.dataset.fingerprint.walk import (
+    data_error,
+    glance,
+    lines_of,
+    lines_of_files,
+    parse_line,
+    place_of,
+    walk,
+)
 
 __all__ = [
     "Drift",
@@ -44,12 +53,15 @@ __all__ = [
     "drift",
     "fingerprint",
     "look",
+    "place_of",
     "read",
     "remember",
     "require_trained_on",
     "survey",
     "write",
 ]
+
+T = TypeVar("T")
 
 # A tree that changes this often while it is read is being written to.
 _ATTEMPTS = 3
@@ -83,13 +95,13 @@ def fingerprint(root: Path | str) -> Fingerprint:
 
 
 def survey(
-    root: Path | str,
+    root: Path | str | tuple[str, ...],
     *,
     cache: Path | None = None,
     full: bool = False,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> Survey:
-    """Looks at the tree below `root`. Writes nothing: `remember` does.
+    """Looks at the tree below `root`, or at the files that it names. Writes nothing: `remember` does.
 
     Args:
         cache: of an earlier look; None: every file is read.
@@ -98,28 +110,28 @@ def survey(
 
     Raises:
         DataError: as `fingerprint`.
+        OSError: a file that `root` names is not there, or storage does not answer.
     """
-    root = Path(root)
     # Before anything is read: a file is old enough for the cache if it was old at this moment.
     began_ns = clock_ns()
     # The cache is read and parsed while find walks.
-    seen, (old, notice) = glance(root, lambda: hash_cache.load(cache) if cache else (None, None))
-    lines = None
+    seen, (old, notice) = _list(root, lambda: hash_cache.load(cache) if cache else (None, None))
+    root_dir, lines = Path("/" if isinstance(root, tuple) else root), None
     # An unchanged tree is known by comparing two byte strings, without a set of its lines.
     if not full and old is not None and old.whole and seen is not None:
         if seen == old.text:
-            return Survey(root=root, found=old.fingerprint, num_read=0)
-        lines = lines_of(root, seen)  # with links, or in another order
+            return Survey(root=root_dir, found=old.fingerprint, num_read=0)
+        lines = lines_of(root_dir, seen)  # with links, or in another order
         if lines is not None and set(lines) == set(old.lines()):
-            return Survey(root=root, found=old.fingerprint, num_read=0)
+            return Survey(root=root_dir, found=old.fingerprint, num_read=0)
     cached = old.known() if old is not None else {}
     # find is faster; `walk` decides where find is missing, failed, or met something out of the ordinary.
-    lines = lines or lines_of(root, seen) or walk(root)
+    lines = lines or _lines(root, seen)
     # A full look starts with no hashes: what the cache says is then compared with what was read.
     found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached))
     wrong = [line for line in lines if full and line in cached and known[line] != cached[line]]
     return Survey(
-        root=root,
+        root=root_dir,
         found=found,
         num_read=num_read,
         unnoticed=tuple(sorted(parse_line(line).path for line in wrong)),
@@ -175,7 +187,11 @@ def write(paths: RunPaths, found: Fingerprint) -> None:
 
 
 def look(
-    paths: RunPaths, root: Path | str, recorded: Fingerprint | None, *, may_record: bool = False
+    paths: RunPaths,
+    root: Path | str | tuple[str, ...],
+    recorded: Fingerprint | None,
+    *,
+    may_record: bool = False,
 ) -> Survey:
     """Looks at the data of a run, in full if the result may be recorded. Writes nothing.
 
@@ -198,7 +214,7 @@ def look(
 
 def check_dataset(
     paths: RunPaths,
-    root: Path | str,
+    root: Path | str | tuple[str, ...],
     *,
     trained_on: str = "",
     notice: Callable[[str], None] = lambda text: None,
@@ -226,7 +242,7 @@ def check_dataset(
     elif difference := drift(recorded, seen.found):
         raise DatasetDrift(
             "the data set is not the one the run started with",
-            where=root,
+            where=place_of(root),
             found=difference.one_line(),
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
@@ -234,7 +250,7 @@ def check_dataset(
     return seen.found
 
 
-def require_trained_on(found: Fingerprint, trained_on: str, root: Path | str) -> None:
+def require_trained_on(found: Fingerprint, trained_on: str, root: Path | str | tuple[str, ...]) -> None:
     """Compares data with the digest that a checkpoint holds, where no record names the files any more.
 
     Raises:
@@ -243,37 +259,54 @@ def require_trained_on(found: Fingerprint, trained_on: str, root: Path | str) ->
     if trained_on and found.digest != trained_on:
         raise DatasetDrift(
             "the data set is not the one that the newest checkpoint has been trained on",
-            where=root,
+            where=place_of(root),
             found=f"digest {found.digest[:16]}; RUN/.dataset_fingerprint, which names the files, is gone",
             expected=f"digest {trained_on[:16]}",
             remedy="restore the data and that file, or accept the change with verl-slurm submit --force-resume",
         )
 
 
-def _read_tree(root: Path, lines: list[str], known: Digests) -> tuple[Fingerprint, list[str], int, Digests]:
+def _list(root: Path | str | tuple[str, ...], meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
+    if isinstance(root, tuple):
+        return hash_cache.text_of(lines_of_files(root)), meanwhile()
+    return glance(Path(root), meanwhile)
+
+
+def _lines(root: Path | str | tuple[str, ...], seen: bytes | None) -> list[str]:
+    if isinstance(root, tuple):
+        return lines_of_files(root)
+    return lines_of(Path(root), seen) or walk(Path(root))
+
+
+def _read_tree(
+    root: Path | str | tuple[str, ...], lines: list[str], known: Digests
+) -> tuple[Fingerprint, list[str], int, Digests]:
     """Reads the unknown files, and walks again until a walk shows nothing new.
 
     Returns:
         The result, its lines, the number of files read, and `known` with these.
     """
     read_now: set[str] = set()
+    root_dir = Path("/" if isinstance(root, tuple) else root)
     # Hash, then walk again: only a tree that looks the same before and after was read as one state.
     for _ in range(_ATTEMPTS + 1):
         # By line, so a file that was written meanwhile has another stamp, is unknown, and is read again.
         unknown = [line for line in lines if line not in known and not line.startswith("d ")]
-        if not unknown and (found := _assemble(root, lines, known)) is not None:
+        if not unknown and (found := _assemble(root_dir, lines, known)) is not None:
             return found, lines, len(read_now), known
-        hashed = hash_files(root, unknown)
+        hashed = hash_files(root_dir, unknown)
         known.update(hashed)
         read_now.update(hashed)
         before = lines
         # Usually nothing changed meanwhile, so the result is assembled while find runs.
-        seen, found = glance(root, partial(_assemble, root, before, known))
+        seen, found = _list(root, partial(_assemble, root_dir, before, known))
         # The walk behind the hashing.
-        lines = lines_of(root, seen) or walk(root)
+        lines = _lines(root, seen)
         if found is not None and (lines == before or set(lines) == set(before)):
             return found, lines, len(read_now), known
-    raise data_error("the data set changes while it is read", root, "files come and go", "files at rest")
+    raise data_error(
+        "the data set changes while it is read", place_of(root), "files come and go", "files at rest"
+    )
 
 
 def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | None:

@@ -23,7 +23,17 @@ from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import DataError
 from verl_slurm.dataset.fingerprint.entries import Kind
 
-__all__ = ["Line", "data_error", "glance", "line_of", "lines_of", "parse_line", "walk"]
+__all__ = [
+    "Line",
+    "data_error",
+    "glance",
+    "line_of",
+    "lines_of",
+    "lines_of_files",
+    "parse_line",
+    "place_of",
+    "walk",
+]
 
 T = TypeVar("T")
 
@@ -112,6 +122,20 @@ def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
         said = [find() for find in finds]
     # One that failed may have left out a part, so the others' lines count for nothing.
     return None if None in said else b"".join(part for part in said if part), result
+
+
+def lines_of_files(files: tuple[str, ...]) -> list[str]:
+    """Returns the lines of files, by absolute path, relative to `/`. Links are followed: training reads the target.
+
+    Raises:
+        OSError: one is not there, or storage does not answer.
+    """
+    return [line_of("l" if os.path.islink(file) else "f", os.stat(file), file.lstrip("/")) for file in files]
+
+
+def place_of(root: Path | str | tuple[str, ...]) -> str:
+    """Returns the words for where a data set is."""
+    return ", ".join(root) if isinstance(root, tuple) else str(root)
 
 
 def lines_of(root: Path, seen: bytes | None) -> list[str] | None:
