@@ -105,5 +105,5 @@ def test_growing_saves_without_a_deadline_and_only_what_trains() -> None:
     progress = Progress(rank=0, step=3, phase="generate", index=1, safe_points=1, new_rollouts=16)
     model = decide(model, inputs.RankSaid(progress)).model
     after = decide(model, asked)
-    assert act.SaveRequest(request_id=1, stop=True, seconds_left=None) in after.actions
-    assert (after.model.state, after.model.saves_unbounded) == (State.SAVING, True)
+    assert act.SaveRequest(request_id=1, stop=False, seconds_left=None) in after.actions
+    assert after.model.state is State.RUNNING

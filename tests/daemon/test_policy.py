@@ -109,14 +109,56 @@ def test_a_preemption_saves_verifies_requeues_and_exits_when_all_is_gone(kind: C
     assert last == [act.Exit(ExitCode.REQUEUED, "starts in 10 s")]
 
 
-def test_a_requeue_that_an_operator_wishes_waits_for_the_save_without_a_deadline() -> None:
+def wished() -> Story:
+    """A requeue was asked for, and the checkpoint that it waits for is there."""
     story = training()
-    assert story.then(cause("operator_requeue", None))[-1] == act.SaveRequest(request_id=1, stop=True)
-    assert kinds(story.then(saved(1))) == [act.Verify]
+    story.then(cause("operator_requeue", None))
+    story.then(saved(1))
+    assert story.then(inputs.Verified(SAVED, True, ""))[-1] == act.SaveRequest(request_id=2, stop=True)
+    return story
+
+
+def test_a_requeue_that_an_operator_wishes_stops_the_ranks_once_a_checkpoint_verifies() -> None:
+    story = training()
+    assert story.then(cause("operator_requeue", None))[-1] == act.SaveRequest(request_id=1, stop=False)
+    assert story.then(cause("operator_requeue", None)) == [], "asked twice"
+    assert story.model.state is State.RUNNING
+    story = wished()
+    assert kinds(story.then(saved(2))) == [act.Verify]
     assert kinds(story.then(inputs.Verified(SAVED, True, ""))) == [act.Requeue, act.TakeDown]
     hurried = training()
     hurried.then(cause("operator_requeue", None))
-    assert kinds(hurried.then(cause("preemption", 20.0))) == [act.ArmDeadline]
+    assert hurried.then(cause("preemption", 20.0))[-1] == act.SaveRequest(
+        request_id=2, stop=True, seconds_left=20.0
+    )
+
+
+def test_a_wished_requeue_whose_save_fails_leaves_the_ranks_at_work_and_says_so() -> None:
+    for answer in (
+        inputs.RankSaid(SaveFailed(rank=0, request_id=1, reason="no space")),
+        inputs.Verified(SAVED, False, "no space"),
+    ):
+        story = training()
+        story.then(cause("operator_requeue", None))
+        if isinstance(answer, inputs.Verified):
+            story.then(saved(1))
+        note = story.then(answer)[-1]
+        assert isinstance(note, act.Note)
+        assert "not requeued: the save before it failed" in note.event.text  # type: ignore[attr-defined]
+        assert (story.model.state, story.model.intent) == (State.RUNNING, None)
+        assert story.then(cause("operator_requeue", None))[-1] == act.SaveRequest(request_id=2, stop=False)
+
+
+def test_a_wished_requeue_is_answered_by_a_later_save_and_done_after_a_crash() -> None:
+    story = training()
+    story.then(cause("operator_requeue", None))
+    story.then(cause("operator", None))  # its request replaces the first one on the ranks' page
+    story.then(saved(2))
+    assert story.then(inputs.Verified(SAVED, True, ""))[-1] == act.SaveRequest(request_id=3, stop=True)
+    crashed = training()
+    crashed.then(cause("operator_requeue", None))
+    crashed.then(inputs.NodeFailed("n1", "killed"))
+    assert kinds(crashed.then(inputs.GenerationEnded(1))) == [act.Requeue]
 
 
 def test_a_service_that_is_lost_while_ranks_train_is_saved_for_without_a_deadline_and_requeued() -> None:
@@ -140,15 +182,13 @@ def test_a_service_that_cannot_be_started_is_a_crash_before_the_ranks_run() -> N
 
 
 def test_a_rank_that_hangs_in_the_save_of_a_wished_requeue_does_not_hold_the_job_to_its_limit() -> None:
-    story = training()
-    story.then(cause("operator_requeue", None))
+    story = wished()
     assert not story.then(inputs.Hung(story.model.generation - 1, "n1", "of the generation before"))
     assert kinds(story.then(inputs.Hung(story.model.generation, "n1", "silent"))) == [
         act.Requeue,
         act.TakeDown,
     ]
-    bounded = training()
-    bounded.then(cause("operator_requeue", None))
+    bounded = wished()
     assert bounded.model.saves_unbounded  # so the lead goes on to look how near its limit is
     bounded.then(cause("preemption", 20.0))
     assert not bounded.model.saves_unbounded

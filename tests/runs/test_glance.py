@@ -1,5 +1,6 @@
 """Many runs at a glance: what is read, who is asked, and what is not believed."""
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.journal import files
 from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.status import read_status
 from verl_slurm.runs.glance import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
 from verl_slurm.slurm.client import SlurmClient
 
@@ -71,6 +73,22 @@ def test_a_runs_state_is_what_its_files_and_slurm_say(
         name, _, reason = slurm.partition(" ")
         squeue[0][7] = (name, reason, "")
     assert state(tmp_path / "run") == shown
+
+
+def test_a_run_whose_saves_fail_says_so(
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
+) -> None:
+    paths = make_run(tmp_path / "run")
+    paths.status.write_text(json.dumps(read_status(paths) | {"save_problem": "no space"}))
+    squeue[0][7] = ("RUNNING", "", "")
+    assert state(tmp_path / "run") == "saves fail"
+
+
+def test_a_run_that_was_cancelled_before_it_started_is_not_gone(
+    tmp_path: Path, squeue: tuple[dict[int, tuple[str, str, str]], Questions]
+) -> None:
+    append_event(make_run(tmp_path / "run", "queued"), "cancel_asked")
+    assert state(tmp_path / "run") == "cancelled"
 
 
 def test_slurm_is_asked_once_for_all_runs_and_not_for_those_that_are_over(

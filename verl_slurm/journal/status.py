@@ -37,6 +37,8 @@ class Status(msgspec.Struct, kw_only=True):
     last_checkpoint: str = ""
     """Verified."""
     last_checkpoint_time: str = ""
+    save_problem: str = ""
+    """Why the newest save has failed; empty: it has not."""
     cause: str = ""
     cluster: str = ""
     host: str = ""

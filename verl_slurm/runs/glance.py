@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.store.lost import in_tiers
 from verl_slurm.checkpoint.store.newest import Newest, newest_checkpoint
 from verl_slurm.journal.events import Cause, Ended, Event, Started, Submitted
 from verl_slurm.journal.files import read_last_events
-from verl_slurm.journal.folds.jobs import Submission, newest_job
+from verl_slurm.journal.folds.jobs import Submission, cancel_asked, newest_job
 from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.status import read_status
@@ -69,6 +69,8 @@ class Glance(msgspec.Struct, kw_only=True):
     """
     last: Event | None = None
     """The newest event of all."""
+    is_cancelled: bool = False
+    """`verl-slurm cancel` was the last that became of its newest job."""
     cause: Cause | None = None
     """The newest cause, unless it is longer ago than what was read back."""
     checkpoint: Newest | None = None
@@ -187,6 +189,7 @@ def glance(root: Path, events: Sequence[Event] | None = None) -> Glance:
         # The newest of each: the events are the journal's end, oldest first.
         word=next((event for event in reversed(events) if isinstance(event, _DECISIVE)), None),
         last=events[-1] if events else None,
+        is_cancelled=cancel_asked(events),
         cause=next((event for event in reversed(events) if isinstance(event, Cause)), None),
         checkpoint=checkpoint,
         lost=lost,
@@ -331,7 +334,7 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     if isinstance(run.word, Ended) and run.word.is_final:
         return run.word.outcome
     if seen is not None and seen.alive is False:
-        return "gone"
+        return "cancelled" if run.is_cancelled else "gone"
     if seen is not None and seen.alive is None and seen.detail.startswith("it is of Slurm cluster"):
         return f"on {run.job.slurm}"
     if seen is not None and seen.state in ("PENDING", "SUSPENDED"):
@@ -342,6 +345,8 @@ def state_of(run: Glance, seen: Seen | None) -> str:
     its_snapshot = run.status.get("job_id") == run.job.job_id
     # A snapshot of the job before this one says nothing about it.
     of_this_job = its_snapshot and state != "ended" and not isinstance(run.word, Submitted)
+    if of_this_job and state == "running" and run.status.get("save_problem"):
+        state = "saves fail"
     if seen is not None and seen.alive:
         return state if of_this_job and state else "starting"
     return f"{state if of_this_job and state else 'queued'}?"

@@ -127,6 +127,12 @@ class Model(msgspec.Struct, frozen=True):
     """Ranks of this run have trained, so all that a start needs was there."""
     step: int = 0
     """Completed steps, as the ranks report them."""
+    wish: inputs.CauseKnown | None = None
+    """A requeue for which nothing presses: it waits for a checkpoint that verifies, and the ranks train on."""
+    wish_save: int = 0
+    """The request for that checkpoint."""
+    wish_name: str = ""
+    """That checkpoint; empty: it is not there yet."""
     raised: str = ""
     """Where the user's code last raised, and the exception; empty: it has not, or new rollouts came since."""
 

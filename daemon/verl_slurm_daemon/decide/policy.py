@@ -250,9 +250,34 @@ def _on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
 
 def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
     leaving = model.state is State.LEAVING and event.kind != "cancel"
-    if event.kind == "none" or leaving or (event.kind == "growth" and model.state is not State.RUNNING):
+    if leaving or (event.kind == "growth" and model.state is not State.RUNNING):
         # Leaving already: the requeue's own TERM, or a preemption of a job that ends anyway.
         return Decision(model)
+    if event.kind in ("operator_requeue", "growth") and model.state is State.RUNNING:
+        return _wish(model, event) if model.wish is None else Decision(model)
+    return _act_on(model, event)
+
+
+def _wish(model: Model, event: inputs.CauseKnown) -> Decision:
+    """Has the ranks save and train on: what they have done since the last checkpoint is not given up for a wish."""
+    request_id = model.request_id + 1
+    after = msgspec.structs.replace(
+        model, request_id=request_id, wish=event, wish_save=request_id, wish_name=""
+    )
+    note = act.Note(ev.Notice("requeue", f"asked for, and waits for a checkpoint: {event.evidence}"))
+    return Decision(after, (note, act.SaveRequest(request_id=request_id, stop=False)))
+
+
+def _wish_fails(model: Model, reason: str, *notes: act.Note) -> Decision:
+    text = (
+        f"not requeued: the save before it failed, and nothing presses, so the ranks train on: {reason}. Once saves "
+        "succeed, verl-slurm requeue asks again; with --now it gives up what is not saved"
+    )
+    after = msgspec.structs.replace(model, wish=None, wish_save=0)
+    return Decision(after, (*notes, act.Note(ev.Warned("requeue", text))))
+
+
+def _act_on(model: Model, event: inputs.CauseKnown) -> Decision:
     left = None if event.seconds_left is None else round(event.seconds_left, 1)
     note = act.Note(ev.Cause(event.kind, event.evidence, left))
     match event.kind:
@@ -270,6 +295,8 @@ def _act_on_cause(model: Model, event: inputs.CauseKnown) -> Decision:
             intent = Intent.CANCELLED
         case "requeued" | "node_lost":
             intent = Intent.ALREADY_REQUEUED
+        case "none":
+            return Decision(model)
         case _:
             assert_never(event.kind)
     known = event.kind == model.cause and model.state in (State.SAVING, State.CHECKING)
@@ -322,6 +349,11 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             if message.request_id > model.request_id:  # no such request was made
                 return Decision(model, (act.Note(ev.Ignored(f"an answer to {message.request_id}")),))
             notes = saved_notes(message)
+            # A later request replaces the wish's on the ranks' page, and answers it.
+            if model.wish is not None and message.request_id >= model.wish_save:
+                if not message.on_shared and model.state is State.RUNNING:
+                    return _wish_fails(model, "the nodes' disks alone took it", *notes)
+                model = msgspec.structs.replace(model, wish_name=message.name)
             if not message.on_shared:
                 # The ranks have read it back on their nodes; the lead cannot read it from here.
                 if model.state is State.SAVING and message.request_id == model.request_id:
@@ -339,6 +371,8 @@ def _on_rank(model: Model, message: FromRank) -> Decision:
             note = act.Note(ev.SaveFailed(message.reason, message.rank))
             if model.state is State.SAVING and message.request_id == model.request_id:
                 return _leave(model, note)
+            if model.wish is not None and message.request_id >= model.wish_save:
+                return _wish_fails(model, message.reason, note)
             return Decision(model, (note,))
         case Notice():
             form = ev.Warned if message.loud else ev.Notice
@@ -436,6 +470,8 @@ def _on_crash(model: Model, detail: str) -> Decision:
     if model.refusal is not None:  # trying again would change nothing
         code = next((c for c in ExitCode if c == model.refusal.exit_code), ExitCode.INTERNAL)
         return _exit(model, code, model.refusal.reason)
+    if model.intent is None and model.wish is not None:
+        model = msgspec.structs.replace(model, intent=Intent.REQUEUE, cause=model.wish.kind)
     if model.intent is not None:  # Slurm wants the nodes, or the user the end: not in this job
         return _leave(model)
     kind, node = model.failure_kind, model.failure_node
@@ -493,6 +529,13 @@ def _on_verified(model: Model, event: inputs.Verified) -> Decision:
     # A checkpoint that verifies is progress: budgets start again, and no node is suspected any more.
     if event.good:
         model = msgspec.structs.replace(model, crashes=0, failed=(), strangers=0, starts_failed=0, tries=0)
+    if model.wish is not None and event.name == model.wish_name and model.state is State.RUNNING:
+        if event.pruned:  # a newer one is there, or comes
+            return Decision(msgspec.structs.replace(model, wish_save=0), (note,))
+        if not event.good:
+            return _wish_fails(model, event.detail or event.name, note)
+        asked = _act_on(msgspec.structs.replace(model, wish=None, unverified=""), model.wish)
+        return Decision(asked.model, (note, *asked.actions))
     if event.name != model.unverified:
         return Decision(model, (note,))
     lost = "" if event.good else "pruned" if event.pruned else "corrupt"

@@ -51,7 +51,7 @@ from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.verl.inputs import data_of
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
-from verl_slurm.wire.messages import Progress, Saved
+from verl_slurm.wire.messages import Progress, Saved, SaveFailed
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.allocation.slurm import SlurmAllocation
@@ -456,6 +456,10 @@ class Lead:
                 status.metrics = message.metrics or status.metrics
             case inputs.RankSaid(Saved() as message):
                 changed = True
+                status.save_problem = "" if message.on_shared else status.save_problem
+            case inputs.RankSaid(SaveFailed() as message):
+                changed = True
+                status.save_problem = message.reason or "for an unknown reason"
             case inputs.AllDone(name, _):
                 status.last_checkpoint, status.step = name, (checkpoint_order(name) or (0, 0))[0]
             case inputs.Verified(name, good, _) if good:

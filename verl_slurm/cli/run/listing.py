@@ -25,7 +25,7 @@ FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", 
 STATE_COLOURS = {
     **dict.fromkeys(("done", "running", "RUNNING"), "green"),
     **dict.fromkeys(("queued", "PENDING", "suspended", "held"), "yellow"),
-    **dict.fromkeys(("gone", "GONE", "failed", "no permission"), "red"),
+    **dict.fromkeys(("gone", "GONE", "failed", "no permission", "saves fail"), "red"),
 }
 
 
@@ -43,6 +43,7 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
 
     \b
     state   prepared, queued, starting, running, saving, ..., done, cancelled, failed with N;
+            saves fail: it trains, and its newest save came to nothing;
             gone: its job is no more, and its daemon said nothing; with a ?: whether it lives is not known here
     interrupted, cost   how often, why last, and the time from the first sign to the first new rollout, in all
             (with a +: the last one is not over)

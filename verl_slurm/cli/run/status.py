@@ -113,6 +113,8 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     # As its lead last wrote it; a run that has not started has none.
     if snapshot:
         lines.append(("state", _state_words(facts)))
+        if problem := snapshot.get("save_problem"):
+            lines.append(("saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"))
         lines.append(("training", story.progress(snapshot | {"step": facts["step"]})))
         lines += _progress_lines(facts, now)
         requeues = counted(snapshot.get("requeues") or 0, "requeue")
@@ -218,7 +220,11 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
         unknown = _unknown_job(run, events, seen)
     facts = told_facts(seen)
     if answer is not None and answer.over and not is_over(seen) and not unknown:
-        facts["ended"] = _over_words(run, facts["ended"], answer)
+        facts["ended"] = (
+            "cancelled by its user before it started"
+            if seen.is_cancelled
+            else _over_words(run, facts["ended"], answer)
+        )
     words = (event for event in reversed(events) if isinstance(event, (Held, Started, Submitted)))
     stood = next(words, None)
     # A later attempt's start changes nothing, until it trains.
