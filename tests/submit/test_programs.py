@@ -206,3 +206,10 @@ def test_a_source_of_deep_attributes_is_read_in_a_moment(here: Path) -> None:
     deep = "x = (" + "+".join(["a"] * 900) + ").y\n"
     (here / "deep.py").write_text(deep + f"x = ([{'0,' * 900}]){'.a' * 150}\n" * 100)
     assert check_guest(started_by("deep.py")).good == ["program"]
+
+
+def test_a_module_that_lies_beside_a_reward_is_copied_by_a_tree_of_code(here: Path) -> None:
+    (here / "reward.py").write_text("from helper import x\ndef score(prompt, response, answer): return x\n")
+    (here / "helper.py").write_text("x = 1.0\n")
+    with pytest.raises(ConfigError, match=r"set code\.tree=\S+: helper lies beside reward\.py"):
+        check_reward(f"python:{here}/reward.py:score", run_config())

@@ -172,6 +172,10 @@ def plan_submission(
         with python_not_run(not_run):
             good, notes = check_guest(runs)
         checked += good
+        if data_of(config) is None:
+            notes.append(
+                "not looked at: whether the data stays the same between attempts; data.root names it"
+            )
     else:
         with python_not_run(not_run):
             inputs, notes = check_inputs(runs, written.model.path, begun=has_begun(paths))

@@ -39,10 +39,9 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     """Save, end the running job of RUN, and have it start again a few seconds later.
 
     For instance to leave a node that is to be repaired. The daemon saves with all the time that it needs, reads the
-    checkpoint back, and asks Slurm for the requeue itself. If the save fails, the ranks train on: `verl-slurm status RUN`
-    says so. With --now it is `scontrol requeue`, for a daemon that does
-    not answer: the ranks are ended after Slurm's KillWait, saved or not. A job that is over is started again by
-    `verl-slurm submit RUN`.
+    checkpoint back, and asks Slurm for the requeue itself. If the save fails, the ranks train on, and `verl-slurm
+    status RUN` says so. With --now it is `scontrol requeue`, for a daemon that does not answer: the ranks are ended
+    after Slurm's KillWait, saved or not. A job that is over is started again by `verl-slurm submit RUN`.
     """
     with telling(render.warning):
         job_id, detail = requeue_run(run, at_once=at_once)

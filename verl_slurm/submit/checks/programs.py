@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.bounded import SOURCE, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import ConfigError, DataError, NotFound
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.reward_spec import bindings, names_of
 from verl_slurm.config.schema import RunConfig
@@ -454,7 +454,22 @@ def check_imports(
             names += [alias.name.partition(".")[0] for alias in node.names]
         elif node.level == 0 and node.module:
             names.append(node.module.partition(".")[0])
-    return check_modules(config, list(dict.fromkeys(names)), str(file), beside) if names else Found([], [])
+    if not names:
+        return Found([], [])
+    try:
+        return check_modules(config, list(dict.fromkeys(names)), str(file), beside)
+    except ConfigError as error:
+        near = [
+            name for name in names if (file.parent / f"{name}.py").exists() or (file.parent / name).is_dir()
+        ]
+        if not near:
+            raise
+        remedy = (
+            f"set code.tree={shell_word(file.parent)}: {near[0]} lies beside {file.name} and is copied then"
+        )
+        raise ConfigError(
+            error.what, where=error.where, found=error.found, expected=error.expected, remedy=remedy
+        ) from None
 
 
 def _check_relative(file: Path, node: ast.ImportFrom, package: str, beside: Sequence[str]) -> None:
