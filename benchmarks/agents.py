@@ -26,8 +26,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "daemon")]
 
 from verl_slurm_daemon.allocation.local import LocalAllocation
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.journal import Journal

@@ -13,8 +13,6 @@ import msgspec
 
 from verl_slurm.base.files import write_file
 
-__all__ = ["Row", "add", "rows", "table"]
-
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One case, passed: weights and rollouts equal to the twin's bit for bit, nothing generated twice.

@@ -6,8 +6,6 @@ It brings its own background, and light and dark colours of it: a page that show
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape, quoteattr
 
-__all__ = ["lines", "picture"]
-
 _WIDTH, _HEIGHT = 760, 420
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 736, 44, 364
 _STYLE = """

@@ -21,7 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from verl_slurm.base.keys import MasterKey, Secret
-from verl_slurm.checkpoint.format.encryption import CHUNK_BYTES, CheckpointCipher, ChunkOpener, ChunkSealer
+from verl_slurm.checkpoint.format.encryption import (
+    SEALED_CHUNK_BYTES,
+    CheckpointCipher,
+    ChunkOpener,
+    ChunkSealer,
+)
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.protocol import ArenaFile, Sealing
@@ -111,15 +116,15 @@ def main() -> None:
     size = options.mib << 20
     plain, out, back = (memoryview(bytearray(size)) for _ in range(3))
     key = MasterKey(bytes(range(32))).derive(b"benchmark")
-    tags = _seal(key, plain, out, CHUNK_BYTES)
-    _open(key, out, tags, back, CHUNK_BYTES)
+    tags = _seal(key, plain, out, SEALED_CHUNK_BYTES)
+    _open(key, out, tags, back, SEALED_CHUNK_BYTES)
 
     def copy() -> None:
         back[:] = plain
 
     works: dict[str, Callable[[], object]] = {
-        "seal": lambda: _seal(key, plain, out, CHUNK_BYTES),
-        "open": lambda: _open(key, out, tags, back, CHUNK_BYTES),
+        "seal": lambda: _seal(key, plain, out, SEALED_CHUNK_BYTES),
+        "open": lambda: _open(key, out, tags, back, SEALED_CHUNK_BYTES),
         "sha256": lambda: hashlib.sha256(plain).digest(),
         "copy": copy,
     }

@@ -28,8 +28,6 @@ from verl_slurm.save.writer.metadata_files import seal_small, write_small
 from verl_slurm.save.writer.protocol import ArenaFile
 from verl_slurm.save.writer.writing import write_and_hash
 
-__all__ = ["COLUMNS", "Alone", "as_rank", "box_of", "domains_of", "shapes", "without_fsync", "write_files"]
-
 COLUMNS = 4
 _ROWS = {
     "q": 8192,

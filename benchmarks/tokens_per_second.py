@@ -42,8 +42,6 @@ from benchmarks.save.machine import environment, wait_until_idle
 from benchmarks.whole_step import ours
 from benchmarks.whole_step.gate import Said, Settings
 
-__all__ = ["main", "page", "summary"]
-
 _ROOT = Path(__file__).parent.parent
 _PEER = "TRL"
 _PHASES = ("generate_s", "score_s", "update_s")

@@ -9,8 +9,6 @@ from typing import Any
 
 from verl_slurm.config.families import FAMILIES, REFUSED
 
-__all__ = ["PAGE", "TINY", "build_family", "page", "tiny_config"]
-
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 _USUAL: dict[str, Any] = {

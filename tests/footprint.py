@@ -10,8 +10,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Footprint", "growth", "litter", "look"]
-
 Footprint = dict[str, float]
 """Of one process: `fds`, `threads`, `mb` (resident). Of a run: `litter` (files)."""
 

@@ -15,8 +15,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.files import to_json
 from verl_slurm.runtime_state.samples import Sample, append_samples
 
-__all__ = ["HOSTILE", "HOSTILE_NAME", "make_interrupted_run"]
-
 HOSTILE = (
     "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>"
     "--><svg/onload=window.harmed=1>{{ 7*7 }}${7*7}'\"&lt;\u202e\u2028\x1b[31m\x00\ufffe"

@@ -8,8 +8,6 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.ledger import Key, records
 
-__all__ = ["LedgerStats", "ledger_stats"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerStats:

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["captured", "free_port", "held", "python_path", "tell"]
-
 ROOT = Path(__file__).parent.parent
 
 

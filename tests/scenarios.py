@@ -13,8 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["PAGE", "Shown", "page", "read_rows", "shown"]
-
 TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "scenarios.md"
 

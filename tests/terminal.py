@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 from tests.processes import python_path
 
-__all__ = ["Shown", "on_a_terminal"]
-
 
 class Shown(NamedTuple):
     """What a command has left on its terminal."""

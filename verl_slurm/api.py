@@ -33,8 +33,6 @@ from verl_slurm.runs.record import last_job, require_run
 from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
 from verl_slurm.submit.submission import carry_out, plan_submission
 
-__all__ = ["Run", "RunStatus", "submit"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

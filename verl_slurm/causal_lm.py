@@ -16,8 +16,6 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from verl_slurm.base.errors import DataError
 
-__all__ = ["ValueModel", "accepted", "decoder_layers", "names"]
-
 
 def accepted(model: nn.Module, **words: Any) -> dict[str, Any]:
     """Returns those of `words` that the model's `forward` takes. MPT, for instance, has no `position_ids`."""

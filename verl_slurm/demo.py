@@ -34,8 +34,6 @@ from verl_slurm.runs.record import last_job
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.submission import carry_out, plan_submission
 
-__all__ = ["DemoResult", "Timing", "run_demo", "timings"]
-
 _PREEMPT_AT_STEP = 4
 
 

@@ -30,8 +30,6 @@ from verl_slurm.quickstart.data import build_data
 from verl_slurm.quickstart.model import build_model
 from verl_slurm.trainer.place import Place, process_group
 
-__all__ = ["main"]
-
 _RESULTS = Path(__file__).resolve().parents[1] / "results"
 _DRIVER = Path("/proc/driver/nvidia/version")
 

@@ -2,8 +2,6 @@
 
 from benchmarks.gpu.records import Result
 
-__all__ = ["page"]
-
 
 def page(result: Result) -> str:
     """Conditions and three tables."""

@@ -4,8 +4,6 @@ import msgspec
 
 from benchmarks.save.records import Environment
 
-__all__ = ["Result", "RunFigures", "SamplingFigures", "SaveFigures", "Where"]
-
 
 class Where(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The device that the figures are of."""

@@ -33,8 +33,6 @@ from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress, Saved, SaveRequest, Stopped
 
-__all__ = ["DTYPES", "Precision", "build_wide_model", "make_config", "measure_runs"]
-
 _STEPS = 4
 Precision = Literal["none", "bfloat16"]
 DTYPES: dict[Precision, str] = {"none": "float32", "bfloat16": "bfloat16"}

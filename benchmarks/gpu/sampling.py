@@ -11,8 +11,6 @@ from verl_slurm.config.schema import RolloutConfig
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.rollout.sampling import HFRollout
 
-__all__ = ["measure_sampling"]
-
 _ROWS, _PROMPT, _NEW = 32, 64, 128
 
 

@@ -14,8 +14,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.writer.protocol import Write
 
-__all__ = ["measure_saves", "why_not"]
-
 _PIECE = 64 << 20
 
 

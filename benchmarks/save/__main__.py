@@ -38,8 +38,6 @@ from benchmarks.save.registry import DEFAULT, PEERS, absent, entry
 from benchmarks.save.report import text
 from verl_slurm.base.files import write_file
 
-__all__ = ["main"]
-
 _QUICK = {"gib": 0.125, "reps": 2, "generation_s": 0.3, "busy_s": 0.8, "quiet_s": 0.0}
 _EVERYTHING = tuple(MODES)
 _INTERRUPTED = 130

@@ -14,8 +14,6 @@ import msgspec
 from benchmarks.save.figures import Figures
 from benchmarks.save.records import Environment, Mode, Run
 
-__all__ = ["OPTIONS", "Compared", "compare", "earlier_runs", "keep", "text"]
-
 OPTIONS = {
     "gib": 0.25,
     "reps": 5,

@@ -11,8 +11,6 @@ from statistics import median
 
 from benchmarks.save.records import Mode, Sample
 
-__all__ = ["Figures", "Spread", "spread"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:

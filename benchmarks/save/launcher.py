@@ -27,8 +27,6 @@ from benchmarks.save.records import MODES, Answer, Job, Mode, Sample, part_of
 from benchmarks.save.registry import entry, groups
 from verl_slurm.checkpoint.store.verify import verify
 
-__all__ = ["Launcher"]
-
 _ROOT = Path(__file__).parent.parent.parent
 _SAMPLING_MS = 30
 _SHOWN_LOG = 3000

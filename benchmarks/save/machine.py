@@ -18,17 +18,6 @@ import psutil
 
 from benchmarks.save.records import Environment
 
-__all__ = [
-    "can_drop_caches",
-    "drop_caches",
-    "environment",
-    "fsync_tree",
-    "tree_bytes",
-    "tree_cpu_s",
-    "tree_pss",
-    "wait_until_idle",
-]
-
 _DROP = Path("/proc/sys/vm/drop_caches")
 _PACKAGES = (
     *(

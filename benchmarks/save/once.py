@@ -16,8 +16,6 @@ from benchmarks.save.run_directory import contents, make_saver
 from benchmarks.save.workload import Workload
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["commit", "keep", "load", "memory"]
-
 _BASELINE_S = 0.6
 """How long the launcher may look at ranks that have not saved yet."""
 

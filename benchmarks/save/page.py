@@ -4,8 +4,6 @@ from benchmarks.save.records import Run
 from benchmarks.save.report import conditions
 from benchmarks.save.tables import Table, tables
 
-__all__ = ["page"]
-
 _HEAD = """# What a save costs, measured
 
 Made by `python -m benchmarks.save --page RUN.json` from the run in the JSON file beside it; do not edit.

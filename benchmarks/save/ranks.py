@@ -15,8 +15,6 @@ from benchmarks.save.records import Job
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["attempt", "fresh", "leave", "quiet", "slowest", "timed"]
-
 
 def slowest(ranks: Collective, **seconds: float) -> dict[str, float]:
     """Of each figure the greatest over all ranks: the step goes on when the last one may."""

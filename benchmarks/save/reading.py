@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-__all__ = ["files_of", "read_all", "read_share"]
-
 _BUFFER = 4 << 20
 
 

@@ -10,8 +10,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["MODES", "Answer", "Environment", "Job", "Mode", "Run", "Sample", "part_of"]
-
 Mode = Literal["loop", "direct", "busy", "dual", "memory", "keep", "load", "commit", "verify"]
 """What one process group does:
 

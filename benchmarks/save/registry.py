@@ -10,8 +10,6 @@ from benchmarks.save.records import Mode
 if TYPE_CHECKING:
     from benchmarks.save.peers.base import Peer
 
-__all__ = ["COMPANIONS", "DEFAULT", "PEERS", "Entry", "absent", "entry", "groups", "load_class"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:

@@ -4,8 +4,6 @@ from benchmarks.save.figures import Figures
 from benchmarks.save.records import Run
 from benchmarks.save.tables import Table, tables
 
-__all__ = ["conditions", "text"]
-
 _QUIET = 0.85
 
 

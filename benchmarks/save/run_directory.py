@@ -17,8 +17,6 @@ from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, Topology
 from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, Provenance, SaveContents
 
-__all__ = ["all_domains", "contents", "make_saver", "only_checkpoint"]
-
 _TEXTS = ("scheduler.json", "metadata.json", "config.yaml", "orchestration.json")
 
 

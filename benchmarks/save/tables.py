@@ -7,8 +7,6 @@ from benchmarks.save.records import Mode, Run
 from benchmarks.save.registry import PEERS
 from benchmarks.save.targets import verdicts
 
-__all__ = ["Table", "tables"]
-
 _NOTHING = "–"
 _OURS = "ours"
 

@@ -7,8 +7,6 @@ from benchmarks.save.figures import Figures
 from benchmarks.save.records import Mode, Run
 from benchmarks.save.registry import PEERS
 
-__all__ = ["Verdict", "verdicts"]
-
 _LAZY, _EAGER, _COPY = "ours", "ours_eager", "copy"
 _DCP_ASYNC = ("dcp_async", "dcp_process")
 

@@ -28,8 +28,6 @@ from benchmarks.save.workload import Workload
 from verl_slurm.base.files import write_file
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["Turns"]
-
 _COMPARED_STEPS = 6
 """Undisturbed steps timed before and after a busy save."""
 

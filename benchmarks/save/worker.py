@@ -12,8 +12,6 @@ from benchmarks.save.records import Answer, Job
 from benchmarks.save.turns import Turns
 from benchmarks.save.workload import Workload, start_ranks
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Do the job; rank 0 writes the answer. Never returns."""

@@ -23,8 +23,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.tensors import model_tensors, optimizer_tensors
 
-__all__ = ["Workload", "local", "start_ranks"]
-
 # (hidden size, vocabulary, parameters of the embedding, parameters of one layer): the largest whose embedding
 # leaves most of the wanted size to the layers.
 _SHAPES = (

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
 
-__all__ = ["Gate", "Said", "Settings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

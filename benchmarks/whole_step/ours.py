@@ -26,8 +26,6 @@ from verl_slurm.config.schema import (
 from verl_slurm.wire.client import NoDaemon
 from verl_slurm.wire.messages import FromRank, Progress
 
-__all__ = ["config", "main", "prepare"]
-
 
 def config(given: Settings) -> RunConfig:
     """The run that `given` describes: everything else is the default, as in `configs/quickstart_grpo.yaml`."""

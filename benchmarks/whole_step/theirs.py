@@ -21,8 +21,6 @@ from verl_slurm.config.schema import DataConfig
 from verl_slurm.trainer.data import read_sides
 from verl_slurm.trainer.reward.scoring import arithmetic
 
-__all__ = ["arguments", "main"]
-
 
 def arguments(given: Settings) -> dict[str, Any]:
     """Of `GRPOConfig`."""

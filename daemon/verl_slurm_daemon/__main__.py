@@ -18,8 +18,6 @@ from verl_slurm.base.processes import forbid_core_dumps
 from verl_slurm_daemon.agent.agent_log import quiet_streams
 from verl_slurm_daemon.processes import WARNINGS
 
-__all__ = ["main"]
-
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="verl-slurmd", description=__doc__)

@@ -22,8 +22,6 @@ from verl_slurm.journal.events import Event, Fenced, kind_of
 from verl_slurm.journal.files import append_event, now, to_json
 from verl_slurm.journal.status import Status
 
-__all__ = ["Journal", "log_line"]
-
 T = TypeVar("T")
 
 _PATIENCE_S = 3.0

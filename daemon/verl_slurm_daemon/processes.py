@@ -24,18 +24,6 @@ import psutil
 
 from verl_slurm.base.processes import die_with_parent, stat_fields
 
-__all__ = [
-    "RELAYED",
-    "WARNINGS",
-    "bury_orphans",
-    "child_setup",
-    "kill_tree",
-    "listen",
-    "listeners",
-    "spare_former_children",
-    "tail",
-]
-
 
 def child_setup() -> None:
     """Runs between fork and exec of a launcher: makes it survive warnings and die with the agent."""

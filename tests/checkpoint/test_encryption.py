@@ -9,13 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import MasterKey, Secret
 from verl_slurm.checkpoint.format.encryption import (
-    CHUNK_BYTES,
+    SEALED_CHUNK_BYTES,
     TAG_BYTES,
     CheckpointCipher,
     ChunkOpener,
@@ -85,12 +84,14 @@ def test_what_was_sealed_opens_at_every_size_around_the_borders(size: int, data:
     assert small_open(sealed, size) == plain
 
 
-@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, 2 * CHUNK_BYTES])
+@pytest.mark.parametrize(
+    "size", [0, 1, SEALED_CHUNK_BYTES - 1, SEALED_CHUNK_BYTES, SEALED_CHUNK_BYTES + 1, 2 * SEALED_CHUNK_BYTES]
+)
 def test_what_was_sealed_opens_with_the_real_chunks(size: int) -> None:
     cipher = CheckpointCipher.begin(KEY, "step_000012")
     plain = os.urandom(size)
     sealed = cipher.seal(PATH, plain)
-    assert len(sealed) == size + TAG_BYTES * max(1, -(-size // CHUNK_BYTES))
+    assert len(sealed) == size + TAG_BYTES * max(1, -(-size // SEALED_CHUNK_BYTES))
     assert cipher.open(entry_of(PATH, plain), sealed) == plain
 
 
@@ -292,9 +293,11 @@ def test_a_sealed_file_is_what_the_specification_says_by_an_independent_implemen
 def test_a_whole_file_agrees_with_the_one_shot_interface_of_the_library() -> None:
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    plain = os.urandom(CHUNK_BYTES + 7)
+    plain = os.urandom(SEALED_CHUNK_BYTES + 7)
     sealed = seal_bytes(file_key(), PATH, plain)
-    for index, (start, end) in enumerate([(0, CHUNK_BYTES), (CHUNK_BYTES, CHUNK_BYTES + 7)]):
+    for index, (start, end) in enumerate(
+        [(0, SEALED_CHUNK_BYTES), (SEALED_CHUNK_BYTES, SEALED_CHUNK_BYTES + 7)]
+    ):
         tag = sealed[len(plain) + index * TAG_BYTES :][:TAG_BYTES]
         aad = struct.pack(">QQB", index, len(plain), index == 1) + PATH.encode()
         opened = AESGCM(file_key().reveal()).decrypt(index.to_bytes(12, "big"), sealed[start:end] + tag, aad)

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound
 from verl_slurm.base.paths import RunPaths

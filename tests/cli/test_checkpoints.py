@@ -29,8 +29,7 @@ from verl_slurm.cli.checkpoint.verify import FIRST_TO_GO, checkpoints_table
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
-from verl_slurm.dataset.fingerprint.cache import HashCache, default_path, text_of
-from verl_slurm.dataset.fingerprint.cache import save as save_cache
+from verl_slurm.dataset.fingerprint.cache import HashCache, default_path, save as save_cache, text_of
 from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.dataset.fingerprint.walk import walk

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.allocation.contract import Avoided
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import effects as module
-from verl_slurm_daemon.lead import requeueing, stacks, start, step
+from verl_slurm_daemon.lead import effects as module, requeueing, stacks, start, step
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.lead.resume import ReadBack, ResumePoint
 from verl_slurm_daemon.lead.step import Step

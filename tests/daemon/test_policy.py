@@ -4,8 +4,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.model import FailureKind, Intent, Limits, Model, suspects
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import NEXT, State

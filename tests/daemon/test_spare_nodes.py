@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from verl_slurm_daemon.allocation.contract import Places, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import choose_places, step_argv
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import State

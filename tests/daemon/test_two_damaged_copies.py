@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.test_second_copy import Node
-from tests.daemon.test_second_copy import node as node  # a fixture
+from tests.daemon.test_second_copy import (
+    Node,
+    node as node,  # a fixture
+)
 from tests.journals import read_events
 from tests.local_runs import finish, lead, prepared
 from verl_slurm.base.exit_codes import ExitCode

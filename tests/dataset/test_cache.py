@@ -11,9 +11,7 @@ import pytest
 from verl_slurm.base.errors import DatasetDrift
 from verl_slurm.base.mounts import Mount, mount_of, mounts, parse_mounts
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint import cache as hash_cache
-from verl_slurm.dataset.fingerprint import record as prints
-from verl_slurm.dataset.fingerprint import walk as data_walk
+from verl_slurm.dataset.fingerprint import cache as hash_cache, record as prints, walk as data_walk
 from verl_slurm.dataset.fingerprint.cache import (
     HashCache,
     decode,

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.errors import DataError
-from verl_slurm.dataset.fingerprint import hashing as data_hash
-from verl_slurm.dataset.fingerprint import small_files
+from verl_slurm.dataset.fingerprint import hashing as data_hash, small_files
 from verl_slurm.dataset.fingerprint.hashing import hash_files
 from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.dataset.fingerprint.walk import parse_line, walk

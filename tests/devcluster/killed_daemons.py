@@ -9,8 +9,6 @@ from verl_slurm.devcluster.processes import end_all
 from verl_slurm.devcluster.state import locked
 from verl_slurm.slurm.client import SlurmClient
 
-__all__ = ["await_saved_state", "fail_daemon", "restore_daemon"]
-
 _Daemon = Literal["slurmctld", "munged"]
 
 _POLL_S = 0.05

@@ -17,8 +17,6 @@ import pytest
 
 from tests.processes import ROOT, captured
 
-__all__ = ["PLACES", "home_of_nobody", "run_in"]
-
 NOBODY = 65534
 
 # In a mount namespace: directories that are closed to others (root's home, where this Python may be) get a layer on

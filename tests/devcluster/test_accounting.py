@@ -10,8 +10,7 @@ import pytest
 from tests.devcluster.test_conf import layout
 from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
-from verl_slurm.devcluster import accounting, machine
-from verl_slurm.devcluster import cluster as cluster_module
+from verl_slurm.devcluster import accounting, cluster as cluster_module, machine
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions, slurm_conf
 from verl_slurm.devcluster.processes import list_members

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
-__all__ = ["outside", "problems"]
-
 SITE = Path(__file__).parents[2] / "site"
 _TIMEOUT_S = 15
 _GONE = (404, 410)

@@ -5,8 +5,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["linked", "stage"]
-
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^()\s]+)\)")
 _OURS = Path(__file__).parent

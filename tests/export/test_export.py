@@ -12,8 +12,7 @@ import pytest
 from tests.export.conftest import fill_here, wish
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.inspect.export import RECORD
-from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
+from verl_slurm.checkpoint.inspect.export import RECORD, export as export_checkpoint
 from verl_slurm.cli.__main__ import main
 
 pytestmark = pytest.mark.torch

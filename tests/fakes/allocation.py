@@ -14,8 +14,6 @@ from verl_slurm_daemon.decide import inputs
 
 from verl_slurm.base.fence import Epoch
 
-__all__ = ["ScriptedAllocation"]
-
 
 class ScriptedAllocation:
     """An allocation that says what it is told to."""

@@ -10,8 +10,6 @@ from typing import TypeVar
 
 from verl_slurm.wire.messages import FromRank, Notice, Progress, SaveFailed, SaveRequest
 
-__all__ = ["AtSafePoint", "Daemon"]
-
 Message = TypeVar("Message")
 
 

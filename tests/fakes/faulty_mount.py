@@ -15,8 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["Fault", "faulty_mount"]
-
 Fault = Literal["dead", "silent", "EIO"]
 """dead: ENOTCONN, as of a mount whose server has died. silent: no call returns. EIO: each call fails with it."""
 

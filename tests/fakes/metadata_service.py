@@ -11,8 +11,6 @@ from email.utils import format_datetime
 
 import msgspec
 
-__all__ = ["MetadataService"]
-
 MACHINE = "pool_3"
 
 

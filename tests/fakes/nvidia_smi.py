@@ -7,8 +7,6 @@ in their format, and leaves out everything else; a real driver's words may diffe
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["install_nvidia_smi"]
-
 _SCRIPT = """#!/bin/sh
 errors=0; users=""; code=0
 case "$SLURMD_NODENAME" in

@@ -26,8 +26,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.runs.follow import follow_lines
 from verl_slurm.submit.submission import carry_out, plan_submission
 
-__all__ = ["STAND_IN", "Stage", "control_group", "prepared"]
-
 PATIENCE_S = 300.0
 """For a run's end, and for a sign of life: four ranks that import torch on two busy cores take minutes."""
 STAND_IN = Path(__file__).with_name("faulty_processes.py")

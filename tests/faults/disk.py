@@ -32,22 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "Ack",
-    "CrashState",
-    "Disk",
-    "Make",
-    "Operation",
-    "Remove",
-    "Rename",
-    "Sync",
-    "Tree",
-    "Truncate",
-    "Write",
-    "crash_states",
-    "pending",
-]
-
 Tree = dict[str, bytes | None]
 """Path → content; None: a directory."""
 

@@ -9,8 +9,6 @@ import pytest
 
 from verl_slurm.save.writer import writing
 
-__all__ = ["Gate", "gate"]
-
 
 class Gate:
     """Where writes of the tensors to one medium wait.

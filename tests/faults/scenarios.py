@@ -26,8 +26,6 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.saver import SavedCheckpoint
 
-__all__ = ["EXHAUSTIVE", "SCENARIOS", "Scenario", "memory_directory"]
-
 EXHAUSTIVE = bool(os.environ.get("VERL_SLURM_FAULTS"))
 
 

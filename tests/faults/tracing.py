@@ -25,8 +25,6 @@ from verl_slurm.save.writer import protocol
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.writing import write_and_hash
 
-__all__ = ["Call", "Fault", "InProcess", "Tracer"]
-
 _NONCE = re.compile(r"\.[0-9a-f]{8,}(?=\.)")
 _STEP = re.compile(r"step_\d+")
 _UNKNOWN = (

@@ -23,8 +23,6 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.save.ranks import staging
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, SavedCheckpoint
 
-__all__ = ["LOCAL", "SHARED", "World", "order", "plant", "problems", "recover", "tree_of"]
-
 SHARED, LOCAL = "run", "nvme"
 """Names below a world's root: two media that fail one by one."""
 

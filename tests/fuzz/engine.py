@@ -17,8 +17,6 @@ from typing import Any
 from tests.fuzz.mutation import mutate_bytes, mutate_tree
 from tests.fuzz.target import Target
 
-__all__ = ["MAX_MEMORY", "MAX_SECONDS", "Finding", "Outcome", "input_of", "run"]
-
 MAX_MEMORY = 150_000_000
 """Bytes of memory a parser may need for an input of at most 64 KiB."""
 MAX_SECONDS = 5.0

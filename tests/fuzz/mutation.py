@@ -13,8 +13,6 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["MAX_BYTES", "mutate_bytes", "mutate_tree"]
-
 MAX_BYTES = 64 << 10
 """Of one input. A bomb has to come in less."""
 

@@ -12,8 +12,6 @@ from tests.fuzz.engine import Outcome, run
 from tests.fuzz.table import TARGETS
 from tests.fuzz.target import Target
 
-__all__ = ["run_all", "shares"]
-
 _CHUNK = 2000
 
 

@@ -40,8 +40,7 @@ from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
-from verl_slurm.dataset.fingerprint import cache as hash_cache
-from verl_slurm.dataset.fingerprint import record as fingerprint
+from verl_slurm.dataset.fingerprint import cache as hash_cache, record as fingerprint
 from verl_slurm.dataset.fingerprint.small_files import parse_answer
 from verl_slurm.dataset.fingerprint.walk import lines_of, parse_line
 from verl_slurm.dataset.prompts.rows import prompts_of
@@ -69,8 +68,6 @@ from verl_slurm.wire.http import parse_head
 from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import FromAgent, ToAgent
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
-
-__all__ = ["TARGETS"]
 
 
 def _in_run(name: str, read: Callable[[RunPaths], object]) -> Callable[[bytes], object]:

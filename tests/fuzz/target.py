@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["Target", "scratch"]
-
 
 @dataclass(frozen=True)
 class Target:

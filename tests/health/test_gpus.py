@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.fakes.nvidia_smi import install_nvidia_smi
-from verl_slurm.health import Finding
-from verl_slurm.health import gpus as module
+from verl_slurm.health import Finding, gpus as module
 from verl_slurm.health.gpus import (
     judge_gpus,
     judge_kernel_log,

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from tests.harness import ROOT
 
-__all__ = ["Measured", "measured", "measured_program"]
-
 
 class Measured(NamedTuple):
     """What a command did.

@@ -14,8 +14,6 @@ import psutil
 from verl_slurm.base.errors import KeyRefused, PermissionRefused, WireError
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["KEY", "OLD_KEY", "PLANTED", "SCRAPE_TOKEN", "Watcher", "forms_of", "found_in", "leaks", "modes"]
-
 KEY = bytes.fromhex("c0ffee5eed1e55ca7a51adba5eba11f005ba11ca5cadedfacade0ddba11fee1d")
 OLD_KEY = bytes.fromhex("d15ea5ed0b501e7ebea7ab1eca11ab1eca5cadedba0babfeed5eed1e55fab1e5")
 SCRAPE_TOKEN = "scrape-canary-7d1f0a6b2c9e4835-scrape-canary-5b0d"

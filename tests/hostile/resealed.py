@@ -7,8 +7,6 @@ from pathlib import Path
 
 from tests.hostile.measured import Measured
 
-__all__ = ["HOLE", "MIB", "ROOM_MB", "bomb", "one_line", "put", "reseal"]
-
 ROOM_MB = 300.0
 HOLE = 1 << 29
 MIB = 1 << 20

@@ -16,8 +16,10 @@ from verl_slurm_daemon.journal import Journal, Status, log_line
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
 from tests.builders import write_config
-from tests.cli.conftest import Cli
-from tests.cli.conftest import cli as cli  # a fixture
+from tests.cli.conftest import (
+    Cli,
+    cli as cli,  # a fixture
+)
 from tests.journals import make_event
 from verl_slurm.base.errors import ConfigError, TierError, VerlSlurmError
 from verl_slurm.base.files import private_dir

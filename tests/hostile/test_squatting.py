@@ -15,12 +15,13 @@ from verl_slurm_daemon.agent import rank_socket
 from verl_slurm_daemon.agent.rank_socket import RankSocket
 from verl_slurm_daemon.lead.second_copy import run_bring_home
 
-from tests.cli.conftest import Cli
-from tests.cli.conftest import cli as cli  # a fixture
-from tests.cli.conftest import workplace as workplace
+from tests.cli.conftest import (
+    Cli,
+    cli as cli,  # a fixture
+    workplace as workplace,
+)
 from tests.cli.test_checkpoints import save
-from tests.daemon.test_second_copy import Node
-from tests.daemon.test_second_copy import node as node
+from tests.daemon.test_second_copy import Node, node as node
 from tests.hostile.another_user import NOBODY, PYTHON_OF_NOBODY, needs_another_user
 from verl_slurm.base.errors import KeyRefused, PermissionRefused, TierError
 from verl_slurm.base.exit_codes import ExitCode

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from verl_slurm_daemon.agent.rank_socket import REASONS as RANK_REASONS
-from verl_slurm_daemon.agent.rank_socket import RankSocket
+from verl_slurm_daemon.agent.rank_socket import REASONS as RANK_REASONS, RankSocket
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.effects import Effects
 from verl_slurm_daemon.link import channel

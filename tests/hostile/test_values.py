@@ -11,16 +11,17 @@ import msgspec
 import pytest
 
 from tests.builders import write_config
-from tests.cli.conftest import Cli
-from tests.cli.conftest import cli as cli  # a fixture
+from tests.cli.conftest import (
+    Cli,
+    cli as cli,  # a fixture
+)
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError, WireError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import parse as parse_manifest
-from verl_slurm.cli.main import COMMANDS
-from verl_slurm.cli.main import cli as group
+from verl_slurm.cli.main import COMMANDS, cli as group
 from verl_slurm.cli.options import Number, Whole
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig

@@ -6,8 +6,7 @@ from statistics import fmean, stdev
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from verl_slurm.checkpoint.decide.cadence import daly_interval_s
 from verl_slurm.config.schema import CheckpointConfig

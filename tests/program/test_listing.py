@@ -14,8 +14,7 @@ import pytest
 
 from tests.program.repos import git, new_repo
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.program import git as git_module
-from verl_slurm.program import listing
+from verl_slurm.program import git as git_module, listing
 from verl_slurm.program.git import commit_of, diff_of
 from verl_slurm.program.listing import Listing, list_tree
 

@@ -12,8 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.extra import numpy as hnp
 
 from verl_slurm.base.errors import CheckpointCorrupt

@@ -16,8 +16,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
-from verl_slurm.runtime_state import ledger as module
-from verl_slurm.runtime_state import segment_files
+from verl_slurm.runtime_state import ledger as module, segment_files
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Index, Ledger, load, prune
 from verl_slurm.runtime_state.segment import FRAME_BYTES, HEAD_BYTES, frame, head

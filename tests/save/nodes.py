@@ -15,8 +15,6 @@ from verl_slurm.save.ranks import staging
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.saver import CheckpointSaver, LocalPlace, SaveContents, SavedCheckpoint
 
-__all__ = ["Nodes", "Ranks"]
-
 
 class Ranks(Collective):
     """A Collective on a group that is not registered with torch (one process holds all ranks)."""

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.builders import write_config
-from tests.save.parts import provenance
-from tests.save.parts import runtime as plain_runtime
+from tests.save.parts import provenance, runtime as plain_runtime
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import Keyring, MasterKey, new_key_file, read_key_file

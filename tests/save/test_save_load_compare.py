@@ -18,8 +18,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import commit
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.save.ranks import compare as compare_module
-from verl_slurm.save.ranks import saver
+from verl_slurm.save.ranks import compare as compare_module, saver
 from verl_slurm.save.ranks.collective import RanksFailed
 from verl_slurm.save.ranks.compare import compare
 from verl_slurm.save.ranks.loader import load_runtime_state, load_tensors

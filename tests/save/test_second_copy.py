@@ -20,8 +20,7 @@ from verl_slurm.checkpoint.store.local_copy import (
     send_home,
 )
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.save.ranks import saver as saver_module
-from verl_slurm.save.ranks import second_copy
+from verl_slurm.save.ranks import saver as saver_module, second_copy
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.loader import load_tensors
 from verl_slurm.save.ranks.pending_save import why_not_shared

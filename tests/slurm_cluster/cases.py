@@ -5,8 +5,6 @@ Called by: tests/slurm_cluster/test_campaign.py, tests/benchmarks/test_campaign.
 
 from tests.harness import SMALL
 
-__all__ = ["BY_NAME", "CASES", "ELASTIC", "ENVIRONMENT", "settings"]
-
 _SHAPES: dict[str, tuple[str, ...]] = {
     "": (),  # (dp, tp, pp) = (2, 1, 1), as in configs/quickstart.yaml
     "-tp": ("distributed.dp_size=1", "distributed.tp_size=2"),

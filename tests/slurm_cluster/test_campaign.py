@@ -19,11 +19,9 @@ import pytest
 from benchmarks import campaign
 from tests.harness import LiveRun, same_weights
 from tests.ledger_stats import LedgerStats, ledger_stats
-from tests.loops.served import CONFIG, STEPS, by_hand
-from tests.loops.served import overrides as loop_overrides
+from tests.loops.served import CONFIG, STEPS, by_hand, overrides as loop_overrides
 from tests.slurm_cluster.cases import CASES, ELASTIC, ENVIRONMENT, settings
-from tests.slurm_cluster.ways import ASIDE, EVERY_WAY, WAYS, Mischief
-from tests.slurm_cluster.ways import ENVIRONMENT as ENVIRONMENT_WAYS
+from tests.slurm_cluster.ways import ASIDE, ENVIRONMENT as ENVIRONMENT_WAYS, EVERY_WAY, WAYS, Mischief
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.runtime_state import ledger
 

@@ -12,8 +12,6 @@ from tests.processes import python_path
 from tests.verl.grpo import MODULES, grpo_words, ppo_words, write_config
 from verl_slurm.devcluster.cluster import DevCluster
 
-__all__ = ["PATIENCE_S", "end", "make_run", "of_ray", "one", "steps", "wait_for_lines"]
-
 PATIENCE_S = 400.0
 """For a start: Ray on two nodes, and a dozen processes that import torch and verl."""
 

@@ -15,8 +15,6 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.loops.token_log import token_paths
 from verl_slurm.runtime_state.ledger import records
 
-__all__ = ["LINEARS", "PATIENCE_S", "SESSIONS", "environment", "logged", "make_run", "wait_for_tokens"]
-
 PATIENCE_S = 600.0
 SESSIONS = 32
 """Of a step."""

@@ -21,8 +21,6 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = ["ASIDE", "ENVIRONMENT", "EVERY_WAY", "WAYS", "Mischief"]
-
 WAYS = ("preempt", "requeue", "save", "kill_rank", "kill_rank", "kill_node", "kill_lead_node")
 """Of these `make test` draws, with a fixed seed: another tuple would be another campaign."""
 EVERY_WAY = (*WAYS, "lose_node", "lose_lead_node", "down_node", "suspend")

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["CASES", "HOST", "ROOT", "SUITES", "sentence"]
-
 ROOT = Path(__file__).parents[2]
 
 HOST = "host"

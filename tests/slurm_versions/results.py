@@ -11,8 +11,6 @@ import msgspec
 
 from tests.slurm_versions.cases import CASES, ROOT, sentence
 
-__all__ = ["PAGE", "Outcome", "Version", "fold", "page", "read_versions", "write_version"]
-
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "slurm-versions.md"
 _BEGIN, _END = "<!-- python -m tests.slurm_versions.results writes from here -->", "<!-- to here -->"

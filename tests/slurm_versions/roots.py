@@ -15,8 +15,6 @@ from pathlib import Path
 
 from tests.slurm_versions.cases import ROOT
 
-__all__ = ["is_version", "make_root", "mirror", "missing", "root_of", "run_inside"]
-
 _ROOTS = ROOT / ".slurm-roots"
 _DEBIAN = "http://deb.debian.org/debian"
 _BUILT_ON = "bookworm"

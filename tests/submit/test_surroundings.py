@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Cli
-from tests.cli.conftest import cli as cli  # a fixture
-from tests.cli.conftest import workplace as workplace
+from tests.cli.conftest import (
+    Cli,
+    cli as cli,  # a fixture
+    workplace as workplace,
+)
 from tests.hostile.another_user import NOBODY
 from tests.local_runs import finish, lead, prepared
 from verl_slurm.base.exit_codes import ExitCode

@@ -2,8 +2,7 @@
 
 from datetime import timedelta
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from tests.tiers.conftest import NOW
 from verl_slurm.tiers.plan import Action, TierCopy, TierState, last_good, plan_tiers

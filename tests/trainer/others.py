@@ -24,8 +24,6 @@ from torch import Tensor
 
 from verl_slurm.trainer.objective.counter_rng import uniforms
 
-__all__ = ["RECORD", "Settings", "batch", "of_trl", "of_verl"]
-
 RECORD = Path(__file__).with_name("others.json")
 _LENGTHS = (6, 3, 1, 5, 4, 6, 2, 3)
 Answer = dict[str, Any]

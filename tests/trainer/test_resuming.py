@@ -38,8 +38,7 @@ from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.runtime_state import ledger
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks.collective import Collective
-from verl_slurm.trainer import __main__ as entry
-from verl_slurm.trainer import resuming
+from verl_slurm.trainer import __main__ as entry, resuming
 from verl_slurm.trainer.objective.optimizers import schedule_record
 from verl_slurm.trainer.place import Place, process_group
 from verl_slurm.trainer.resuming import (

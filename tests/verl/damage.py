@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CASES", "Case"]
-
 _MODEL = "model_world_size_2_rank_1.pt"
 _OPTIM = "optim_world_size_2_rank_1.pt"
 _EXTRA = "extra_state_world_size_2_rank_1.pt"

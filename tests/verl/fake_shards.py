@@ -17,8 +17,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from verl_slurm.verl.reshard.cuts import share
 
-__all__ = ["WHOLE", "fsdp2_step", "gathered"]
-
 WHOLE = {"embed": (7, 3), "layer.w": (4, 5), "layer.b": (2,), "norm": (1,)}
 """The parameters, by name. Two ranks and three divide none of them evenly."""
 

@@ -25,7 +25,6 @@ with warnings.catch_warnings():
     from verl.utils.fsdp_utils import apply_fsdp2, fsdp2_load_full_state_dict, get_fsdp_wrap_policy
     from verl.workers.engine.fsdp.utils import create_device_mesh, get_sharding_strategy
 
-__all__ = ["LAYERS", "Training", "on_ranks"]
 
 LAYERS = 2
 _VOCABULARY = 263  # of no number of ranks a multiple

@@ -14,8 +14,6 @@ from verl_slurm.config.load import flattened
 from verl_slurm.verl.composing import words_of
 from verl_slurm.verl.overrides import user_settings
 
-__all__ = ["OURS", "VERLS", "Ended", "cpu_environ", "run_sft"]
-
 VERLS, OURS = "verl.trainer.sft_trainer", "verl_slurm.loops.verl_sft"
 _STEP = re.compile(r"step:(\d+) - ")  # behind a progress bar, too
 

@@ -5,8 +5,6 @@ from typing import Any
 
 from verl_slurm.config import strict_yaml
 
-__all__ = ["write_config"]
-
 
 def write_config(
     path: Path, root: Path, section: dict[str, object], last: int, *, nodes: int = 1, every_steps: int = 2

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["differences"]
-
 
 def differences(ours: Path, theirs: Path) -> list[str]:
     """Of two `global_step_N`: every file and every number in them; empty where there is none."""

@@ -15,8 +15,7 @@ from verl_slurm.checkpoint.decide.storage import Need, Room
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.tree import Entry, list_tree
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
-from verl_slurm.verl import adopt as module
-from verl_slurm.verl import copying, shards
+from verl_slurm.verl import adopt as module, copying, shards
 from verl_slurm.verl.adopt import Row, adopt_steps, is_adopted, plan_adoption
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.shards import judge_all, judge_step

@@ -23,8 +23,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, f
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.cli.__main__ import main
 from verl_slurm.verl.positions import Positions, positions_file
-from verl_slurm.verl.reshard import apply as applying
-from verl_slurm.verl.reshard import checkpoint as resharding
+from verl_slurm.verl.reshard import apply as applying, checkpoint as resharding
 from verl_slurm.verl.reshard.at_start import prepare_ranks
 from verl_slurm.verl.reshard.checkpoint import Source, open_source, plan_source, write_step
 from verl_slurm.verl.reshard.plan import ReshardPlan

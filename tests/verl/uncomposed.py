@@ -9,8 +9,6 @@ from verl_slurm.verl.inputs import said_settings
 from verl_slurm.verl.overrides import Setting
 from verl_slurm.verl.releases import Entry
 
-__all__ = ["without_hydra"]
-
 _DEFAULTS = {"data.train_files": "~/data/train.parquet"}
 
 

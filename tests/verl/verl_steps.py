@@ -6,8 +6,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["make_directory", "make_step", "save_role"]
-
 
 def save_role(folder: Path, world: int, seed: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)

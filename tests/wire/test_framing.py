@@ -4,8 +4,7 @@ import contextlib
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from verl_slurm.base.errors import WireError
 from verl_slurm.wire.framing import MAX_FRAME, Framer, proof, session_key

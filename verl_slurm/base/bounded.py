@@ -25,33 +25,6 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import shell_word
 
-__all__ = [
-    "CONFIG",
-    "DATA_FILES",
-    "FINGERPRINT",
-    "INDEX",
-    "JOURNAL",
-    "MANIFEST",
-    "MODEL_CONFIG",
-    "RECORD",
-    "SAFETENSORS_HEADER",
-    "SHOWN_INDEX",
-    "SMALL",
-    "SOURCE",
-    "TOKENIZER",
-    "Limit",
-    "TooMuch",
-    "check_json",
-    "decode_json",
-    "named",
-    "open_regular",
-    "read_fd",
-    "read_model_config",
-    "read_regular",
-    "refuse_doubled_keys",
-    "vocabulary_of",
-]
-
 T = TypeVar("T")
 
 _MAX_DEPTH = 64

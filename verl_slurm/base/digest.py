@@ -6,8 +6,6 @@ hashlib releases the interpreter lock for blocks above 2 KiB, so threads use all
 import hashlib
 import os
 
-__all__ = ["hash_fd", "num_threads"]
-
 # 4 MiB: above 1 MiB the speed no longer depends on it (1.7 GB/s a core with SHA extensions).
 _BLOCK = 4 << 20
 

@@ -14,39 +14,6 @@ from typing import TypeVar
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import printable
 
-__all__ = [
-    "NOT_SET_UP",
-    "UNREADABLE",
-    "CheckpointCorrupt",
-    "CheckpointsAbsent",
-    "CheckpointsLost",
-    "ConfigError",
-    "DataError",
-    "DatasetDrift",
-    "Diverged",
-    "Fenced",
-    "KeyRefused",
-    "NoRoom",
-    "NotFound",
-    "OutputRefused",
-    "PermissionRefused",
-    "RolloutMismatch",
-    "SchemaMismatch",
-    "SlurmMissing",
-    "SlurmRefused",
-    "TierAway",
-    "TierError",
-    "VerlSlurmError",
-    "WireError",
-    "is_transient_storage_error",
-    "names_missing_file",
-    "names_storage_error",
-    "restart_may_help",
-    "together",
-    "underlying",
-]
-
-
 # Their own errors are ValueErrors, as is the error for text that is not UTF-8. Nesting that is too deep is a
 # RecursionError.
 UNREADABLE = (ValueError, RecursionError)

@@ -6,8 +6,6 @@ table.
 
 from enum import IntEnum
 
-__all__ = ["ExitCode"]
-
 
 class ExitCode(IntEnum):
     """Names each kind of end by one number. `--help` prints the text of each."""

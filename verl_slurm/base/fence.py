@@ -29,9 +29,6 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 
-__all__ = ["Epoch", "read_copy", "read_epoch", "require_epoch", "take_epoch"]
-
-
 _Number = Annotated[int, msgspec.Meta(ge=0, le=999_999_999)]
 """Nine digits: ledger segments have the attempt in their names, and in 32 bits of their heads."""
 _TEMP = re.compile(r"\.?epoch_(\d{6,})\.")

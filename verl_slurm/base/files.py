@@ -21,27 +21,6 @@ from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.base.one_line import shell_word
 
-__all__ = [
-    "append_line",
-    "create_file",
-    "fsync_path",
-    "make_private",
-    "no_directory",
-    "open_log",
-    "open_new",
-    "open_to_group",
-    "private_dir",
-    "read_private",
-    "rename",
-    "require_own",
-    "require_safe_folder",
-    "require_safe_way",
-    "share_output",
-    "unsafe_on_the_way",
-    "write_file",
-    "write_new",
-]
-
 _MAX_PRIVATE = 1 << 20
 """Bytes of a key, an address or a plan: some KB."""
 _SHARED = 0o2750

@@ -19,8 +19,6 @@ from verl_slurm.base.errors import KeyRefused, PermissionRefused
 from verl_slurm.base.files import create_file, read_private, require_safe_folder
 from verl_slurm.base.processes import forbid_core_dumps
 
-__all__ = ["KEY_BYTES", "Keyring", "MasterKey", "Secret", "load_keys", "new_key_file", "read_key_file"]
-
 KEY_BYTES = 32
 _ID_TEXT = b"verl-slurm key id v1"
 _ID_BYTES = 8

@@ -3,8 +3,6 @@
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["available_memory", "oom_kills"]
-
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 

@@ -5,9 +5,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Mount", "file_system", "is_remote", "mount_of", "mounts", "parse_mounts"]
-
-
 # Prefixes for str.startswith; fuse covers fuse.sshfs and others.
 _REMOTE = ("nfs", "lustre", "gpfs", "beegfs", "cifs", "smb", "ceph", "fuse", "panfs", "9p", "virtiofs", "afs")
 

@@ -11,8 +11,6 @@ import re
 import shlex
 from typing import Any
 
-__all__ = ["counted", "json_line", "printable", "shell_word", "span"]
-
 _PLAIN = re.compile(r"[ -~]*")
 
 

@@ -14,8 +14,6 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import shell_word
 
-__all__ = ["PackageMissing", "install_command", "require_packages"]
-
 _EXTRAS = {
     "trainer": "torch transformers numpy msgpack zstandard huggingface_hub safetensors tensorboard",
     "verl": "verl hydra ray transfer_queue",

@@ -38,8 +38,6 @@ RUN/                        0700
 import re
 from pathlib import Path
 
-__all__ = ["CHECKPOINT_NAME", "RunPaths"]
-
 # step_000012: after 12 whole steps. step_000012_sp0007: 7 safe points into the step after those. A full match excludes
 # `step_000012.tmp` and `.step_000012.x.tmp`.
 CHECKPOINT_NAME = re.compile(r"step_(\d{6,})(?:_sp(\d{4,}))?", re.ASCII)

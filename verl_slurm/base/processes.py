@@ -12,18 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "KnownProcess",
-    "become_subreaper",
-    "birth_of",
-    "boot_id",
-    "die_with_parent",
-    "forbid_core_dumps",
-    "known",
-    "stat_fields",
-]
-
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _START_TIME = 19
 """Index in `stat_fields`; proc(5) counts it as 22."""

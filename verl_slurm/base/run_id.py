@@ -9,8 +9,6 @@ from verl_slurm.base.files import create_file
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["RUN_ID", "run_id"]
-
 RUN_ID = re.compile(r"[0-9a-f]{16}")
 _EMPTY_SEGMENT = 64
 """Bytes. A segment without a record has a head alone, which is shorter (`runtime_state.segment.HEAD_BYTES`)."""

@@ -11,8 +11,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-__all__ = ["Scratch"]
-
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

@@ -10,8 +10,6 @@ This module imports only what the interpreter has loaded before it: any other im
 import os
 import sys
 
-__all__ = ["PYTHONPATH", "absolute_only", "clean_environment", "leave_working_directory"]
-
 PYTHONPATH = "PYTHONPATH"
 
 

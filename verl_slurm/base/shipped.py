@@ -8,8 +8,6 @@ import os
 import re
 from pathlib import Path
 
-__all__ = ["example", "examples", "shipped", "with_places"]
-
 _MENTION = re.compile(r"(?<![\w./-])(?:docs|configs|sbatch|constraints)/[\w/-]+\.(?:md|yaml|py|sbatch|txt)")
 
 

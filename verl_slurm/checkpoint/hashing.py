@@ -22,8 +22,6 @@ from collections.abc import Callable, Sequence
 from hashlib import sha256
 from typing import Any, TypeVar
 
-__all__ = ["FEWEST", "LANES", "Hasher", "process_hasher", "reading_hasher"]
-
 LANES = 16
 FEWEST = 8
 """A batch of sixteen takes as long as eight chunks by hashlib, however few of its lanes are used."""

@@ -36,7 +36,6 @@ from verl_slurm.base.packages import PackageMissing
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["main"]
 
 _INTERRUPTED = 130
 _ENDING = (signal.SIGTERM, signal.SIGHUP)

@@ -2,8 +2,6 @@
 
 from click.shell_completion import BashComplete, add_completion_class
 
-__all__ = ["Bash"]
-
 _ADD = "COMPREPLY+=($value)"
 
 

@@ -14,8 +14,6 @@ from verl_slurm import __version__
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.shipped import shipped, with_places
 
-__all__ = ["COMMANDS", "Entry", "cli"]
-
 
 class Entry(NamedTuple):
     """The module of a command, below this package, and its line in `--help`."""

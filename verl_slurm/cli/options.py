@@ -15,21 +15,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import example, examples
 
-__all__ = [
-    "CONFIG",
-    "DAMAGED_RUN",
-    "KEY",
-    "KEY_VALUE",
-    "PLACE",
-    "RUN",
-    "Number",
-    "ParamType",
-    "Whole",
-    "exits",
-    "json_option",
-    "key_option",
-]
-
 _MOST_OFFERED = 200
 _PLAIN_NAME = re.compile(r"[\w./+@%,][\w./+@%,-]*")
 """No shell takes a part of it for anything else."""

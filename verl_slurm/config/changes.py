@@ -13,15 +13,6 @@ from verl_slurm.config.elastic import require_same_step
 from verl_slurm.config.load import differences, restoring
 from verl_slurm.config.schema import RunConfig
 
-__all__ = [
-    "LAYOUT_KEYS",
-    "change_rule",
-    "may_change",
-    "refuse_changes",
-    "require_in_place",
-]
-
-
 # These may differ between the submissions of one run: they do not affect what is computed.
 _FREE_SECTIONS = (
     "slurm.",

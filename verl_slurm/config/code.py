@@ -4,8 +4,6 @@ from typing import Literal
 
 from verl_slurm.config.section import Positive, Section
 
-__all__ = ["CodeConfig"]
-
 
 class CodeConfig(Section, frozen=True):
     """Sets what `submit` copies into the run, so that every attempt runs the submitted code (docs/code.md)."""

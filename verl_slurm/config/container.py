@@ -4,8 +4,6 @@ from typing import Literal
 
 from verl_slurm.config.section import Section
 
-__all__ = ["ContainerConfig", "Runtime"]
-
 _FILES = (".sif", ".sqsh", ".squashfs", ".simg")
 
 Runtime = Literal["apptainer", "podman", "pyxis"]

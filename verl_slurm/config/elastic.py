@@ -8,8 +8,6 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["allowed_nodes", "keep_step", "on_nodes", "on_ranks", "require_same_step"]
-
 _SCALED = ("batch_size_per_device", "mini_batch_size_per_device")
 _KEPT = (
     ("rollout", "micro_batch_size_per_device"),

@@ -22,8 +22,6 @@ from verl_slurm.config.changes import change_rule
 from verl_slurm.config.hints import nearest_keys
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["Explained", "Key", "all_keys", "explain", "explain_fully", "keys_of", "meanings"]
-
 _UNITS = {
     # The longer ends first. Slurm's MB are MiB.
     "_mb_per_s": "MB/s",

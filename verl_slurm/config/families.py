@@ -12,16 +12,6 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.rollout import max_model_len, sampling_dtype
 from verl_slurm.config.schema import Attention, RunConfig
 
-__all__ = [
-    "FAMILIES",
-    "REFUSED",
-    "Family",
-    "family_complaints",
-    "family_notes",
-    "max_positions",
-    "right_attentions",
-]
-
 
 class Family(NamedTuple):
     """Describes one `model_type`."""

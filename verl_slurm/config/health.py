@@ -2,8 +2,6 @@
 
 from verl_slurm.config.section import NonNegative, NonNegativeFloat, Section
 
-__all__ = ["HealthConfig"]
-
 
 class HealthConfig(Section, frozen=True):
     """Sets how each node is looked at before its ranks start, in a Slurm job (docs/health.md).

@@ -7,8 +7,6 @@ a table, held to the schema by a test, and a key is suggested for its letters on
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["VERLS_SECTIONS", "WORDS", "nearest_keys"]
-
 VERLS_SECTIONS = frozenset(
     {
         "actor_rollout_ref",

@@ -4,8 +4,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["HOOKS", "HooksConfig"]
-
 HOOKS = ("on_checkpoint", "on_requeue", "on_end", "on_failure")
 """The hooks that are commands."""
 

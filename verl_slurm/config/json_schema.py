@@ -12,8 +12,6 @@ import msgspec
 from verl_slurm.config.explain import meanings
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["json_schema"]
-
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 """The newest draft that editors know alike. It ignores what stands beside a `$ref`."""
 

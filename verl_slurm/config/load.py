@@ -29,19 +29,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
 from verl_slurm.config.verl_words import settings_of
 
-__all__ = [
-    "differences",
-    "dump",
-    "flattened",
-    "known_keys",
-    "load",
-    "load_own",
-    "load_resolved",
-    "override_word",
-    "parse_config",
-    "restoring",
-]
-
 # A hyphen is allowed behind the first dot: options of sbatch in `slurm.extra` have them.
 _OVERRIDE = re.compile(r"([a-z_][A-Za-z0-9_]*(?:\.[A-Za-z_][A-Za-z0-9_-]*)*)=(.*)", re.DOTALL)
 # msgspec's errors are text alone, so kind and place of a mistake are read from it.

@@ -6,8 +6,6 @@ import msgspec
 
 from verl_slurm.config.section import Section
 
-__all__ = ["ObservabilityConfig"]
-
 
 class ObservabilityConfig(Section, frozen=True):
     """Sets what the daemon shows to Prometheus (docs/observability.md). Nothing here changes what is computed."""

@@ -23,17 +23,6 @@ from verl_slurm.base.bounded import SOURCE, read_regular
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.base.one_line import counted
 
-__all__ = [
-    "FORMS",
-    "RewardSpec",
-    "bindings",
-    "check_function",
-    "names_of",
-    "nearest_form",
-    "parse_reward",
-    "source_file",
-]
-
 FORMS = "rule:NAME, classifier:DIR, python:MODULE:FUNCTION or python:FILE.py:FUNCTION"
 
 _KINDS = re.compile(r"(rule|classifier|python):(.+)", re.DOTALL)

@@ -9,9 +9,6 @@ from typing import Literal
 
 from verl_slurm.config.schema import DataConfig, RunConfig, TrainConfig
 
-__all__ = ["EVAL_PREFIX", "ROLES", "Role", "data_root", "eval_metrics", "step_metrics", "trained_roles"]
-
-
 Role = Literal["actor", "critic"]
 ROLES: tuple[Role, ...] = ("actor", "critic")
 """All roles, in the order in which they are saved and updated."""

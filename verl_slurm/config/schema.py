@@ -11,7 +11,7 @@ import msgspec
 from verl_slurm.config.code import CodeConfig
 from verl_slurm.config.health import HealthConfig
 from verl_slurm.config.hooks import HooksConfig
-from verl_slurm.config.observability import ObservabilityConfig
+from verl_slurm.config.observability import ObservabilityConfig as ObservabilityConfig
 from verl_slurm.config.section import (
     Fraction,
     NonNegative,
@@ -23,25 +23,6 @@ from verl_slurm.config.section import (
 from verl_slurm.config.services import MOST_SERVICES, ServiceConfig, nodes_of_components
 from verl_slurm.config.slurm import SlurmConfig
 from verl_slurm.config.tiers import TierConfig
-
-__all__ = [
-    "BUILTIN",
-    "Attention",
-    "CheckpointConfig",
-    "DaemonConfig",
-    "DataConfig",
-    "DistributedConfig",
-    "EncryptionConfig",
-    "GuestConfig",
-    "ModelConfig",
-    "ObservabilityConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "StepInterval",
-    "TrainConfig",
-    "VerlSection",
-]
-
 
 VerlSection = dict[str, Any]
 """verl's own Hydra keys, passed on unchanged. In a file they may be nested or dotted (`trainer.total_epochs: 2`); here

@@ -4,8 +4,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = ["Fraction", "NonNegative", "NonNegativeFloat", "Positive", "PositiveFloat", "Section"]
-
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]

@@ -7,8 +7,6 @@ import msgspec
 
 from verl_slurm.config.section import NonNegative, PositiveFloat, Section
 
-__all__ = ["MOST_SERVICES", "ServiceConfig", "nodes_of_components", "nodes_of_services"]
-
 MOST_SERVICES = 16
 
 

@@ -7,8 +7,6 @@ import msgspec
 from verl_slurm.config.container import ContainerConfig
 from verl_slurm.config.section import NonNegative, Positive, Section
 
-__all__ = ["SlurmConfig"]
-
 
 class SlurmConfig(Section, frozen=True):
     """Sets what the run asks of Slurm."""

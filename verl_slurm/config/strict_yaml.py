@@ -28,8 +28,6 @@ from ruamel.yaml.representer import SafeRepresenter
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["MAX_BYTES", "Document", "dump", "parse", "parse_value"]
-
 MAX_BYTES = bounded.CONFIG.num_bytes
 _MAX_VALUES = 20_000
 """Limits lines, commas and brackets of the file, and values after expanding. A run has some 300; 20,000 take 2 s."""

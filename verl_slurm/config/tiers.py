@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = ["TierConfig"]
-
 
 class TierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Declares one more place for verified checkpoints, after the run's own `checkpoints/` (`verl_slurm.tiers.layout`).

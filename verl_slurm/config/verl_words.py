@@ -6,8 +6,6 @@ import typing
 from verl_slurm.config import strict_yaml
 from verl_slurm.config.strict_yaml import Value
 
-__all__ = ["settings_of"]
-
 _VERL_WORD = re.compile(r"(\+{0,2}[A-Za-z_][A-Za-z0-9_@/.-]*)=(.*)", re.DOTALL)
 
 

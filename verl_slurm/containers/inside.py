@@ -23,8 +23,6 @@ from subprocess import DEVNULL, Popen
 
 from verl_slurm.base.processes import become_subreaper, die_with_parent
 
-__all__ = ["ENVIRONMENT", "LIFELINE", "main", "pack_environment"]
-
 ENVIRONMENT = "environment"
 """Name of the file in the control directory: `NAME=VALUE`, each ended by a zero byte."""
 LIFELINE = "lifeline"

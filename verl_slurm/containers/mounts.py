@@ -9,8 +9,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.inputs import inputs_of, is_remote, said_settings
 from verl_slurm.verl.overrides import user_settings
 
-__all__ = ["Mount", "inputs", "mounts"]
-
 
 class Mount(NamedTuple):
     """One directory or file."""

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import verl_slurm
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["AGENT_PACKAGES", "RANK_PACKAGES", "probe_argv"]
-
 RANK_PACKAGES = (
     "torch",
     "numpy",

@@ -19,16 +19,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.mounts import Mount, mounts
 from verl_slurm.containers.probe import probe_argv
 
-__all__ = [
-    "RUNTIMES",
-    "Gpus",
-    "agents_inside",
-    "contained_agents_argv",
-    "contained_ranks_argv",
-    "in_image",
-    "ranks_inside",
-]
-
 Gpus = Literal["", "nvidia", "amd"]
 """The maker of the GPUs that a node has; empty: none, or the run uses none."""
 

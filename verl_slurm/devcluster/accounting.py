@@ -12,15 +12,6 @@ from pathlib import Path
 
 from verl_slurm.devcluster.conf import URGENT, ClusterLayout, ClusterOptions
 
-__all__ = [
-    "database_sql",
-    "install_database",
-    "mariadbd_argv",
-    "mariadbd_socket",
-    "sacctmgr_commands",
-    "slurmdbd_conf",
-]
-
 _ACCOUNT = "dev"
 _DATABASE = "slurm_acct_db"
 _DATABASE_USER = "slurm"

@@ -68,8 +68,6 @@ from verl_slurm.devcluster.processes import (
 )
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
 
-__all__ = ["ClusterStatus", "DevCluster", "default_directory"]
-
 # sockaddr_un.sun_path holds 108 bytes with the final NUL (unix(7)); the longest name we make below DIR is
 # slurmstepd's spool/nodeNN/nodeNN_JOBID.STEPID
 _MAX_DIRECTORY_BYTES = 108 - 1 - len("/spool/node16/node16_4294967295.4294967295")

@@ -20,18 +20,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = [
-    "PREEMPTIBLE",
-    "URGENT",
-    "ClusterLayout",
-    "ClusterOptions",
-    "cgroup_conf",
-    "deal_gpus",
-    "gres_conf",
-    "node_names",
-    "slurm_conf",
-]
-
 PREEMPTIBLE = "preemptible"
 """The default partition: `urgent` preempts its jobs. They are requeued after the grace time, unless asked otherwise.
 """

@@ -18,14 +18,6 @@ from verl_slurm.devcluster.state import ClusterState, locked, read_state
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = [
-    "NodeFailure",
-    "Preemption",
-    "fail_node",
-    "preempt",
-    "restore_node",
-]
-
 _POLL_S = 0.05
 
 

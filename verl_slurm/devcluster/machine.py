@@ -11,15 +11,6 @@ from pathlib import Path
 
 from verl_slurm.base.errors import ConfigError, SlurmMissing
 
-__all__ = [
-    "EXTRA_PATH",
-    "find_programs",
-    "free_ports",
-    "real_gpus",
-    "slurm_version",
-    "user_name",
-]
-
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sinfo", "scontrol", "sbatch", "srun")
 _ACCOUNTING_PROGRAMS = ("slurmdbd", "sacctmgr", "mariadbd", "mariadb-install-db", "setsid")
 # Debian puts the daemons into directories that are not in an ordinary user's PATH

@@ -20,8 +20,6 @@ import psutil
 
 from verl_slurm.base.processes import KnownProcess, known
 
-__all__ = ["Daemons", "end_all", "find_daemons", "list_members", "node_log_name"]
-
 _LOGGERS = frozenset({"munged", "slurmctld", "slurmscriptd", "slurmd", "slurmstepd", "slurmdbd", "mariadbd"})
 _POLL_S = 0.02
 

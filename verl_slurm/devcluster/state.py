@@ -17,8 +17,6 @@ from verl_slurm.base.files import write_file
 from verl_slurm.base.processes import boot_id
 from verl_slurm.devcluster.conf import ClusterOptions
 
-__all__ = ["ClusterState", "locked", "read_state", "write_state"]
-
 
 class ClusterState(msgspec.Struct, frozen=True, kw_only=True):
     """One started cluster. Fields of other versions (there were pids once) are ignored."""

@@ -21,19 +21,6 @@ from verl_slurm.journal.events import Event
 from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.slurm.facts import PartitionFacts
 
-__all__ = [
-    "SaveTime",
-    "advised_lead_s",
-    "expected_save",
-    "judge_cluster",
-    "judge_deadlines",
-    "kill_wait_s",
-    "lost_after_s",
-    "measured_save",
-    "usable_s",
-]
-
-
 _OLDEST = (22, 5)
 _LEAST_JOB_AGE_S = 60
 _END_OF_STEP = "the end of a step and a save"

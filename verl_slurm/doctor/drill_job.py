@@ -29,8 +29,6 @@ import msgspec
 from verl_slurm.base.files import write_file
 from verl_slurm.doctor.node_probe import ClockServer, ask_clock, look_at_node
 
-__all__ = ["main"]
-
 _TAKEN = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT, signal.SIGHUP)
 _BEAT_S = 0.2
 _AT_MOST_S = 600.0

@@ -31,8 +31,6 @@ from verl_slurm.slurm.batch import sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.commands import NODE_LIST
 
-__all__ = ["fire_drill"]
-
 _LIMIT_MIN = 5
 _LOOK_S = 0.3
 """Polling interval: Slurm and shared file systems report nothing by themselves."""

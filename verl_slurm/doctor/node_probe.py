@@ -23,8 +23,6 @@ from verl_slurm.doctor.places import PlaceReport, probe_place
 from verl_slurm.health import Finding
 from verl_slurm.health.gpus import look_at_gpus
 
-__all__ = ["ClockServer", "NodeReport", "ask_clock", "look_at_node"]
-
 _PACKAGES = ("verl-slurm", "torch", "transformers", "vllm", "msgpack", "zstandard", "numpy")
 _TIME = struct.Struct("!d")
 _PATIENCE_S = 10.0

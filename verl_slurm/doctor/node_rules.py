@@ -10,8 +10,6 @@ from verl_slurm.doctor.node_probe import NodeReport
 from verl_slurm.doctor.places import judge_place
 from verl_slurm.health import Finding, bad, good, warn
 
-__all__ = ["DrillRecord", "judge_drill", "judge_nodes"]
-
 _SKEW_S = 1.0
 _LEAST_FILES = 4096
 _LEAST_SHM_BYTES = 1 << 30

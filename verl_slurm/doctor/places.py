@@ -18,8 +18,6 @@ from verl_slurm.base.files import open_new, rename
 from verl_slurm.base.mounts import file_system
 from verl_slurm.health import Finding, bad, good, warn
 
-__all__ = ["PlaceReport", "judge_place", "probe_place"]
-
 _BYTES = 64 << 20
 _PIECE = 4 << 20
 _SMALL_SYNCS = 16

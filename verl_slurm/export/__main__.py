@@ -28,8 +28,6 @@ from verl_slurm.export.model_dir import take_small_files
 from verl_slurm.export.skeleton import Role, Skeleton, build_skeleton, check_fit
 from verl_slurm.export.source import Source, cast_bytes
 
-__all__ = ["answer", "main", "parser"]
-
 _DTYPES = {"keep": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _MODEL = ".model"

@@ -27,8 +27,6 @@ from verl_slurm.export.model_dir import TOKENIZER_FILES
 from verl_slurm.export.skeleton import Role, Skeleton, bounded_work
 from verl_slurm.export.source import Source, cast_dtype
 
-__all__ = ["SHARD_BYTES", "plan_shards", "write_hf"]
-
 SHARD_BYTES = 5_000_000_000
 """Of one safetensors file: Hugging Face's own old default, small enough for any loader and object store."""
 

@@ -29,17 +29,6 @@ from verl_slurm.base.errors import SchemaMismatch
 from verl_slurm.export.skeleton import Role, Skeleton
 from verl_slurm.export.source import Source, cast_bytes
 
-__all__ = [
-    "FILES",
-    "Layout",
-    "Schedule",
-    "adamw_state",
-    "lambda_lr_state",
-    "largest_file",
-    "moments_bytes",
-    "write_layout",
-]
-
 Layout = Literal["single-file", "split"]
 
 FILES: dict[str, dict[str, str]] = {

@@ -17,8 +17,6 @@ from verl_slurm.base.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, 
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.checkpoint.store.tree import open_below, open_directory
 
-__all__ = ["TOKENIZER_FILES", "take_small_files"]
-
 # The files of a transformers tokenizer.
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),

@@ -27,9 +27,6 @@ from verl_slurm.causal_lm import ValueModel
 from verl_slurm.checkpoint.format.tensor_index import TensorEntry
 from verl_slurm.save.ranks.tensors import model_tensors
 
-__all__ = ["Role", "Skeleton", "bounded_work", "build_skeleton", "check_fit"]
-
-
 Role = Literal["actor", "critic"]
 
 

@@ -13,8 +13,6 @@ from verl_slurm.checkpoint.format.tensor_index import INDEX, TensorEntry
 from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.save.ranks.loader import WholeReader
 
-__all__ = ["Source", "cast_bytes", "cast_dtype", "groups_of"]
-
 # Tensors are read in groups of about this many bytes: small enough for a progress bar, large enough for a disk.
 _GROUP_BYTES = 256 << 20
 

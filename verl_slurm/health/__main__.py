@@ -12,8 +12,6 @@ import msgspec
 from verl_slurm.health.gpus import look_at_gpus
 from verl_slurm.health.nodes import look_at_mounts, look_at_room
 
-__all__ = ["Order", "main"]
-
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The checks that are wanted."""

@@ -21,8 +21,6 @@ from verl_slurm.base.files import private_dir, read_private, write_file
 from verl_slurm.base.one_line import printable
 from verl_slurm.slurm.commands import NAME
 
-__all__ = ["BadNode", "Recalled", "folder", "recall", "remember"]
-
 _TOLD_CHARS = 500
 
 

@@ -17,15 +17,6 @@ from pathlib import Path
 from verl_slurm.base.one_line import counted, printable
 from verl_slurm.health import Finding, bad, good, skipped
 
-__all__ = [
-    "KERNEL_LOG",
-    "judge_gpus",
-    "judge_kernel_log",
-    "judge_processes",
-    "look_at_gpus",
-    "visible_gpus",
-]
-
 KERNEL_LOG = Path("/dev/kmsg")
 _SMI_S = 15.0
 """nvidia-smi takes 0.1 to 2 s, and some more where the driver has to be loaded first."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 
 from verl_slurm.health import Finding, bad, good, skipped
 
-__all__ = ["judge_clock", "look_at_mounts", "look_at_room"]
-
 
 def look_at_room(begins: Callable[[str], None], min_free_mb: int) -> list[Finding]:
     """Looks at the node's own temporary directory. A full run directory is no fault of a node."""

@@ -5,8 +5,6 @@ from typing import Annotated, ClassVar
 
 import msgspec
 
-__all__ = ["Event", "Int"]
-
 Int = Annotated[int, msgspec.Meta(ge=-(1 << 53), le=1 << 53)]
 """JSON allows integers that no float can hold; one of those is none of ours."""
 

@@ -15,12 +15,14 @@ a field of another type, is read as `Other`: it is told as it is, and no fold co
 from typing import Any, ClassVar, Literal
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.journal.event import Event, Int
-from verl_slurm.journal.node_events import Avoid, Link, NodesChosen
-from verl_slurm.journal.service_events import ServiceEnded, ServiceFailed, ServiceReady, ServiceStarted
-
-__all__ = ["KINDS", "Event", "Other", "kind_of"]  # and each of `KINDS`
-__all__ += ["Avoid", "Link", "NodesChosen", "ServiceEnded", "ServiceFailed", "ServiceReady", "ServiceStarted"]
+from verl_slurm.journal.event import Event as Event, Int
+from verl_slurm.journal.node_events import Avoid as Avoid, Link as Link, NodesChosen as NodesChosen
+from verl_slurm.journal.service_events import (
+    ServiceEnded as ServiceEnded,
+    ServiceFailed as ServiceFailed,
+    ServiceReady as ServiceReady,
+    ServiceStarted as ServiceStarted,
+)
 
 Cluster = Literal["slurm", "local"]
 

@@ -18,16 +18,6 @@ from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import KINDS, Event, Other, kind_of
 
-__all__ = [
-    "append_event",
-    "now",
-    "parse_event",
-    "read_events",
-    "read_events_after",
-    "read_last_events",
-    "to_json",
-]
-
 E = TypeVar("E", bound=Event)
 
 _MOST_LINES = 300_000

@@ -2,8 +2,6 @@
 
 from verl_slurm.journal.event import Event
 
-__all__ = ["Avoid", "Link", "NodesChosen"]
-
 
 class NodesChosen(Event):
     """Among more nodes than the ranks need, those that got them, and those that are spare."""

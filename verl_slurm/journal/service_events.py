@@ -4,8 +4,6 @@ from typing import ClassVar
 
 from verl_slurm.journal.event import Event, Int
 
-__all__ = ["ServiceEnded", "ServiceFailed", "ServiceReady", "ServiceStarted"]
-
 
 class ServiceStarted(Event):
     """A service of the configuration was started on a node."""

@@ -9,8 +9,6 @@ from verl_slurm.base.bounded import SMALL, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["Status", "read_status"]
-
 
 class Status(msgspec.Struct, kw_only=True):
     """The snapshot. Steps count from 0: `step` are done."""

@@ -23,8 +23,6 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import append_line
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["StepRow", "append_step", "every_row", "last_steps"]
-
 StepRow = dict[str, Any]
 
 _MOST = 4 << 20

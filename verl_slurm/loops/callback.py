@@ -15,8 +15,6 @@ from verl_slurm.checkpoint.store.loop_checkpoint import require_guest
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.step_end import StepEndSaver, own_ranks
 
-__all__ = ["Served"]
-
 T = TypeVar("T")
 
 

@@ -16,8 +16,6 @@ from torch.utils.data import DataLoader
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.rng import Generators
 
-__all__ = ["ResumableDataLoader"]
-
 
 class ResumableDataLoader(DataLoader[Any]):
     """`torch.utils.data.DataLoader`, unchanged but resumable. Iterate over one epoch at a time.

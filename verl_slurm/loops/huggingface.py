@@ -53,8 +53,6 @@ from verl_slurm.loops.trl_state import TrlState, innermost_sampler
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.wire.messages import SaveRequest
 
-__all__ = ["VerlSlurmCallback"]
-
 _STATE = "trainer_state.json"  # transformers.trainer.TRAINER_STATE_NAME
 # The margin of a save in `loops.reach`: all jobs of the partition use the storage at once.
 _EVALUATION_MARGIN = 1.5

@@ -18,8 +18,6 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.loops.session import Session
 
-__all__ = ["Keeper"]
-
 
 class Keeper:
     """Keeps a guest's checkpoints in bounds, on rank 0.

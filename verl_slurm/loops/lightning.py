@@ -45,8 +45,6 @@ from verl_slurm.loops.data import ResumableDataLoader
 from verl_slurm.loops.session import Session, plain_numbers
 from verl_slurm.save.ranks import rng
 
-__all__ = ["ResumableDataLoader", "VerlSlurmCheckpoint"]
-
 _FILE = "lightning.ckpt"
 _LOOKED_UP = ("best", "last", "hpc", "registry")  # a ckpt_path that has Lightning look for one
 

@@ -47,8 +47,6 @@ from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.rng import Generators
 from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
 
-__all__ = ["Run", "run"]
-
 _DIRECTORY = "guest"
 """Below the work directory: `state_files` writes here."""
 

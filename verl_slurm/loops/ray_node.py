@@ -48,8 +48,6 @@ from verl_slurm.wire.lead_file import read_lead_address
 from verl_slurm.wire.messages import StoreCall, StrangerMet
 from verl_slurm.wire.store_line import StoreLine
 
-__all__ = ["main"]
-
 _BLOCKED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 _TRY_EVERY_S = 0.2
 _HEAD_LISTENS = "verl_slurm/ray_head_listens"

@@ -9,8 +9,6 @@ leaving costs the step.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["STEPS_LOOKED_AT", "Reach", "reach"]
-
 STEPS_LOOKED_AT = 5
 """The longest of this many steps counts: steps of RL grow with the length of the responses."""
 _STEP_MARGIN = 1.1

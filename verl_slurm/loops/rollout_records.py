@@ -31,16 +31,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Index, Ledger
 
-__all__ = [
-    "NotRecordable",
-    "RolloutLedger",
-    "digest_of",
-    "pack_outputs",
-    "session_seed",
-    "turn_paths",
-    "unpack_outputs",
-]
-
 Outputs = Sequence[Mapping[str, Any]]
 
 _META = "meta"

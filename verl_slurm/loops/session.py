@@ -52,8 +52,6 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm.wire.stacks import answer_with_stacks
 
-__all__ = ["LAST_TRIES_S", "Session", "plain_numbers"]
-
 LAST_TRIES_S = (1.0, 5.0, 15.0)
 """Pauses before the last save is tried again. Storage that fails for longer costs a restart, which waits, too."""
 

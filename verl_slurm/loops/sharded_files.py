@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt
 
-__all__ = ["ShardedFiles", "TensorsOnly"]
-
 _METADATA = ".metadata"
 _DATA = re.compile(r"__\d{1,9}_\d{1,9}\.distcp", re.ASCII)
 _DCP = "torch.distributed.checkpoint"

@@ -34,8 +34,6 @@ from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.rng import Generators
 
-__all__ = ["load_state", "write_state"]
-
 _DIRECTORY = "guest"
 _SHARDED = "sharded"
 _COMMON = "common.pt"

@@ -24,8 +24,6 @@ from torch.optim import Optimizer
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["Leaves", "Objects", "Stateful", "digests", "join", "misfit", "settle", "sharded_paths", "split"]
-
 _MARK = "__verl_slurm__"
 """Key of a map that stands for a tensor elsewhere: {_MARK: `common`, `own` or `sharded`, `path`: ...}."""
 _FRESH = "not stepped yet"

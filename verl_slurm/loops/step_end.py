@@ -46,8 +46,6 @@ from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.stopping import Stopper
 
-__all__ = ["ReachWatch", "StepEndSaver", "own_ranks", "seal_own"]
-
 _LOOK_EVERY_S = 0.25
 
 

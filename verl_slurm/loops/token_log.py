@@ -37,8 +37,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger, records
 
-__all__ = ["Call", "Prefix", "Prefixes", "TokenLog", "call_of", "token_paths"]
-
 _EVERY_S = 0.25
 """Between two writes: what SIGKILL may cost. Each is one write and one fdatasync, whatever the number of responses."""
 _COMPACT_BYTES = 64 << 20

@@ -40,8 +40,6 @@ from verl_slurm.loops.state_files import load_state, write_state
 from verl_slurm.loops.states import Objects, split
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["TrlState", "innermost_sampler"]
-
 _DIRECTORY = "trl"
 # Batches of a cycle, by the module whose `_prepare_inputs` the trainer runs. Where another one prepares them, the same
 # attributes may mean something else.

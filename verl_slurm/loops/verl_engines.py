@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import ray
 
-__all__ = ["Engines"]
-
 _MOST_A_STEP = 3
 """So often one engine is replaced within a step. What fails more often fails by itself, and is left to a restart."""
 

@@ -40,8 +40,6 @@ from verl_slurm.wire.environment import RECIPE_VARIABLE
 
 install_everywhere()  # already installed, unless a PYTHONPATH of the user's own has replaced ours
 
-__all__ = ["InterruptibleColocateAsync", "InterruptibleSync"]
-
 
 class _LeftEarly(Exception):
     """Ends verl's loop in the middle of a step, from within its wait for responses."""

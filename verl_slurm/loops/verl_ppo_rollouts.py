@@ -21,8 +21,6 @@ from verl_slurm.loops.token_log import token_paths
 from verl_slurm.runtime_state.ledger import prune
 from verl_slurm.verl.positions import Positions, positions_file, read_positions
 
-__all__ = ["Account", "Recording", "Rollouts"]
-
 
 class Account(NamedTuple):
     """What has become of responses since the start.

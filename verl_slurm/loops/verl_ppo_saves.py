@@ -12,8 +12,6 @@ from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.loops.step_end import StepEndSaver
 from verl_slurm.wire.messages import SaveRequest
 
-__all__ = ["Saves", "last_words", "require_all"]
-
 
 class Saves:
     """The saves of one start, in verl's driver.

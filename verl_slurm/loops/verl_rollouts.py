@@ -28,8 +28,6 @@ from verl_slurm.loops.verl_turns import SESSION, Session, Turns, continuing, rec
 from verl_slurm.verl.positions import POSITION
 from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE
 
-__all__ = ["LedgerManager", "LedgerWorker"]
-
 # verl has made an actor of its worker, and Ray allows no subclass of an actor: this is the class that was given to it.
 _Worker: Any = AgentLoopWorkerTQ.__ray_metadata__.modified_class.__ray_actor_class__
 

@@ -11,8 +11,6 @@ from verl_slurm.verl.composing import Composed, checked_settings
 from verl_slurm.verl.overrides import OwnSettings
 from verl_slurm.verl.releases import installed_verl, require_usable
 
-__all__ = ["require_verl", "resume_point", "start_settings"]
-
 
 def require_verl(session: Session) -> None:
     """Requires a verl that can be served; says if its release was never tried.

@@ -27,8 +27,6 @@ from verl_slurm.wire.lifeline import run_and_leave
 if TYPE_CHECKING:
     from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one rank to its end; the exit code is 0 when it finished or stopped as asked."""

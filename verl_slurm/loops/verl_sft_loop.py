@@ -22,8 +22,6 @@ from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.loops.step_end import StepEndSaver, seal_own
 from verl_slurm.loops.verl_sft_wraps import watch_checkpoints, watch_steps
 
-__all__ = ["ServedSFT"]
-
 
 class ServedSFT(SFTTrainer):  # type: ignore[misc]  # verl has no types
     """The trainer of one rank.

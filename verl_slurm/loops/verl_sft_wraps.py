@@ -12,8 +12,6 @@ from typing import Any
 
 from verl_slurm.base.errors import CheckpointCorrupt
 
-__all__ = ["watch_checkpoints", "watch_steps"]
-
 
 def watch_steps(worker: Any, after_step: Callable[[Any], None]) -> None:
     """Has verl's `TrainingWorker` call `after_step` with the result of each `train_batch`."""

@@ -37,8 +37,6 @@ from verl_slurm.loops.rollout_records import (
 )
 from verl_slurm.loops.token_log import Call, Prefix, Prefixes
 
-__all__ = ["SESSION", "Session", "Turns", "continuing", "record_tools"]
-
 _PROBES = 64
 _PROBE_TOKENS = 32
 _MEDIA = ("image_data", "video_data", "audio_data")

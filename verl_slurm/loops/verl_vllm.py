@@ -19,8 +19,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.loops.token_log import Call, TokenLog, call_of
 from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE
 
-__all__ = ["LoggedReplica", "LoggedServer", "register"]
-
 
 class _LoggedEngine:
     """vLLM's engine, whose output is noted where the request is one of a recorded session."""

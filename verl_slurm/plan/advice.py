@@ -17,8 +17,6 @@ from verl_slurm.loops.reach import reach
 from verl_slurm.plan.inputs import Inputs, cadence_of, interval_of, model_of, schedule_of
 from verl_slurm.plan.simulate import Dice, Model, Outcome, Spent, Strikes, random_strikes, simulate
 
-__all__ = ["Option", "Plan", "Spread", "Verdict", "make_plan"]
-
 _MOST_EVENTS = 600_000
 """Saves and strikes over all simulations: some seconds."""
 _FEWEST = 4

@@ -23,8 +23,6 @@ from verl_slurm.journal.folds.outages import Outage, Outages
 from verl_slurm.plan.inputs import Known
 from verl_slurm.plan.simulate import NEVER, Strike, StrikeKind, Strikes
 
-__all__ = ["Happened", "happened", "measure", "measured_goodput", "strikes_again"]
-
 Row = dict[str, Any]
 """A line of `steps.jsonl`."""
 

@@ -14,8 +14,6 @@ from verl_slurm.plan.inputs import Known, assumed
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.room import checkpoint_size
 
-__all__ = ["from_slurm", "from_storage"]
-
 _DAYS = 30
 _DAY_S = 86400.0
 _FEWEST_STARTS = 3

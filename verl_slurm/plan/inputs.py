@@ -17,19 +17,6 @@ from verl_slurm.checkpoint.decide.cadence import Costs, decide, plan_interval
 from verl_slurm.config.schema import CheckpointConfig, RunConfig
 from verl_slurm.plan.simulate import Model, Schedule
 
-__all__ = [
-    "LABELS",
-    "Inputs",
-    "Known",
-    "Source",
-    "assumed",
-    "complete",
-    "costs_of",
-    "interval_of",
-    "model_of",
-    "schedule_of",
-]
-
 Source = Literal["measured", "doctor", "Slurm", "configuration", "given", "derived", "assumed"]
 
 _DAY_S = 86400.0

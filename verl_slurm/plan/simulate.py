@@ -29,19 +29,6 @@ import msgspec
 
 from verl_slurm.loops.reach import reach
 
-__all__ = [
-    "Dice",
-    "Model",
-    "Outcome",
-    "Schedule",
-    "Spent",
-    "Strike",
-    "StrikeKind",
-    "Strikes",
-    "random_strikes",
-    "simulate",
-]
-
 StrikeKind = Literal["notice", "crash", "lost_node"]
 Schedule = Callable[[int], int]
 """The step of the next periodic save after one at (or a start from) this step; at most the last step."""

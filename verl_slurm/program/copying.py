@@ -19,8 +19,6 @@ from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.program.record import CodeFile, files_of, tree_digest
 
-__all__ = ["check_copy", "copy_tree", "read_tree"]
-
 _BLOCK = 1 << 20
 _IMPORTED = (".py", ".pyc", ".so", ".pth")
 """Ends of names that Python may import."""

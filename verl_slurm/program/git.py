@@ -26,18 +26,6 @@ from verl_slurm.base.digest import hash_fd
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.processes import stat_fields
 
-__all__ = [
-    "MOST_DIFF",
-    "STILL_S",
-    "Commit",
-    "WorkTree",
-    "commit_of",
-    "diff_of",
-    "files_in",
-    "is_lfs_pointer",
-    "work_tree",
-]
-
 _TIMEOUT_S = 120.0
 STILL_S = 10.0
 """Without processor time for so long, git waits for something that does not come. On slow storage it uses some."""

@@ -8,8 +8,6 @@ import msgspec
 
 from verl_slurm.base.search_path import clean_environment
 
-__all__ = ["Installed", "look"]
-
 _TIMEOUT_S = 60.0
 # By the names of the directories that installers make (PEP 376, PEP 427): to parse the metadata of 200 packages takes
 # half a second. `__editable__` modules are those by which setuptools finds packages of an editable install.

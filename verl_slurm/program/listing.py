@@ -16,8 +16,6 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.program.git import WorkTree, files_in, work_tree
 
-__all__ = ["MOST_FILES", "Listing", "holds_other_things", "list_tree"]
-
 MOST_FILES = 20_000
 _CACHES = frozenset(
     {

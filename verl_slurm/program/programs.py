@@ -18,8 +18,6 @@ from verl_slurm.config.reward_spec import parse_reward
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.record import CodeRecord, read_record
 
-__all__ = ["Moves", "Program", "file_of_verl", "is_ours", "module_of", "programs_of"]
-
 _OF_VERL = (".py", ".yaml", ".yml")
 _FILE_URL = "file://"
 _INSTALLED = {"site-packages", "dist-packages"}

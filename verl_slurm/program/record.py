@@ -28,16 +28,6 @@ from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 
-__all__ = [
-    "CodeFile",
-    "CodeRecord",
-    "CodeTree",
-    "files_of",
-    "package_drift",
-    "read_record",
-    "tree_digest",
-]
-
 FORMAT = 1
 # They become names of directories.
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]

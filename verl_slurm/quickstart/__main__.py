@@ -12,9 +12,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.checkpoint.inspect.compare import torch_environment
 from verl_slurm.config.schema import BUILTIN
 
-__all__ = ["main", "resolve_data", "resolve_model"]
-
-
 _HEAD_DIMS = {"tiny": 16, "tiny32": 32}
 """Built-in model -> the width of its attention heads."""
 

@@ -15,8 +15,6 @@ from pathlib import Path
 from verl_slurm.base.errors import DataError
 from verl_slurm.quickstart import build_once
 
-__all__ = ["build_data", "sums"]
-
 _OPERANDS = range(10, 70)
 _HELD_OUT_EVERY = 10
 

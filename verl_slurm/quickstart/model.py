@@ -19,8 +19,6 @@ from transformers.utils import logging as hf_logging
 from verl_slurm.quickstart import build_once
 from verl_slurm.quickstart.data import sums
 
-__all__ = ["build_model", "worked"]
-
 _SEED = 20260101
 _PROMPT_WIDTH = 6
 _RESPONSE_WIDTH = 10

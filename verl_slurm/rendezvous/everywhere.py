@@ -26,8 +26,6 @@ from verl_slurm.rendezvous.install import after_import, install_on_import, node_
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 from verl_slurm.wire.store_line import RANKS_KEY_NAME, StoreLine
 
-__all__ = ["install_everywhere"]
-
 _STORES = ("torch._C._distributed_c10d", "torch.distributed.rendezvous", "torch.distributed")
 """Modules in which torch keeps the name; later imports take it from there."""
 

@@ -27,8 +27,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import read_private
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["after_import", "install", "install_on_import", "node_of", "unknown_version"]
-
 _PLACE = "torch.distributed.distributed_c10d"
 """Once this is imported, every replaced function exists."""
 _PROOF_S = 180.0

@@ -18,8 +18,6 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address
 from pathlib import Path
 
-__all__ = ["NONCE_BYTES", "PROOF_BYTES", "others_connected", "proof", "wrong_peers"]
-
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 _PAIR = struct.Struct(">II")

@@ -18,8 +18,6 @@ from verl_slurm.wire.imports import WatchedEnvironment, import_all
 from verl_slurm.wire.lifeline import die_with_launcher
 from verl_slurm.wire.orders import Orders
 
-__all__ = ["stand_by"]
-
 
 def stand_by(imports: Path) -> None:
     """Imports, waits for orders, and becomes that rank."""

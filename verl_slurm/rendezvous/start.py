@@ -13,8 +13,6 @@ from types import TracebackType
 from verl_slurm.rendezvous.install import install_on_import
 from verl_slurm.wire.lifeline import die_with_launcher
 
-__all__ = ["start"]
-
 _OURS = (__file__, str(Path(__file__).with_name("__main__.py")), runpy.__file__, "<frozen runpy>")
 
 

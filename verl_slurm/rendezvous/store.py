@@ -14,8 +14,6 @@ from verl_slurm.base.errors import WireError
 from verl_slurm.wire.messages import MAX_KEY, MAX_VALUE, StoreAnswer, StoreCall
 from verl_slurm.wire.store_line import StoreLine
 
-__all__ = ["LeadStore"]
-
 _FOREVER = timedelta(days=7)
 _KEPT: list["LeadStore"] = []
 """Keeps stores alive. C++ holds the C++ half of a store alone; without its Python half its methods would be pure

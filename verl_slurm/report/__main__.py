@@ -16,8 +16,6 @@ from verl_slurm.report.gather import gather, require_traces
 from verl_slurm.report.page import render_page
 from verl_slurm.report.serve import Task
 
-__all__ = ["main"]
-
 
 def main() -> int:
     """Reads the task from standard input; returns the exit code. Our own errors are one line on standard error."""

@@ -12,8 +12,6 @@ from verl_slurm.journal.folds.pace import number
 from verl_slurm.journal.steps import StepRow
 from verl_slurm.report.facts import Curve, Tokens
 
-__all__ = ["Steps"]
-
 _CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("reward", "Reward", ("reward", "critic/score/mean", "critic/rewards/mean", "train/reward")),
     ("eval", "Reward of the evaluation", ("eval/reward",)),

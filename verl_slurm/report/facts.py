@@ -11,20 +11,6 @@ from verl_slurm.journal.folds.time_use import TimeUse
 from verl_slurm.journal.folds.timeline import Interval
 from verl_slurm.runtime_state.samples import Sample
 
-__all__ = [
-    "CheckpointFacts",
-    "Cost",
-    "Curve",
-    "NodeFact",
-    "Report",
-    "RewardFact",
-    "RunFacts",
-    "SampleFacts",
-    "Setting",
-    "Tokens",
-    "WarningFact",
-]
-
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
     """A number over the steps that count."""

@@ -26,8 +26,6 @@ from verl_slurm.journal.folds.timeline import Interval
 from verl_slurm.report.curves import Steps
 from verl_slurm.report.facts import CheckpointFacts, Cost, NodeFact, WarningFact
 
-__all__ = ["allocation_of", "checkpoints_of", "nodes_of", "warnings_of"]
-
 _MOST_CHECKPOINTS = 300
 _MOST_NODES = 100
 _MOST_WARNINGS = 30

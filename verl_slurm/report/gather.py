@@ -35,8 +35,6 @@ from verl_slurm.runs.record import has_ledger
 from verl_slurm.runtime_state.samples import best_and_worst, read_samples
 from verl_slurm.wire.reward_plan import read_reward_plan
 
-__all__ = ["gather", "require_traces"]
-
 T = TypeVar("T")
 
 _HIDDEN = "hooks.webhook"

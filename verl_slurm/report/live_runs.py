@@ -18,8 +18,6 @@ from verl_slurm.journal.events import Event
 from verl_slurm.runs.follow_many import FleetWatch, Followed, Watches
 from verl_slurm.runs.glance import Glance, glance
 
-__all__ = ["LiveRuns", "Row", "row_of"]
-
 _LONGEST = 1000
 """Characters of an event in the table."""
 

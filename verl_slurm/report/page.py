@@ -23,8 +23,6 @@ from verl_slurm.journal.folds.timeline import KINDS
 from verl_slurm.report.facts import Curve, Report, RunFacts
 from verl_slurm.report.live_runs import Row
 
-__all__ = ["LIST_SCRIPTS", "LIVE_SCRIPTS", "chart_data", "policy_of", "render_list", "render_page"]
-
 _ASSETS = files("verl_slurm.report") / "assets"
 _SCRIPTS = ("echarts.min.js", "page.js")
 LIVE_SCRIPTS = (*_SCRIPTS, "live.js")

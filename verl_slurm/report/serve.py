@@ -38,8 +38,6 @@ from verl_slurm.report.page import LIST_SCRIPTS, LIVE_SCRIPTS, policy_of, render
 from verl_slurm.runs.follow_many import Watches
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, serve_http
 
-__all__ = ["HOST", "Server", "Task"]
-
 T = TypeVar("T")
 
 HOST = "127.0.0.1"

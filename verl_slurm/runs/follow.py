@@ -31,8 +31,6 @@ from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import job_state, settle
 from verl_slurm.runs.record import last_job
 
-__all__ = ["follow_lines", "follow_newest", "follow_run"]
-
 _POLL_S = 2.0
 _MOST = 4 << 20
 """Bytes that are read at once; a longer line comes in pieces."""

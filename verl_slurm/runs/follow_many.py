@@ -35,9 +35,6 @@ from verl_slurm.journal.events import (
 from verl_slurm.journal.files import read_events_after
 from verl_slurm.runs.glance import Glance, ask_for, find_runs, glance, is_over, state_of, unreadable
 
-__all__ = ["FleetWatch", "Followed", "Watches", "state_after"]
-
-
 _LOOK_S = 5.0
 """Seconds between looks at sizes, if inotify is silent."""
 _ASK_S = 60.0

@@ -33,19 +33,6 @@ from verl_slurm.runs.liveness import elsewhere, is_held, is_script_of, job_numbe
 from verl_slurm.runs.record import job_by_files, with_cluster
 from verl_slurm.slurm.client import SlurmClient
 
-__all__ = [
-    "Glance",
-    "Seen",
-    "ask_for",
-    "find_runs",
-    "glance",
-    "glance_at_all",
-    "is_over",
-    "state_of",
-    "steps_done",
-    "unreadable",
-]
-
 _DEPTH = 3
 _FIRST_BYTES = 4 << 10
 """Bytes at the journal's end that are read first: some twenty events."""

@@ -26,27 +26,6 @@ from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = [
-    "ANOTHERS",
-    "JobState",
-    "cluster_of_another",
-    "controller",
-    "elsewhere",
-    "is_held",
-    "is_script_of",
-    "job_number",
-    "job_state",
-    "leads",
-    "may_be_of",
-    "needed_change",
-    "queued_jobs",
-    "refuse_living",
-    "runs_here",
-    "settle",
-    "unknown_jobs",
-    "way_on",
-]
-
 ANOTHERS = "another job has its number"
 """`JobState.detail` of a job whose number is, on this cluster or by now, not the run's."""
 _BY_HAND = "local-"

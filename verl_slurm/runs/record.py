@@ -22,17 +22,6 @@ from verl_slurm.journal.folds.jobs import Submission, newest_job
 from verl_slurm.journal.status import read_status
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
-__all__ = [
-    "ended_well",
-    "has_begun",
-    "has_ledger",
-    "job_by_files",
-    "last_job",
-    "require_run",
-    "steps_done",
-    "with_cluster",
-]
-
 
 def require_run(paths: RunPaths) -> RunPaths:
     """Refuses a directory that is not a run.

@@ -21,9 +21,6 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.requeue_rules import RequeueOutcome
 
-__all__ = ["ask_for_save", "cancel_run", "requeue_run"]
-
-
 _PATIENCE_S = 30.0
 """Seconds after which a request that Slurm does not answer is not begun again."""
 _PAUSE_S = 1.0

@@ -5,7 +5,7 @@ import numpy as np
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.runtime_state.container import (
-    HEAD_BYTES,
+    HEAD_BYTES as HEAD_BYTES,
     Blob,
     digests,
     pack,
@@ -22,8 +22,6 @@ from verl_slurm.runtime_state.format import (
     StateHeader,
 )
 from verl_slurm.runtime_state.frames import Read
-
-__all__ = ["HEAD_BYTES", "decode", "encode", "facts", "peek"]
 
 
 def encode(state: RuntimeState) -> bytes:

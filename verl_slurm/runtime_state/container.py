@@ -30,16 +30,6 @@ from verl_slurm.runtime_state.format import (
 from verl_slurm.runtime_state.frames import FrameReader, FrameWriter, Read, compress, decompress
 from verl_slurm.runtime_state.planes import join, rounded, small_planes, split, used_bits
 
-__all__ = [
-    "HEAD_BYTES",
-    "Blob",
-    "digests",
-    "pack",
-    "specify",
-    "unpack",
-    "unpack_header",
-]
-
 Header = TypeVar("Header", bound=msgspec.Struct)
 Blob = bytes | np.ndarray
 

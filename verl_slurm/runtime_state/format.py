@@ -78,29 +78,6 @@ import msgspec
 if TYPE_CHECKING:  # the daemon reads this file for the schema and has no memory to spare for numpy
     import numpy as np
 
-__all__ = [
-    "CHUNK_ITEMS",
-    "DTYPES",
-    "FREE_BYTES",
-    "GROUPS",
-    "HISTORY_ROWS",
-    "MAX_ARRAYS",
-    "MAX_CONTENT_BYTES",
-    "MAX_EXPANSION",
-    "MAX_FRAME_BYTES",
-    "MAX_HEADER_BYTES",
-    "MAX_RECORD_BYTES",
-    "NAME",
-    "RUNTIME_STATE_FILE",
-    "RUNTIME_STATE_VERSION",
-    "ArraySpec",
-    "Arrays",
-    "Phase",
-    "RecordHeader",
-    "RuntimeState",
-    "StateHeader",
-    "runtime_state_name",
-]
 
 Arrays = dict[str, "np.ndarray"]
 """Named arrays of one rollout batch or buffer."""

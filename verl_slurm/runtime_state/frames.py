@@ -12,8 +12,6 @@ import zstandard
 
 from verl_slurm.runtime_state.format import MAX_FRAME_BYTES
 
-__all__ = ["FrameReader", "FrameWriter", "Read", "compress", "decompress"]
-
 Read = Callable[[int, int], memoryview]
 """Offset and size → these bytes, or fewer at the end."""
 

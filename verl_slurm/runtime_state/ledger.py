@@ -44,8 +44,6 @@ from verl_slurm.runtime_state.segment import (
 )
 from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment, owner, segments
 
-__all__ = ["Index", "Key", "Ledger", "load", "prune", "records"]
-
 _GROUP = "rollouts"
 _RENEW_EVERY_S = 60.0
 """A full disk stays full for a while, and each try reads all of the file."""

@@ -10,8 +10,6 @@ import numpy as np
 
 from verl_slurm.runtime_state.format import CHUNK_ITEMS
 
-__all__ = ["join", "rounded", "small_planes", "split", "used_bits"]
-
 _UINT = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 _SMALL_BYTES = 16384
 _LITTLE = sys.byteorder == "little"

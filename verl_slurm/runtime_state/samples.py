@@ -31,8 +31,6 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import RUN_ID, run_id
 from verl_slurm.runtime_state.sealing import open_record, seal_record
 
-__all__ = ["Sample", "StepSamples", "append_samples", "best_and_worst", "clipped", "read_samples"]
-
 MAX_FILE_BYTES = 8 << 20
 _MAX_LINE_BYTES = 4 << 20
 _MAX_CHARS = 4000

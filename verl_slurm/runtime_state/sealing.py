@@ -20,8 +20,6 @@ import struct
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
 from verl_slurm.base.keys import Keyring, MasterKey, Secret
 
-__all__ = ["OVERHEAD_BYTES", "open_record", "seal_record"]
-
 _SALT_BYTES = 32
 _TAG_BYTES = 16
 _KEY_ID_BYTES = 8

@@ -14,8 +14,6 @@ from pathlib import Path
 
 from verl_slurm.runtime_state.format import MAX_RECORD_BYTES
 
-__all__ = ["FRAME_BYTES", "HEAD_BYTES", "Frame", "Gap", "frame", "head", "is_locked", "open_segment", "scan"]
-
 _HEAD = struct.Struct("<8sII")
 _HEAD_MAGIC = b"VSLEDGR2"
 _FRAME = struct.Struct("<4sIQII8s")

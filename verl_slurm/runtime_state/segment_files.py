@@ -18,8 +18,6 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["BackgroundSync", "SegmentHeld", "lock_segment", "owner", "segments"]
-
 # ASCII: without it `\d` matches the digits of all scripts, and one segment could have two names.
 # At most nine: the head of a segment has 32 bits for each number.
 _SEGMENT = re.compile(r"epoch_(\d{6,9})\.rank_(\d{4,9})\.ledger", re.ASCII)

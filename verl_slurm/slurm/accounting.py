@@ -6,8 +6,6 @@ own for each time it ran (`--duplicates`).
 
 import msgspec
 
-__all__ = ["PastJobs", "parse_past_jobs"]
-
 
 class PastJobs(msgspec.Struct, frozen=True, kw_only=True):
     """What the lines add up to. A line is one start of a job."""

@@ -20,17 +20,6 @@ from verl_slurm.config.checks.options import asks_for_gpus
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_components
 
-__all__ = [
-    "AWAIT",
-    "awaiting",
-    "batch_script",
-    "component_lines",
-    "sbatch_options",
-    "sbatch_parameters",
-    "submission_environment",
-    "unwanted_environment",
-]
-
 AWAIT = """\
 verl_slurm_await() { # until this command succeeds: its file system may come late
     local tries said later='' how=requeue

@@ -40,8 +40,6 @@ import msgspec
 
 from verl_slurm.slurm.facts import JobFacts
 
-__all__ = ["WARNING_SLACK_S", "Cause", "CauseKind", "Trigger", "decide_cause"]
-
 Trigger = Literal["warning", "requeue_wish", "term", "poll"]
 """Reason for the question: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`),
 TERM, or a routine look of our own."""

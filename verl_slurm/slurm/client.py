@@ -38,8 +38,6 @@ from verl_slurm.slurm.parse import (
 from verl_slurm.slurm.requeue_rules import RequeueOutcome, is_answer, names_expedite, offered, refuse_requeue
 from verl_slurm.slurm.runner import Completed, run_command, slurm_words, waiting_for
 
-__all__ = ["SlurmClient"]
-
 # Slurm may still report the old start time while the job completes; the client looks this often, up to the time below
 _READ_BACK_STEPS = 5
 _READ_BACK_PAUSE_S = 0.1

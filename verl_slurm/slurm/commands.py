@@ -10,33 +10,6 @@ from datetime import datetime
 
 from verl_slurm.base.errors import NotFound
 
-__all__ = [
-    "JOB",
-    "NAME",
-    "NODE_LIST",
-    "PARTITIONS",
-    "cancel",
-    "forbid_requeue",
-    "keep_node",
-    "list_jobs",
-    "list_nodes",
-    "list_past_jobs",
-    "list_states",
-    "requeue",
-    "sbatch_help",
-    "show_config",
-    "show_hostnames",
-    "show_job",
-    "show_job_json",
-    "show_node",
-    "show_nodes",
-    "show_partition",
-    "show_partitions",
-    "signal_batch",
-    "update_excluded",
-    "update_start_time",
-]
-
 # None of these begins with a dash, so no value can be taken for an option.
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 """A node's, partition's or cluster's name."""

@@ -13,8 +13,6 @@ import msgspec
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.slurm.commands import NAME, NODE_LIST
 
-__all__ = ["SlurmJob"]
-
 _MOST_COMPONENTS = 128
 """Slurm's own limit (MAX_HET_JOB_COMPS)."""
 

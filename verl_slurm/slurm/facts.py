@@ -4,8 +4,6 @@ from datetime import datetime
 
 import msgspec
 
-__all__ = ["JobFacts", "NodeFacts", "PartitionFacts"]
-
 # Slurm shows one word of several: for a running job a flag rather than RUNNING (job_state_string, all versions).
 # STOPPED: `scancel -s STOP` stopped the steps; the batch process continues, and Slurm ends the job as any other.
 _STATES_RUNNING = frozenset({"RUNNING", "SIGNALING", "RESIZING", "STOPPED"})

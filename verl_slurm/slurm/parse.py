@@ -17,26 +17,6 @@ import msgspec
 from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 
-__all__ = [
-    "IDLE",
-    "ended_as",
-    "parse_config",
-    "parse_config_time",
-    "parse_default_partition",
-    "parse_gpus",
-    "parse_hostnames",
-    "parse_job",
-    "parse_lost_nodes",
-    "parse_node",
-    "parse_partition",
-    "parse_partitions",
-    "parse_seconds",
-    "parse_states",
-    "parse_time",
-    "parse_usable_nodes",
-]
-
-
 _NOTHING = frozenset({"", "None", "N/A", "Unknown", "(null)", "NONE"})
 # keys whose value is the rest of the line, blanks included
 _FREE_TEXT = frozenset(

@@ -8,8 +8,6 @@ import shlex
 
 from verl_slurm.config.slurm import SlurmConfig
 
-__all__ = ["OURS", "python_of", "setup_script"]
-
 # `module` is a function of the login shell. Batch jobs of sites that do not export it have these files.
 _MODULES = """\
 if ! type module >/dev/null 2>&1; then

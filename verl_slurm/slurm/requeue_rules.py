@@ -25,8 +25,6 @@ import msgspec
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.runner import Completed
 
-__all__ = ["RequeueOutcome", "is_answer", "names_expedite", "offered", "refuse_requeue"]
-
 
 class RequeueOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a request to requeue, as read back from Slurm."""

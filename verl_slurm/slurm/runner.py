@@ -22,8 +22,6 @@ import msgspec
 
 from verl_slurm.base.errors import SlurmMissing
 
-__all__ = ["MAX_OUTPUT_BYTES", "Completed", "run_command", "slurm_words", "telling", "waiting_for"]
-
 MAX_OUTPUT_BYTES = 2**20
 """Limit of each stream. A `scontrol show job` is 2 kB; a broken stub or wrapper is cut off here."""
 _BLOCKED = {signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP}

@@ -3,8 +3,6 @@
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["sparable"]
-
 
 def sparable(
     nodes: Sequence[str], usable: Mapping[str, str], excluded: Collection[str], needed: int

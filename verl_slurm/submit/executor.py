@@ -38,16 +38,6 @@ from verl_slurm.slurm.runner import Completed, slurm_words, waiting_for
 from verl_slurm.submit.checks.slurm_verdict import refusal
 from verl_slurm.submit.plan import Cluster, SubmissionPlan
 
-__all__ = [
-    "MayBeQueued",
-    "QueuedJob",
-    "local_command",
-    "main",
-    "render_script",
-    "submit_job",
-    "with_components",
-]
-
 _TIMEOUT_S = 120.0
 _NO_LIMIT_MIN = 366 * 24 * 60
 # The whole line, since a site's own words may name jobs, too; or, from a wrapper, the number and nothing else.

@@ -12,8 +12,6 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.record import CodeFile, CodeRecord
 
-__all__ = ["Cluster", "CodePlan", "SubmissionPlan", "reshaped", "trains_line", "why_done"]
-
 Cluster = Literal["slurm", "local"]
 
 

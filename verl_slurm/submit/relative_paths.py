@@ -16,8 +16,6 @@ from pathlib import Path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.reward_spec import parse_reward
 
-__all__ = ["Places", "given_keys"]
-
 
 def given_keys(overrides: Iterable[str], verl: Iterable[str] = ()) -> frozenset[str]:
     """Returns the dotted keys that words of the command line set."""

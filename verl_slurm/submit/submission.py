@@ -77,16 +77,6 @@ from verl_slurm.submit.undoing import (
 from verl_slurm.tiers.opening import namesakes
 from verl_slurm.verl.inputs import data_of
 
-__all__ = [
-    "Submitted",
-    "carry_out",
-    "check_drift",
-    "hold_run",
-    "plan_submission",
-    "plan_verl_run",
-]
-
-
 Confirm = Callable[[prints.Drift], bool]
 
 _BY_LENGTH = ("linear", "cosine", "wsd")

@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["SweptRun", "swept_runs"]
-
 _MOST = 1000
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _OPENING, _CLOSING, _QUOTES = "[{(", "]})", "\"'"

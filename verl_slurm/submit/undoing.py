@@ -14,16 +14,6 @@ from verl_slurm.base.errors import Fenced
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 
-__all__ = [
-    "keep_content",
-    "make_mark",
-    "make_root",
-    "names_in",
-    "only_submitter",
-    "remove_new",
-    "replace_content",
-]
-
 
 def make_root(undo: ExitStack, root: Path) -> None:
     """Makes the run directory. On failure, removes the directories that it made, if empty."""

@@ -22,8 +22,6 @@ from typing import Protocol
 
 from verl_slurm.checkpoint.format.specification import FileEntry
 
-__all__ = ["Backend", "ObjectInfo", "Source"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ObjectInfo:

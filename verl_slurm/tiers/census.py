@@ -23,17 +23,6 @@ from verl_slurm.tiers.backend import Backend, ObjectInfo
 from verl_slurm.tiers.layout import TierRecord, TierRecords, checkpoint_prefix, parse_key
 from verl_slurm.tiers.plan import TierCopy, TierState
 
-__all__ = [
-    "Memory",
-    "OpenTier",
-    "local_stamp",
-    "local_state",
-    "record_of",
-    "signature_word",
-    "survey",
-    "tier_state",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OpenTier:

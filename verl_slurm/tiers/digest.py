@@ -9,8 +9,6 @@ from collections.abc import Iterable
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.store.chunks import leaf_count, leaf_problem
 
-__all__ = ["ContentCheck", "check_blocks"]
-
 
 class ContentCheck:
     """Takes the bytes of one file in order, in blocks of any size, and reports their faults."""

@@ -44,8 +44,6 @@ from verl_slurm.tiers.opening import open_tiers
 from verl_slurm.tiers.plan import TierState, newest_first
 from verl_slurm.tiers.transfer import TierOrigin
 
-__all__ = ["Fetched", "fetch", "fetch_newest"]
-
 _FILES_AT_ONCE = 4
 _FETCH_S, _BYTES_PER_S = 600.0, 4 << 20
 """Seconds that a start waits for a checkpoint, plus the time for its bytes at this rate. A slower tier is given up."""

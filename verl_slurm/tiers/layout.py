@@ -55,16 +55,6 @@ from verl_slurm.base.run_id import RUN_ID
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import MANIFEST, path_problem
 
-__all__ = [
-    "TierRecord",
-    "TierRecords",
-    "checkpoint_prefix",
-    "manifest_key",
-    "object_key",
-    "parse_key",
-    "run_prefix",
-]
-
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 

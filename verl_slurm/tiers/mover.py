@@ -33,8 +33,6 @@ from verl_slurm.tiers.opening import mover_lock, open_tiers
 from verl_slurm.tiers.plan import Action, TierState, plan_tiers
 from verl_slurm.tiers.transfer import DirectoryOrigin, Origin, TierOrigin, copy_checkpoint, verify_copy
 
-__all__ = ["Done", "Pass", "look", "lower_priority", "sync"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Done:

@@ -25,8 +25,6 @@ from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.tiers.backend import Source
 from verl_slurm.tiers.digest import ContentCheck
 
-__all__ = ["MAX_PARTS", "MIN_PART_BYTES", "MultipartUpload", "abort_uploads", "part_size", "require_content"]
-
 MAX_PARTS = 10_000
 """S3's own limit."""
 MIN_PART_BYTES = 8 << 20

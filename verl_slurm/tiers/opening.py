@@ -22,8 +22,6 @@ from verl_slurm.tiers.backend import Backend
 from verl_slurm.tiers.census import OpenTier
 from verl_slurm.tiers.layout import run_prefix
 
-__all__ = ["ENTRY_POINTS", "mover_lock", "namesakes", "open_backend", "open_tiers"]
-
 ENTRY_POINTS = "verl_slurm.tiers"
 
 

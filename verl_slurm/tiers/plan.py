@@ -26,8 +26,6 @@ from typing import Literal
 
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 
-__all__ = ["Action", "TierCopy", "TierState", "last_good", "newest_first", "plan_tiers"]
-
 Kind = Literal["copy", "drop", "keep", "skip"]
 """copy: make it whole and verified there. drop: remove it there. keep: it is there and stays. skip: it is not there and
 need not be. `checkpoint.decide.retention`, which decides for the run's own directory, uses the same words."""

@@ -25,8 +25,6 @@ from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directo
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.backend import ObjectInfo, Source
 
-__all__ = ["PosixBackend"]
-
 _BLOCK = 4 << 20
 # exFAT, some FUSE file systems and some shares have no hard links.
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK, errno.ENOSYS}

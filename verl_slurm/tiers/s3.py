@@ -27,8 +27,6 @@ from verl_slurm.tiers.digest import check_blocks
 from verl_slurm.tiers.multipart import MultipartUpload, abort_uploads, part_size, require_content
 from verl_slurm.tiers.s3_client import BROKEN, BoundedClient
 
-__all__ = ["S3Backend"]
-
 _BLOCK = 4 << 20
 # Below the piece: a read that a reset interrupts gives less than a whole piece.
 _PIECE, _PROGRESS = 32 << 10, 16 << 10

@@ -15,8 +15,6 @@ import urllib3.exceptions
 
 from verl_slurm.base.errors import TierError
 
-__all__ = ["BROKEN", "MOST_BODY_BYTES", "MOST_KEYS", "BoundedClient"]
-
 _T = TypeVar("_T")
 
 MOST_BODY_BYTES = 8 << 20

@@ -20,8 +20,6 @@ from verl_slurm.tiers.backend import Backend, Source
 from verl_slurm.tiers.digest import ContentCheck
 from verl_slurm.tiers.layout import checkpoint_prefix, manifest_key, object_key
 
-__all__ = ["DirectoryOrigin", "Origin", "TierOrigin", "Transferred", "copy_checkpoint", "verify_copy"]
-
 _BLOCK = 4 << 20
 
 

@@ -22,8 +22,6 @@ from verl_slurm.wire.lifeline import run_and_leave
 from verl_slurm.wire.messages import MAX_REASON, RankStarted, RankUnfit
 from verl_slurm.wire.stacks import answer_with_stacks
 
-__all__ = ["main"]
-
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one rank to its end. The exit code is 0 if the rank finished or stopped as asked."""

@@ -34,23 +34,6 @@ from verl_slurm.dataset.prompts.directory import Content, prompts_below
 from verl_slurm.dataset.prompts.rows import Prompt
 from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
 
-__all__ = [
-    "Batch",
-    "PromptData",
-    "Recorded",
-    "Row",
-    "Sides",
-    "as_text",
-    "begin_token",
-    "drop_shared",
-    "end_tokens",
-    "first_by_digest",
-    "load_tokenizer",
-    "plain_text",
-    "read_sides",
-    "split_by_digest",
-]
-
 
 def plain_text(where: str, prompt: Prompt) -> str:
     """Returns the prompt unchanged; it must be text.

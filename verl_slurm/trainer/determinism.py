@@ -14,8 +14,6 @@ import torch
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["explaining", "settle", "warned_only"]
-
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 """The settings for which cuBLAS promises reproducible results (its documentation, "Results reproducibility")."""
 _NO_KERNEL = "does not have a deterministic implementation"

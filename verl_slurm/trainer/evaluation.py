@@ -21,8 +21,6 @@ from verl_slurm.trainer.objective.counter_rng import Purpose
 from verl_slurm.trainer.reward.scoring import Reward, decode_responses
 from verl_slurm.trainer.rollout.engines import RolloutEngine
 
-__all__ = ["Evaluator", "num_pieces"]
-
 
 def num_pieces(num_prompts: int, size: int, world_size: int) -> int:
     """Returns how many micro-batches of `size` every rank goes through; in the last some ranks may have none.

@@ -15,8 +15,6 @@ import torch
 from verl_slurm.base.files import write_file
 from verl_slurm.wire.flight import DUMP_VARIABLE, pipe_of
 
-__all__ = ["write_on_request"]
-
 _DUMPS = {"_dump_fr_trace_json": "gloo", "_dump_nccl_trace_json": "nccl"}
 """Torch's functions, by what a build of torch has (2.13), and the names of their files."""
 _MOST_BYTES = 64 << 20

@@ -12,8 +12,6 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.health import WrongProduct
 
-__all__ = ["WrongSum", "check_product", "check_sum"]
-
 _PERIOD = 7
 _BLOCKS = {"cpu": 64, "cuda": 585}
 """Width of the matrices in periods: 448, and 4095, which occupies all of a GPU's processors."""

@@ -35,8 +35,6 @@ from verl_slurm.wire.messages import SaveRequest
 from verl_slurm.wire.reward_plan import RewardRequest
 from verl_slurm.wire.stopping import Stopper
 
-__all__ = ["Ending", "FinalSaveFailed", "Loop", "SaverLost"]
-
 
 class Ending(StrEnum):
     """Why the loop returned."""

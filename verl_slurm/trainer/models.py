@@ -32,23 +32,6 @@ from verl_slurm.trainer.parallel.grid import Grid
 from verl_slurm.trainer.parallel.pipeline import LossOf, Passage, Stage, cut_stage
 from verl_slurm.trainer.parallel.tensor import cut_tensors, sum_head_gradients
 
-__all__ = [
-    "Models",
-    "build_models",
-    "clip_gradients",
-    "copy_weights",
-    "load_causal_lm",
-    "load_critic",
-    "load_pretrained",
-    "logprobs",
-    "logprobs_and_entropy",
-    "passage",
-    "read_logprobs",
-    "read_values",
-    "run_passes",
-    "values",
-]
-
 
 @dataclass(frozen=True)
 class Models:

@@ -35,8 +35,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.train_state import TrainState
 
-__all__ = ["CostMeter", "Pace"]
-
 _MEASURED = 16
 """Newest steps and saves that count. Answers grow longer over a run, so old measurements no longer apply."""
 

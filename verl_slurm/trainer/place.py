@@ -22,8 +22,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer import determinism
 from verl_slurm.trainer.state.orchestration import began_on_gpus
 
-__all__ = ["DeviceLost", "Place", "choose_device", "process_group"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Place:

@@ -19,8 +19,6 @@ from verl_slurm.wire.messages import MAX_NOTICE, Progress, SavedOnNodes
 if TYPE_CHECKING:
     from torch.utils import tensorboard as tb
 
-__all__ = ["Reporter", "progress_line"]
-
 
 def progress_line(row: dict[str, float], timings: dict[str, float], total_steps: int) -> str:
     """Formats one finished step for people: `step 12/30 reward 0.412 kl 0.031 ...`."""

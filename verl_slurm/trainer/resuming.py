@@ -38,15 +38,6 @@ from verl_slurm.trainer.state.position import Position, StepShape, first_generat
 from verl_slurm.trainer.state.resharding import reshard
 from verl_slurm.trainer.state.train_state import Buffers, TrainState, restore_state
 
-__all__ = [
-    "check_manifest",
-    "checkpoint_directory",
-    "load_replay",
-    "load_state",
-    "require_verified",
-    "where_it_starts",
-]
-
 _NOTHING_LEARNED = frozenset({"generate", "score", "advantage"})
 """Phases of a step in which its rollouts have changed no weight yet."""
 

@@ -23,8 +23,7 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import RuntimeState
-from verl_slurm.runtime_state.ledger import Ledger
-from verl_slurm.runtime_state.ledger import prune as prune_ledger
+from verl_slurm.runtime_state.ledger import Ledger, prune as prune_ledger
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.saver import CheckpointSaver, SaveContents, SavedCheckpoint
 from verl_slurm.save.ranks.tensors import Tensors, model_tensors, optimizer_tensors
@@ -35,8 +34,6 @@ from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.reward_state import reward_record
 from verl_slurm.trainer.state.train_state import TrainState, capture_state
 from verl_slurm.trainer.step import Optimizers
-
-__all__ = ["Checkpointer", "live_tensors"]
 
 
 def live_tensors(models: Models, optimizers: Optimizers) -> dict[str, Tensors]:

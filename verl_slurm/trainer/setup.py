@@ -23,8 +23,12 @@ from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.dataset.fingerprint.record import Fingerprint, check_dataset, fingerprint
-from verl_slurm.dataset.fingerprint.record import read as read_fingerprint
+from verl_slurm.dataset.fingerprint.record import (
+    Fingerprint,
+    check_dataset,
+    fingerprint,
+    read as read_fingerprint,
+)
 from verl_slurm.dataset.prompts.chat_template import read_template
 from verl_slurm.dataset.prompts.choice import SUFFIXES
 from verl_slurm.dataset.prompts.directory import Content
@@ -68,8 +72,6 @@ from verl_slurm.trainer.state.train_state import fresh_state
 from verl_slurm.trainer.step import Learner
 from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.stopping import Stopper
-
-__all__ = ["build_loop"]
 
 
 class _Digests(msgspec.Struct, frozen=True):

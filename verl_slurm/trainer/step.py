@@ -45,8 +45,6 @@ from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog
 from verl_slurm.trainer.state.position import StepShape, rollout_offset
 from verl_slurm.trainer.state.train_state import TrainState, stacked, to_batch, update_metrics
 
-__all__ = ["Learner", "Optimizers"]
-
 _Terms = tuple[Tensor, Mapping[str, Tensor]]
 """A loss that carries a gradient, and metrics."""
 

@@ -43,16 +43,6 @@ from verl_slurm.verl.layout import way_out
 from verl_slurm.verl.shards import Judged, judge_step
 from verl_slurm.verl.tracker import tracker_file
 
-__all__ = [
-    "Adoption",
-    "Choice",
-    "Row",
-    "adopt_steps",
-    "is_adopted",
-    "plan_adoption",
-    "refuse_if_nothing_fits",
-]
-
 OnBytes = Callable[[int], None]
 Choice = Literal["adopt", "there", "old", "refused", "broken"]
 """there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could not resume

@@ -33,7 +33,6 @@ from verl_slurm.verl.releases import Entry
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["Composed", "checked_settings", "compose", "unread_additions", "words_of"]
 
 _CONFIG = {"ppo": "ppo_trainer", "sft": "sft_trainer_engine"}
 _DOTTED = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")

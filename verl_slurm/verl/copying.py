@@ -23,8 +23,6 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.verl.shards import Identity, identity_of, trust_problem
 
-__all__ = ["How", "copy_files", "how_to_copy"]
-
 How = Literal["clone", "copy", "link"]
 
 # _IOW(0x94, 9, int) of linux/fs.h, https://man7.org/linux/man-pages/man2/ioctl_ficlone.2.html

@@ -8,8 +8,6 @@ without polling.
 import sys
 import time
 
-__all__ = ["main"]
-
 _TRY_EVERY_S = 0.2
 
 

@@ -15,21 +15,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.overrides import Setting, judged, value_at
 from verl_slurm.verl.releases import Entry
 
-__all__ = [
-    "ENGINES",
-    "Input",
-    "bytes_per_parameter",
-    "data_of",
-    "engines_of",
-    "files_of",
-    "input_keys",
-    "inputs_of",
-    "is_remote",
-    "modules_of",
-    "said_settings",
-    "with_critic",
-]
-
 Kind = Literal["data", "model"]
 
 _FP32 = 4

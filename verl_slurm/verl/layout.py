@@ -32,18 +32,6 @@ from typing import Literal
 
 from verl_slurm.checkpoint.format.info import Problem
 
-__all__ = [
-    "Entry",
-    "Layout",
-    "is_distributed",
-    "merge_command",
-    "missing_beside",
-    "read_layout",
-    "shard_of",
-    "step_of",
-    "way_out",
-]
-
 Entry = Literal["ppo", "sft", "other"]
 """The trainer of verl that wrote it; other: none whose layout is known here."""
 

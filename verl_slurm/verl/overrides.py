@@ -20,20 +20,6 @@ import msgspec
 from verl_slurm.base.errors import ConfigError, together
 from verl_slurm.verl.releases import Entry
 
-__all__ = [
-    "FORMER",
-    "OwnSettings",
-    "Setting",
-    "former_name",
-    "judged",
-    "own_settings",
-    "require_possible",
-    "switches_as_text",
-    "trainer_mode",
-    "user_settings",
-    "value_at",
-]
-
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_\-/]*(?:[.@][A-Za-z0-9_\-/]+)*")
 _MOST_CHARACTERS = 30_000
 """Limit for a text: Linux takes 128 KiB in one word of a command line, and a character may have four bytes."""

@@ -17,8 +17,6 @@ import msgspec
 from verl_slurm.base.bounded import RECORD, decode_json, read_regular
 from verl_slurm.base.errors import DataError
 
-__all__ = ["POSITION", "POSITIONS_FILE", "Positions", "positions_file", "read_positions"]
-
 POSITION = "verl_slurm_position"
 """The field of a prompt."""
 POSITIONS_FILE = "positions.json"

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from verl_slurm import rendezvous
 
-__all__ = ["object_store_bytes", "ray_argv", "ray_environment", "ray_token", "temp_fits"]
-
 _SOCKET_MOST = 107
 """Bytes of a Unix socket's path (unix(7))."""
 _BELOW_TEMP = len("/session_2026-11-21_21-04-03_422851_4194304/sockets/plasma_store")

@@ -16,8 +16,6 @@ from typing import Literal
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["RELEASES", "Entry", "installed_verl", "require_usable"]
-
 Entry = Literal["sft", "ppo"]
 
 RELEASES = ("0.9.1", "0.9.0")

@@ -34,17 +34,6 @@ from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_
 from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 
-__all__ = [
-    "Identity",
-    "Judged",
-    "identity_of",
-    "judge_all",
-    "judge_step",
-    "list_steps",
-    "step_bytes",
-    "trust_problem",
-]
-
 OnBytes = Callable[[int], None]
 Identity = tuple[int, int, int, int, int]
 """Device, inode, size, mtime_ns, ctime_ns: the same numbers are the same file with the same bytes."""

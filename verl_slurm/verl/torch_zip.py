@@ -16,8 +16,6 @@ import zipfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 
-__all__ = ["zip_problem"]
-
 _BLOCK = 1 << 20
 _MAX_DIRECTORY = 16 << 20
 """Bytes; 150,000 records of 100 bytes each: an optimizer's shard has three per parameter. A hostile directory has at

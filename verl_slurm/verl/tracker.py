@@ -19,16 +19,6 @@ from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import printable
 from verl_slurm.verl.shards import Judged
 
-__all__ = [
-    "TRACKER",
-    "Tracker",
-    "judge_tracker",
-    "look_at_tracker",
-    "read_tracker",
-    "tracker_file",
-    "write_tracker",
-]
-
 TRACKER = "latest_checkpointed_iteration.txt"
 
 State = Literal["good", "absent", "missing", "empty", "garbage", "nowhere", "broken", "behind", "unreadable"]

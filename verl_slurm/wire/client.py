@@ -18,8 +18,6 @@ from verl_slurm.wire.control_page import PAGE_NAME, ControlPage
 from verl_slurm.wire.messages import FromRank, Progress, SaveRequest
 from verl_slurm.wire.peer_credentials import require_our_agent
 
-__all__ = ["MAX_MESSAGE", "SOCKET_NAME", "NoDaemon", "RankClient", "RankLine"]
-
 SOCKET_NAME = "agent.sock"
 MAX_MESSAGE = 64 * 1024
 """Bytes of one message; a rank's own are under 4 KiB."""

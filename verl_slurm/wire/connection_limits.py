@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 from verl_slurm.base.errors import WireError
 
-__all__ = ["REASONS", "ROW", "ConnectionLimits", "make_room"]
-
 REASONS = ("silent", "left", "token", "crowded", "full")
 """Reasons for a refusal: no proof in time; left before it; does not know the token; evicted by newer connections;
 proven while all places are taken."""

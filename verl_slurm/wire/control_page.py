@@ -25,8 +25,6 @@ from verl_slurm.base.errors import WireError
 from verl_slurm.base.files import open_new
 from verl_slurm.wire.messages import SaveRequest
 
-__all__ = ["PAGE_NAME", "ControlPage"]
-
 PAGE_NAME = "page"
 _MAGIC = b"VSPAGE01"
 _SIZE = 4096

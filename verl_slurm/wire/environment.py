@@ -8,27 +8,6 @@ daemon's `ranks` adds what torchrun would give each rank (RANK, WORLD_SIZE, ...)
 
 import signal
 
-__all__ = [
-    "CONTROL_VARIABLE",
-    "DEVCLUSTER_VARIABLE",
-    "EPOCH_VARIABLE",
-    "GENERATION_VARIABLE",
-    "HOOK_RUN_VARIABLE",
-    "HOOK_VARIABLE",
-    "HOST_PID_VARIABLE",
-    "HOST_VARIABLE",
-    "INDEX_VARIABLE",
-    "LOCAL_RESTART_VARIABLE",
-    "LOG_VARIABLE",
-    "PORT_VARIABLE",
-    "RECIPE_VARIABLE",
-    "RESUME_VARIABLE",
-    "RUN_VARIABLE",
-    "SERVICE_TOKEN_VARIABLE",
-    "SERVICE_VARIABLE",
-    "STACKS_SIGNAL",
-]
-
 CONTROL_VARIABLE = "VERL_SLURM_CONTROL"
 """The agent's control directory on this node, 0700: socket, control page and keys. Unset: there is no daemon."""
 

@@ -9,8 +9,6 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["DUMP_VARIABLE", "flight_environment", "pipe_of", "request_flights"]
-
 DUMP_VARIABLE = "TORCH_FR_DUMP_TEMP_FILE"
 """The beginning of the files' names; torch appends the rank."""
 

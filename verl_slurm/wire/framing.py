@@ -28,8 +28,6 @@ import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, WireError
 
-__all__ = ["HELLO", "MAX_FRAME", "NONCE_BYTES", "PROOF_BYTES", "Framer", "proof", "ranks_key", "session_key"]
-
 HELLO = b"VSLURM01"
 NONCE_BYTES = 32
 PROOF_BYTES = 32

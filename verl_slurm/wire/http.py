@@ -30,21 +30,6 @@ from verl_slurm.base.errors import KeyRefused, WireError
 from verl_slurm.base.files import read_private, write_file
 from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 
-__all__ = [
-    "Caps",
-    "HttpReply",
-    "HttpRequest",
-    "Listener",
-    "has_token",
-    "listener_of",
-    "parse_head",
-    "peers_of",
-    "read_token",
-    "replace_token",
-    "serve_http",
-]
-
-
 _TOKEN = re.compile(r"[!-~]{32,256}")
 
 # Room for the path of a run three directories down, each name 255 bytes long, each byte as %XX.

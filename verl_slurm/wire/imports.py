@@ -18,8 +18,6 @@ from verl_slurm.base.bounded import Limit, TooMuch, read_regular
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["WatchedEnvironment", "import_all", "remember_imports"]
-
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*", re.ASCII)
 _LIMIT = Limit(num_bytes=1 << 20)
 _OURS = ("verl_slurm.", "verl_slurm_daemon.")

@@ -12,8 +12,6 @@ from verl_slurm.base.errors import UNREADABLE, PermissionRefused, WireError
 from verl_slurm.base.files import read_private, write_file
 from verl_slurm.base.paths import RunPaths
 
-__all__ = ["LeadAddress", "read_lead_address", "remove_lead_address", "write_lead_address"]
-
 
 class LeadAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Holds the content of the file."""

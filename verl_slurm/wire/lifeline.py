@@ -17,8 +17,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.processes import die_with_parent
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["die_with_launcher", "run_and_leave"]
-
 
 def die_with_launcher() -> None:
     """Under a daemon, on Linux: makes the kernel kill this process when its parent dies; ends at once if it is dead

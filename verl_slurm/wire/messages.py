@@ -55,48 +55,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = [
-    "MAX_KEY",
-    "MAX_NOTICE",
-    "MAX_REASON",
-    "MAX_STORY",
-    "MAX_VALUE",
-    "AgentReady",
-    "Baseline",
-    "DumpStacks",
-    "Finished",
-    "FromAgent",
-    "FromRank",
-    "FromStoreClient",
-    "Launch",
-    "NodeExited",
-    "NodeUnfit",
-    "Notice",
-    "PartSaved",
-    "Progress",
-    "RankStarted",
-    "RankUnfit",
-    "Refused",
-    "SaveFailed",
-    "SaveRequest",
-    "SaveStarted",
-    "Saved",
-    "SavedOnNodes",
-    "ServiceSaid",
-    "Shutdown",
-    "SignalSeen",
-    "SpotNoticeSeen",
-    "StacksWritten",
-    "StandsBy",
-    "Stopped",
-    "StoreAnswer",
-    "StoreCall",
-    "StrangerMet",
-    "ToAgent",
-    "Topic",
-]
-
-
 MAX_NOTICE = 2000
 MAX_REASON = 500
 MAX_STORY = 4000

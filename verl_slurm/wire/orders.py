@@ -4,8 +4,6 @@ import os
 
 import msgspec
 
-__all__ = ["Orders"]
-
 
 class Orders(msgspec.Struct, frozen=True):
     """What a rank, or the launcher of a node's ranks, is started with. As bytes, which need not be text."""

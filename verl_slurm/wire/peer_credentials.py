@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from verl_slurm.base.errors import WireError
 
-__all__ = ["Peer", "peer_of", "require_our_agent"]
-
 # Unsigned ids, as in socket(7): one above 2^31 would else be another user's.
 _UCRED = struct.Struct("iII")  # pid_t, uid_t, gid_t
 

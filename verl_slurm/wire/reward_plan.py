@@ -15,16 +15,6 @@ from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.files import private_dir, read_private, write_file
 from verl_slurm.base.paths import RunPaths
 
-__all__ = [
-    "RewardPlan",
-    "RewardRequest",
-    "RewardSwitch",
-    "ask_for_reward",
-    "read_reward_plan",
-    "read_reward_request",
-    "write_reward_plan",
-]
-
 _Positive = Annotated[int, msgspec.Meta(ge=1, le=2**53)]
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Spec = Annotated[str, msgspec.Meta(min_length=1, max_length=8192)]

@@ -8,8 +8,6 @@ from pathlib import Path
 from verl_slurm.base.files import open_log
 from verl_slurm.wire.environment import LOG_VARIABLE, STACKS_SIGNAL
 
-__all__ = ["answer_with_stacks"]
-
 
 def answer_with_stacks() -> None:
     """Writes to the log that the agent names, else to stderr, which is that log but for what Ray starts.

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 from verl_slurm.wire.client import RankLine
 from verl_slurm.wire.messages import SaveRequest
 
-__all__ = ["Agreement", "Stopper"]
-
-
 _NO_HURRY = -(2**62)
 
 

@@ -18,8 +18,6 @@ from verl_slurm.wire.framing import MAX_FRAME
 from verl_slurm.wire.messages import FromStoreClient, StoreAnswer
 from verl_slurm.wire.peer_credentials import require_our_agent
 
-__all__ = ["LENGTH", "RANKS_KEY_NAME", "STORE_SOCKET_NAME", "StoreLine"]
-
 STORE_SOCKET_NAME = "store.sock"
 RANKS_KEY_NAME = "ranks.key"
 """File of 32 bytes, 0600: the key by which the ranks of one generation prove themselves to each other

@@ -4,8 +4,6 @@ from pathlib import Path
 
 from benchmarks.save.workload import Workload
 
-__all__ = ["Peer"]
-
 
 class Peer:
     """One way to save and load a `Workload`. Every method is collective: all ranks call it, in the same order.

@@ -21,8 +21,6 @@ from bytecheckpoint.workflow.state_dict import save_state_dict
 
 from benchmarks.save.peers.base import Peer
 
-__all__ = ["ByteCheckpoint"]
-
 
 class ByteCheckpoint(Peer):
     """`FSDP2Checkpointer.save(..., fast_saving=True)`."""

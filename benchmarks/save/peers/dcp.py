@@ -16,8 +16,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.workload import Workload
 
-__all__ = ["Dcp", "DcpDefault", "DcpProcess", "DcpThread"]
-
 
 class Dcp(Peer):
     """`dcp.save` with the state dicts that torch documents for it."""

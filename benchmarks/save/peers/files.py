@@ -9,8 +9,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.workload import local
 
-__all__ = ["Safetensors", "TorchFull", "TorchPerRank"]
-
 
 class TorchFull(Peer):
     """Everything gathered on rank 0 and written by it: what most trainers' `save_model` does."""

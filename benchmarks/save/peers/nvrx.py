@@ -28,8 +28,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from benchmarks.save.peers.dcp import Dcp
 from benchmarks.save.workload import Workload
 
-__all__ = ["NvrxFork", "NvrxWorker"]
-
 _POLL_S = 0.005
 
 

@@ -12,8 +12,6 @@ from verl_slurm.save.ranks.loader import load_tensors
 from verl_slurm.save.ranks.saver import CheckpointSaver, SavedCheckpoint
 from verl_slurm.save.ranks.tensors import initialise_adamw
 
-__all__ = ["Ours", "OursEager"]
-
 
 class Ours(Peer):
     """Lazy staging: `save` returns at once, the copy runs on, and `fence` waits for the rest of it."""

@@ -11,8 +11,6 @@ import torch.distributed as dist
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.workload import Workload
 
-__all__ = ["Copy", "Raw"]
-
 _PAGE = 4096
 _CHUNK = 16 << 20
 _MADV_POPULATE_WRITE = 23  # since Linux 5.14; Python's mmap has no name for it

@@ -12,8 +12,6 @@ from torchsnapshot import Snapshot, StateDict
 from benchmarks.save.peers.base import Peer
 from benchmarks.save.workload import Workload
 
-__all__ = ["TorchSnapshot"]
-
 
 class TorchSnapshot(Peer):
     """`Snapshot.async_take`; its `wait` is the commit."""

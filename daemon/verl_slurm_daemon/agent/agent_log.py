@@ -21,8 +21,6 @@ from typing import Any
 from verl_slurm.base.files import open_log
 from verl_slurm_daemon.journal import log_line
 
-__all__ = ["AgentLog", "quiet_streams"]
-
 _MAX_LINES = 500
 """Limit for one agent. It writes about ten; an operator who sends signals in a loop must not fill a disk."""
 

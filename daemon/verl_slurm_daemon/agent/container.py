@@ -19,8 +19,6 @@ from verl_slurm.wire.messages import Launch
 from verl_slurm.wire.peer_credentials import peer_of
 from verl_slurm_daemon.allocation.launcher import launcher_argv, launcher_env
 
-__all__ = ["Lifeline", "environ_of_image", "gpus_here", "ranks_argv", "ranks_environ"]
-
 # They name places of this node's file system, or its programs' state. The image has its own.
 _OF_NODE = re.compile(
     r"PATH|LD_LIBRARY_PATH|LD_PRELOAD|PYTHONPATH|PYTHONHOME|VIRTUAL_ENV|HOME|TMPDIR|TMP|TEMP|SHELL|PWD|OLDPWD|ENV|BASH_.*"

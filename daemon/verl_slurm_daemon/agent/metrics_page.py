@@ -13,8 +13,6 @@ from verl_slurm_daemon.metrics.exporter import Exporter
 from verl_slurm_daemon.metrics.exposition import gauge, labelled, renderer
 from verl_slurm_daemon.metrics.live_numbers import LiveNumbers
 
-__all__ = ["AgentMetrics"]
-
 
 class AgentMetrics:
     """Collects the numbers and renders the page.

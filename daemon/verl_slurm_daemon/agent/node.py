@@ -74,7 +74,6 @@ from verl_slurm_daemon.processes import (
 if TYPE_CHECKING:
     from verl_slurm_daemon.agent.metrics_page import AgentMetrics
 
-__all__ = ["run_agent"]
 
 T = TypeVar("T")
 

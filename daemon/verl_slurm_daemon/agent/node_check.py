@@ -14,8 +14,6 @@ from verl_slurm.health.__main__ import Order
 from verl_slurm.health.nodes import judge_clock
 from verl_slurm_daemon.processes import child_setup
 
-__all__ = ["look_at_node", "order_for"]
-
 _PATIENCE_S = 30.0
 """Less than the lead waits for agents. The checks take 0.2 s, and some seconds where a driver has to be loaded."""
 _ENDS_S = 1.0

@@ -31,8 +31,6 @@ from verl_slurm_daemon.agent.service_shares import keep_to, variables_of_ranks
 from verl_slurm_daemon.allocation.launcher import orders_argv, standby_argv
 from verl_slurm_daemon.link.relay import open_near_end
 
-__all__ = ["NodeStart", "require_memory"]
-
 _STANDBY_BYTES = 1 << 30
 """Memory that has to be free for each rank that stands by, which takes 0.3 GB: training needs the rest."""
 

@@ -29,8 +29,6 @@ from verl_slurm_daemon.decide.leaving import Known, Verdict, decide
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.link.channel import connect
 
-__all__ = ["Senses", "SlurmSenses", "ask_until_answered", "see_off", "slurm_job"]
-
 _TURN_S = 1.5
 """Between the agents' turns: longer than one request to an idle slurmctld (20 to 60 ms)."""
 _LOOKS_S = (0.5,) * 20

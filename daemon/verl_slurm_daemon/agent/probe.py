@@ -12,8 +12,6 @@ from verl_slurm.base.errors import PermissionRefused
 from verl_slurm.wire.http import Listener, listener_of
 from verl_slurm_daemon.link.relay import Streams
 
-__all__ = ["SERVICE_HOST", "answers", "connect_checked", "taken"]
-
 SERVICE_HOST = "127.0.0.1"
 """Where services listen: ranks reach them through relays (`link.relay`)."""
 _LIMIT_S = 5.0

@@ -14,8 +14,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.rank_setup import OURS, setup_script
 from verl_slurm_daemon.processes import child_setup, tail
 
-__all__ = ["past_proxies", "prepare_environment"]
-
 _TOLD_BYTES = 2000
 _SETUP_KEYS = "slurm.modules, slurm.python, slurm.setup"
 _SHARE_OF_START = 0.8

@@ -5,8 +5,6 @@ from pathlib import Path
 
 from verl_slurm_daemon.processes import tail
 
-__all__ = ["first_cause"]
-
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
 """Bytes at the end of the log that are searched for the cause; characters of each line."""

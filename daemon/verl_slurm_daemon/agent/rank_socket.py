@@ -23,8 +23,6 @@ from verl_slurm.wire.peer_credentials import Peer, peer_of
 from verl_slurm.wire.store_line import LENGTH, STORE_SOCKET_NAME
 from verl_slurm_daemon.link.channel import Refusals
 
-__all__ = ["REASONS", "RankSocket", "StoreSocket", "parse_packet"]
-
 REASONS = ("user", "left", "crowded", "message", "rank")
 """Why an agent refuses a connection. `user`: another user's process. `left`: one to a service that was closed before
 the kernel said whose it is. `crowded`: all places are taken. `message`: not in the ranks' vocabulary. `rank`: not a

@@ -26,8 +26,6 @@ from verl_slurm.base.memory import oom_kills
 from verl_slurm.wire.environment import GENERATION_VARIABLE
 from verl_slurm.wire.orders import Orders
 
-__all__ = ["main", "rank_environment"]
-
 NOWHERE = "verl-slurm.invalid"
 """MASTER_ADDR, with port 0: some frameworks require these variables. The name never resolves (RFC 2606). So a
 program that bypasses the run's own rendezvous fails instead of meeting strangers.

@@ -51,8 +51,6 @@ from verl_slurm_daemon.link.reach import reach_lead
 from verl_slurm_daemon.link.relay import Streams, open_far_end
 from verl_slurm_daemon.processes import WARNINGS, bury_orphans, child_setup, kill_tree, listen, tail
 
-__all__ = ["ServiceHost", "restarts_in_a_row", "run_service", "service_argv"]
-
 _BEFORE_READY_S, _AFTER_READY_S = 0.3, 10.0
 """Between two probes of a service that starts, and of one that runs."""
 _STEADY_S = 600.0

@@ -22,8 +22,6 @@ from verl_slurm.base.processes import become_subreaper, die_with_parent
 from verl_slurm.wire.environment import HOST_PID_VARIABLE
 from verl_slurm_daemon.processes import WARNINGS, kill_tree
 
-__all__ = ["HOST_GONE", "main"]
-
 HOST_GONE = signal.SIGRTMIN + 4
 """What the kernel sends the guard when its host ends. No program sends it."""
 

@@ -9,8 +9,6 @@ from verl_slurm.wire.environment import SERVICE_TOKEN_VARIABLE, SERVICE_VARIABLE
 from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.processes import child_setup
 
-__all__ = ["RANKS", "divide", "keep_to", "set_aside", "variables_of_ranks"]
-
 RANKS = ""
 """The ranks' place in the answer; a service has a name."""
 

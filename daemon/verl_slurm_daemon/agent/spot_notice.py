@@ -24,8 +24,6 @@ import msgspec
 
 from verl_slurm.base.one_line import printable
 
-__all__ = ["SpotNotice", "find_cloud", "look", "wait_for_notice"]
-
 _EVERY_S = 2.0
 _TIMEOUT_S = 3.0
 _MAX_ANSWER = 1 << 18

@@ -10,8 +10,6 @@ from verl_slurm.base.one_line import printable
 from verl_slurm.wire.environment import STACKS_SIGNAL
 from verl_slurm_daemon.processes import listeners
 
-__all__ = ["write_stacks"]
-
 _ALL_S = 2.0
 """For all processes one after the other: the lead waits five seconds for the agents of all nodes."""
 _EACH_S = 0.05

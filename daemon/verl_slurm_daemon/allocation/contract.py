@@ -18,8 +18,6 @@ from verl_slurm.base.fence import Epoch
 from verl_slurm.journal.events import Event, StartOverruled
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
-__all__ = ["Allocation", "Avoided", "Outlook", "Places", "TooFewNodes"]
-
 
 class TooFewNodes(Exception):
     """The job has lost so many nodes that its ranks have no place left."""

@@ -19,8 +19,6 @@ from verl_slurm.base.bounded import Limit, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["Host", "check_hosts", "find_host", "parse_hostfile", "read_hostfile"]
-
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.:-]{0,252})\s+slots=([1-9]\d{0,3})", re.ASCII)
 
 

@@ -22,20 +22,6 @@ from verl_slurm.wire.flight import flight_environment
 from verl_slurm.wire.messages import Launch
 from verl_slurm_daemon.allocation.contract import Places, TooFewNodes
 
-__all__ = [
-    "StepNodes",
-    "agent_argv",
-    "choose_places",
-    "launcher_argv",
-    "launcher_env",
-    "may_stand_by",
-    "nodes_of_step",
-    "orders_argv",
-    "service_host_argv",
-    "standby_argv",
-    "step_argv",
-]
-
 
 def agent_argv(python: str, paths: RunPaths, epoch: int, generation: int = 0) -> list[str]:
     """Returns the command line of one agent.

@@ -21,8 +21,6 @@ from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
-__all__ = ["HostfileAllocation", "LocalAllocation"]
-
 
 class LocalAllocation:
     """This machine without Slurm: the "nodes" are agents on it, and a requeue is a new attempt in this very process.

@@ -39,8 +39,6 @@ from verl_slurm_daemon.allocation.launcher import choose_places, nodes_of_step, 
 from verl_slurm_daemon.allocation.successor import queue_successor
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
-__all__ = ["SlurmAllocation", "SlurmClock"]
-
 _NO_SKEW_S = 2.0
 
 

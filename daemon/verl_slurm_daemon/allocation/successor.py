@@ -31,8 +31,6 @@ from verl_slurm.journal.folds.jobs import successor_of
 from verl_slurm.slurm.batch import awaiting, sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
-__all__ = ["queue_successor", "successor_script"]
-
 _LOOK_S, _LOOKS = 0.25, 36
 """How long to wait for the claimant's result. sbatch takes 20 to 60 ms of an idle slurmctld, and is ended after 8 s.
 All of this happens within KillWait, 30 s by default.

@@ -8,21 +8,7 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.events import Event
-from verl_slurm.wire.messages import SaveRequest
-
-__all__ = [
-    "Action",
-    "ArmDeadline",
-    "AskCause",
-    "Exit",
-    "Note",
-    "Pause",
-    "Requeue",
-    "SaveRequest",
-    "StartGeneration",
-    "TakeDown",
-    "Verify",
-]
+from verl_slurm.wire.messages import SaveRequest as SaveRequest
 
 
 class _Action(msgspec.Struct, frozen=True):

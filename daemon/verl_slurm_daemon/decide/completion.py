@@ -11,8 +11,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.folds.jobs import loop_ended_with
 
-__all__ = ["nothing_left"]
-
 
 def nothing_left(
     config: RunConfig, manifest: Manifest | None, events: Sequence[Event], job_id: str, array: str | None

@@ -1,7 +1,5 @@
 """How long the next start waits after starts that came to nothing before any training."""
 
-__all__ = ["IN_PLACE_S", "MOST_FAILED_STARTS", "SLURM_AWAY_S", "delay_after"]
-
 IN_PLACE_S = (1.0, 2.0, 4.0, 8.0, 15.0)
 """Between tries in place: half a minute in all. A busy file server may need that, and a place in a full
 cluster is worth it.

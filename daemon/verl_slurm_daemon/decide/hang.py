@@ -8,8 +8,6 @@ point, `load_s` counts. When all ranks are done, their processes have `floor_s` 
 
 from dataclasses import dataclass, field
 
-__all__ = ["HangWatch", "Silence"]
-
 
 @dataclass(frozen=True)
 class Silence:

@@ -10,31 +10,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import FromRank
 
-__all__ = [
-    "AllDone",
-    "BackoffOver",
-    "CauseKnown",
-    "GenerationEnded",
-    "Hung",
-    "Input",
-    "LeaveNode",
-    "NeedsPerson",
-    "NodeFailed",
-    "Over",
-    "RankSaid",
-    "Ready",
-    "RequeueAnswered",
-    "RunLost",
-    "SaveDeadline",
-    "ServiceLost",
-    "Shaped",
-    "SignalArrived",
-    "StartFailed",
-    "StartTimedOut",
-    "StrangerFound",
-    "Verified",
-]
-
 
 class _Event(msgspec.Struct, frozen=True):
     """Base: frozen, compared by value."""

@@ -10,8 +10,6 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["PATIENCE_S", "Known", "Verdict", "decide"]
-
 PATIENCE_S = 600.0
 """Seconds that Slurm may have the job as running while its lead does not answer. Slurm learns of a batch process's
 death within a second (seen: 0.2 s), or within minutes if the node is lost, too. Storage that hangs may keep a lead

@@ -8,12 +8,9 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.messages import PartSaved, Refused, SavedOnNodes, SaveStarted
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.decide.states import State
-
-__all__ = ["Decision", "FailureKind", "Intent", "Limits", "Model", "suspects"]
 
 _ENOUGH_TO_BLAME = 2
 

@@ -6,8 +6,6 @@ from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide.model import Model
 from verl_slurm_daemon.decide.states import State
 
-__all__ = ["given_up", "kept_note", "late_ranks", "saved_notes"]
-
 _MOST_NAMED = 8
 
 

@@ -34,14 +34,11 @@ from verl_slurm.wire.messages import (
     SaveStarted,
     Stopped,
 )
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.delays import IN_PLACE_S, MOST_FAILED_STARTS, SLURM_AWAY_S, delay_after
 from verl_slurm_daemon.decide.model import Decision, FailureKind, Intent, Model, suspects
 from verl_slurm_daemon.decide.notes import given_up, kept_note, late_ranks, saved_notes
 from verl_slurm_daemon.decide.states import NEXT, State
-
-__all__ = ["decide"]
 
 _EXIT_OF = {Intent.CANCELLED: ExitCode.CANCELLED, Intent.ALREADY_REQUEUED: ExitCode.REQUEUED}
 _MOST_DOUBLINGS = 6

@@ -23,8 +23,6 @@ the trainer refused, or there was no progress.
 
 from enum import StrEnum
 
-__all__ = ["NEXT", "State"]
-
 
 class State(StrEnum):
     """The state of a lead; see the module."""

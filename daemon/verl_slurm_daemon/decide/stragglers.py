@@ -10,8 +10,6 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Straggler", "StragglerWatch"]
-
 _LEAST_SAFE_POINTS = 3
 _LEAST_S = 20.0
 """A window has at least so many safe points, and so much work of the slowest rank: noise evens out."""

@@ -13,8 +13,6 @@ from verl_slurm.journal import events as ev
 from verl_slurm.program.programs import Moves
 from verl_slurm_daemon.journal import Journal
 
-__all__ = ["places_seen", "recalled", "write_down"]
-
 
 def places_seen(config: RunConfig, paths: RunPaths) -> tuple[str, ...]:
     """Returns what the ranks need and this node has. What no node has is no fault of one, and is told elsewhere."""

@@ -12,8 +12,6 @@ from verl_slurm.program.installed import Installed, look
 from verl_slurm.program.record import CodeRecord, package_drift, read_record
 from verl_slurm.slurm.rank_setup import python_of
 
-__all__ = ["check_code"]
-
 
 def check_code(paths: RunPaths, config: RunConfig) -> list[ev.Event]:
     """Reads the copy back and asks the ranks' Python for its packages; returns what the journal is told.

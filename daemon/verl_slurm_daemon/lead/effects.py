@@ -57,8 +57,7 @@ from verl_slurm.wire.messages import (
 )
 from verl_slurm_daemon.allocation.contract import Allocation, TooFewNodes
 from verl_slurm_daemon.allocation.launcher import agent_argv, service_host_argv
-from verl_slurm_daemon.decide import actions as act
-from verl_slurm_daemon.decide import inputs
+from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.completion import nothing_left
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.bad_nodes import places_seen, write_down
@@ -90,9 +89,6 @@ from verl_slurm_daemon.lead.step import Step
 from verl_slurm_daemon.lead.tier_child import TierMover
 from verl_slurm_daemon.lead.verdicts import Verdicts
 from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
-
-__all__ = ["Effects"]
-
 
 _SRUN_TRIES_S = 5.0
 """For so long srun tries to reach slurmctld before it gives up; a refusal comes at once."""

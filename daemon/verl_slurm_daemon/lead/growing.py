@@ -15,8 +15,6 @@ from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.lead.step import Step
 
-__all__ = ["watch_growth", "worth"]
-
 _LOOK_S = 120.0
 _LEAST_S = 1800.0
 """A run grows at most so often; twice as seldom for each time in a row that brought no node, because others were faster

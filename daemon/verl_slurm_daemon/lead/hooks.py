@@ -27,8 +27,6 @@ from verl_slurm_daemon.lead.start import answered
 from verl_slurm_daemon.lead.webhook import Post
 from verl_slurm_daemon.processes import child_setup
 
-__all__ = ["Hooks", "hooks_of", "sentence"]
-
 _MOST_WAITING = 64
 """Calls of one hook that wait. Where a run saves faster than the hook answers, the newest are dropped."""
 _REQUEUE_S = 5.0

@@ -76,8 +76,6 @@ from verl_slurm_daemon.lead.start import (
 )
 from verl_slurm_daemon.processes import bury_orphans, listen
 
-__all__ = ["keep_threads", "run_lead"]
-
 if TYPE_CHECKING:
     from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 

@@ -22,8 +22,6 @@ from verl_slurm_daemon.metrics.exporter import Exporter
 from verl_slurm_daemon.metrics.exposition import counter, gauge, labelled, renderer
 from verl_slurm_daemon.metrics.live_numbers import LiveNumbers, queue_length
 
-__all__ = ["LeadMetrics", "steady_clock"]
-
 _LEARNING = (
     "reward",
     "kl",

@@ -15,8 +15,6 @@ from verl_slurm.wire.messages import Finished, FromRank, Progress, RankStarted, 
 from verl_slurm_daemon.decide.hang import HangWatch
 from verl_slurm_daemon.decide.stragglers import StragglerWatch
 
-__all__ = ["PaceWatch"]
-
 _LEAST_LOOK_S = 0.1
 _MOST_LOOK_S = 10.0
 """The longest stop, in seconds, that may go unnoticed."""

@@ -18,8 +18,6 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.bad_nodes import recalled
 from verl_slurm_daemon.lead.start import answered
 
-__all__ = ["requeue"]
-
 _ASK_AGAIN_S = 1.0
 _AVOID_S = 3.0
 

@@ -9,8 +9,6 @@ from verl_slurm.verl.reshard.at_start import prepare_ranks
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.resume import ResumePoint
 
-__all__ = ["fit_ranks"]
-
 
 class _Leaving(Exception):
     """Ends the work: the attempt is to end."""

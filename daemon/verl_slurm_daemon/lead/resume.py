@@ -43,8 +43,6 @@ from verl_slurm_daemon.lead.start import say_again
 from verl_slurm_daemon.lead.tier_child import restore_newest
 from verl_slurm_daemon.lead.verdicts import Verifier, read_all
 
-__all__ = ["ReadBack", "ResumePoint", "find_resume_point", "read_back", "wait_for_checkpoints"]
-
 
 class ResumePoint(msgspec.Struct, frozen=True):
     """The point from which a restart begins."""

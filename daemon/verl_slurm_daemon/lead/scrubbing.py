@@ -22,8 +22,6 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm_daemon.journal import Journal
 
-__all__ = ["scrub_forever", "scrub_next"]
-
 _SETTLE_S = 600.0
 """Seconds after a start before the first scrub: the start itself has enough to do."""
 

@@ -22,8 +22,6 @@ from verl_slurm.journal.events import SecondCopy
 from verl_slurm_daemon.allocation.contract import Allocation, TooFewNodes
 from verl_slurm_daemon.journal import Journal
 
-__all__ = ["bring_home", "bring_home_argv", "collect", "left_behind", "parts_since", "run_bring_home"]
-
 
 async def bring_home(
     allocation: Allocation,

@@ -19,8 +19,6 @@ from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.step import end_step
 from verl_slurm_daemon.link.channel import AgentLink
 
-__all__ = ["HOSTS_COME_S", "Services"]
-
 HOSTS_COME_S = 60.0
 """From srun to the last host's first message, which it sends before it sets anything up."""
 _END_S = 3.0

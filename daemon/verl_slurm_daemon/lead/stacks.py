@@ -9,8 +9,6 @@ from verl_slurm.wire.messages import DumpStacks, StacksWritten
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.link.channel import AgentLink
 
-__all__ = ["write_stacks"]
-
 _STACKS_S = 5.0
 """Limit for all agents to report that stacks are written; each takes a second."""
 

@@ -15,8 +15,6 @@ from verl_slurm_daemon.allocation.launcher import agent_argv, may_stand_by
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.step import Step
 
-__all__ = ["AGENTS_READY_S", "Standby"]
-
 AGENTS_READY_S = 60.0
 """From srun to the last agent's first message: 0.3 s on an idle cluster; a node with a slow disk may need longer."""
 

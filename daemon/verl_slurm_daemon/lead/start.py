@@ -41,20 +41,6 @@ from verl_slurm_daemon.decide.delays import IN_PLACE_S, SLURM_AWAY_S
 from verl_slurm_daemon.decide.inputs import StartFailed
 from verl_slurm_daemon.journal import Journal
 
-__all__ = [
-    "ENVIRONMENT",
-    "SIGNALS",
-    "Ground",
-    "answered",
-    "failed_code",
-    "patiently",
-    "prepare",
-    "require_mounted",
-    "say_again",
-    "spoken",
-    "start_failed",
-]
-
 T = TypeVar("T")
 
 ENVIRONMENT = (OSError, SlurmMissing, PermissionRefused)

@@ -14,8 +14,6 @@ from verl_slurm_daemon.decide import inputs
 from verl_slurm_daemon.link.channel import AgentLink
 from verl_slurm_daemon.link.rank_store import RankStore
 
-__all__ = ["GOODBYE_S", "Step", "end_step"]
-
 GOODBYE_S = 5.0
 """From `Shutdown` to the end of the step: an agent needs under 0.3 s; then it is killed."""
 

@@ -18,8 +18,6 @@ from verl_slurm.journal.events import Tiers
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.processes import child_setup
 
-__all__ = ["TierMover", "restore_newest"]
-
 
 class TierMover:
     """Makes a pass after every verified checkpoint and every `tiers_every_min`, one at a time.

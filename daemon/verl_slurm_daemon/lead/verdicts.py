@@ -13,8 +13,6 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.store.verify import verify
 
-__all__ = ["Verdicts", "Verifier", "read_all"]
-
 Verifier = Callable[[Path, Keyring | None], Verdict]
 """Judges a checkpoint; the keys are those with one of which it must be signed."""
 _Seen = tuple[tuple[str, int, int, int, int, int, int], ...]

@@ -16,8 +16,6 @@ import msgspec
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import read_private
 
-__all__ = ["Post", "main"]
-
 
 class Post(NamedTuple):
     """What is sent, and where."""

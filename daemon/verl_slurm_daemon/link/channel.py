@@ -16,8 +16,6 @@ from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 from verl_slurm.wire.framing import HELLO, NONCE_BYTES, PROOF_BYTES, Framer, proof, session_key
 from verl_slurm.wire.messages import FromAgent, ToAgent
 
-__all__ = ["AgentLink", "LeadLink", "Refusals", "connect", "connect_proven", "serve", "serve_proven"]
-
 
 class Refusals:
     """The refusals at one port or socket.

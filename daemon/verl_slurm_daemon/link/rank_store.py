@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 
 from verl_slurm.wire.messages import MAX_VALUE, StoreAnswer, StoreCall
 
-__all__ = ["RankStore"]
-
 # TCPStore's own limit, as those of one key and one value in `wire.messages`.
 MAX_KEYS = 131_072
 MAX_BYTES = 256 * 1024 * 1024

@@ -8,8 +8,6 @@ from verl_slurm.base.errors import WireError
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm_daemon.link.channel import LeadLink, connect
 
-__all__ = ["CONNECT_PAUSES_S", "reach_lead"]
-
 CONNECT_PAUSES_S = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 8.0, 8.0)
 
 

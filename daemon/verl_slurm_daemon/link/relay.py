@@ -21,8 +21,6 @@ from verl_slurm.wire.connection_limits import make_room
 from verl_slurm.wire.http import Listener, peers_of
 from verl_slurm_daemon.link.channel import connect_proven, serve_proven
 
-__all__ = ["MOST_CONNECTIONS", "Streams", "open_far_end", "open_near_end"]
-
 MOST_CONNECTIONS = 512
 """From one node to one place of a service, at once. Further ones wait."""
 _READ_BYTES = 64 * 1024

@@ -20,8 +20,6 @@ from verl_slurm.base.run_id import run_id
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, listener_of, read_token, serve_http
 
-__all__ = ["Exporter"]
-
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 

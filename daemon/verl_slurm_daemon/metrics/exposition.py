@@ -12,8 +12,6 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-__all__ = ["counter", "gauge", "labelled", "renderer"]
-
 
 def gauge(name: str, text: str, value: float | None) -> Metric:
     """Makes one number; None: the name is known, the value is not."""

@@ -6,8 +6,6 @@ A value that a rank did not report (its GPU's memory, without a GPU) has no numb
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.wire.messages import FromRank, Progress, RankStarted
 
-__all__ = ["LiveNumbers", "queue_length"]
-
 
 def queue_length(config: RunConfig, phase: str, index: int) -> int:
     """Returns the responses of the running step, on all ranks, that are sampled and not yet used up by training.

@@ -15,17 +15,6 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.roles import EVAL_PREFIX
 from verl_slurm.config.schema import CheckpointConfig
 
-__all__ = [
-    "REWARD_NUMBER",
-    "Best",
-    "Rank",
-    "is_new_best",
-    "latest_reward",
-    "metrics_of",
-    "rank_best",
-    "reward_of",
-]
-
 REWARD_NUMBER = "reward_number"
 """Column of a step's row: how often the reward had been replaced; absent before the first time."""
 

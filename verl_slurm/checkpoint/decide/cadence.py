@@ -44,23 +44,6 @@ from statistics import median
 
 from verl_slurm.config.schema import CheckpointConfig
 
-__all__ = [
-    "BASELINE",
-    "ENTER",
-    "METRICS",
-    "NEWEST",
-    "Costs",
-    "Due",
-    "Interval",
-    "Volatility",
-    "daly_interval_s",
-    "decide",
-    "is_partial_due",
-    "judge_volatility",
-    "outliers",
-    "plan_interval",
-]
-
 METRICS = ("policy_loss", "value_loss")
 NEWEST = 8
 ENTER = 3

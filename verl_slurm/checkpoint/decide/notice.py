@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from verl_slurm.wire.messages import Topic
 
-__all__ = ["Notice", "Topic"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:

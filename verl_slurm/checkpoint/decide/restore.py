@@ -7,8 +7,6 @@ from typing import Literal
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 
-__all__ = ["Decision", "decide_resume"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 from verl_slurm.checkpoint.decide.best import Best, latest_reward, rank_best, reward_of
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 
-__all__ = ["ASSURED_KEPT", "PrunePlan", "Reasoned", "plan_prune"]
-
 ASSURED_KEPT = 2
 """`num_verified` of a trainer that has just saved. It hashed its own checkpoint while writing and has not read it back.
 So one that is known to be whole stays beside it, whatever `keep_last` says."""

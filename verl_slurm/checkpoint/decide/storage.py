@@ -13,19 +13,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal
 
-__all__ = [
-    "FreeSpace",
-    "Health",
-    "HealthKind",
-    "Need",
-    "Outcome",
-    "Room",
-    "judge_health",
-    "judge_room",
-    "need_of_next",
-    "usual_speed",
-]
-
 SLOW_FRACTION = 0.5
 SLOW_SAVES = 3
 # A fifth of a second more or less for a small save says nothing about a disk.

@@ -11,8 +11,6 @@ from verl_slurm.checkpoint.format.specification import Algorithm, Guest, Manifes
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import CheckpointConfig, RunConfig, TrainConfig
 
-__all__ = ["Components", "partial_domains", "require_full", "require_own", "require_same_models"]
-
 Components = tuple[Literal["actor", "critic", "optimizer"], ...]
 """Tensor domains of a partial save, in the order of the format; empty: a full one."""
 

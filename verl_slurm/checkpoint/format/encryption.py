@@ -15,7 +15,7 @@ one. (`name` is that of the directory; for models stored by content, the name th
 ## 3. A sealed file of P plain bytes
 
 ```
-offset 0        ciphertext of chunk 0, CHUNK_BYTES        each byte at the offset that it has in the plain file
+offset 0        ciphertext of chunk 0, SEALED_CHUNK_BYTES        each byte at the offset that it has in the plain file
 ...
                 ciphertext of the last chunk, the rest    (P = 0: one chunk of no bytes)
 offset P        tag of chunk 0, TAG_BYTES
@@ -49,26 +49,14 @@ from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
 from verl_slurm.base.keys import Keyring, MasterKey, Secret
 from verl_slurm.checkpoint.format.specification import (
     PLAIN_FILES,
-    TAG_BYTES,
+    SEALED_CHUNK_BYTES as SEALED_CHUNK_BYTES,
+    TAG_BYTES as TAG_BYTES,
     Encryption,
     FileEntry,
     Manifest,
     sealed_chunks,
     sealed_size,
 )
-from verl_slurm.checkpoint.format.specification import SEALED_CHUNK_BYTES as CHUNK_BYTES
-
-__all__ = [
-    "CHUNK_BYTES",
-    "PLAIN_FILES",
-    "SALT_BYTES",
-    "TAG_BYTES",
-    "CheckpointCipher",
-    "ChunkOpener",
-    "ChunkSealer",
-    "open_bytes",
-    "seal_bytes",
-]
 
 # So many random bits that two attempts never draw the same: the key of a file, and with it each nonce, is used once.
 SALT_BYTES = 32
@@ -79,7 +67,9 @@ _ASSOCIATED = struct.Struct(">QQB")
 class _Chunks:
     """Shared geometry of one file for sealing and opening: its chunks, nonces and associated data."""
 
-    def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = SEALED_CHUNK_BYTES
+    ) -> None:
         # Imported where a key is used: without one no process pays for the package.
         from cryptography.hazmat.primitives.ciphers import algorithms
 
@@ -115,7 +105,9 @@ class ChunkSealer(_Chunks):
         plain_size: bytes of the whole file; must be known before the first chunk.
     """
 
-    def __init__(self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, key: Secret, path: str, plain_size: int, *, chunk_bytes: int = SEALED_CHUNK_BYTES
+    ) -> None:
         super().__init__(key, path, plain_size, chunk_bytes=chunk_bytes)
         # Each chunk once (section 4): two plaintexts under one nonce would give away their difference.
         self._done: set[int] = set()
@@ -250,7 +242,7 @@ class CheckpointCipher:
         return open_bytes(self.file_key(entry.path), entry.path, _plain_size(entry), data)
 
 
-def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = CHUNK_BYTES) -> bytes:
+def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = SEALED_CHUNK_BYTES) -> bytes:
     """Returns the sealed file of `data`. Use a key and path for one call (section 4)."""
     sealer = ChunkSealer(key, path, len(data), chunk_bytes=chunk_bytes)
     plain, out = memoryview(data), bytearray(sealed_size(len(data), chunk_bytes))
@@ -264,7 +256,7 @@ def seal_bytes(key: Secret, path: str, data: bytes, *, chunk_bytes: int = CHUNK_
 
 
 def open_bytes(
-    key: Secret, path: str, plain_size: int, data: bytes, *, chunk_bytes: int = CHUNK_BYTES
+    key: Secret, path: str, plain_size: int, data: bytes, *, chunk_bytes: int = SEALED_CHUNK_BYTES
 ) -> bytes:
     """Returns the plain bytes of a sealed file.
 

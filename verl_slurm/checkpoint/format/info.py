@@ -7,8 +7,6 @@ from typing import Literal
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.format.specification import Manifest
 
-__all__ = ["CheckpointInfo", "Kind", "Problem", "ProblemKind", "Verdict"]
-
 Kind = Literal["committed", "torn", "foreign", "quarantined"]
 """committed: a final name and a manifest that parses (its files are not read). torn: a staging directory, or a final
 name without a good manifest. quarantined: set aside. foreign: not ours."""

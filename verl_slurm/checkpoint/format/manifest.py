@@ -21,16 +21,6 @@ from verl_slurm.checkpoint.format.specification import (
     sealed_size,
 )
 
-__all__ = [
-    "canonical",
-    "checkpoint_order",
-    "manifest_digest",
-    "parse",
-    "render",
-    "sealed",
-    "signed_bytes",
-]
-
 
 def canonical(value: object) -> bytes:
     """Returns the canonical JSON text of `value`, from which digests are computed."""

@@ -22,20 +22,6 @@ from verl_slurm.checkpoint.format.manifest import canonical
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest, Topology
 from verl_slurm.runtime_state.format import ArraySpec, RecordHeader, RuntimeState, StateHeader
 
-__all__ = [
-    "OLDER_LAYOUTS",
-    "TRAINER_COMPONENTS",
-    "OlderLayout",
-    "SchemaVersion",
-    "check_schema",
-    "current_schema",
-    "differences",
-    "parse_schema",
-    "read_schema",
-    "render_schema",
-    "schema_of",
-]
-
 # Describes what the trainer saves beside these structs. Change the text when the meaning or layout changes: every older
 # checkpoint is then refused instead of being misread.
 TRAINER_COMPONENTS: dict[str, dict[str, str]] = {

@@ -19,8 +19,6 @@ from verl_slurm.base.keys import Keyring, MasterKey
 from verl_slurm.checkpoint.format.manifest import signed_bytes
 from verl_slurm.checkpoint.format.specification import Manifest
 
-__all__ = ["authenticate", "sign", "signature_problem"]
-
 _MANIFEST_KEY = b"verl-slurm manifest v1"
 
 

@@ -93,35 +93,6 @@ import msgspec
 
 from verl_slurm.base import bounded
 
-__all__ = [
-    "CHUNK_BYTES",
-    "FORMAT_VERSION",
-    "GUEST_FILES",
-    "MANIFEST",
-    "MAX_DEPTH",
-    "MAX_FILES",
-    "MAX_MANIFEST_BYTES",
-    "PLAIN_FILES",
-    "READ_VERSIONS",
-    "REQUIRED_DIRECTORIES",
-    "REQUIRED_FILES",
-    "SCHEMA_VERSION",
-    "SEALED_CHUNK_BYTES",
-    "STAGING_NAME",
-    "TAG_BYTES",
-    "Algorithm",
-    "Encryption",
-    "FileEntry",
-    "Guest",
-    "Manifest",
-    "Topology",
-    "guest_directory",
-    "missing_parts",
-    "path_problem",
-    "sealed_chunks",
-    "sealed_size",
-]
-
 FORMAT_VERSION = 3
 READ_VERSIONS = (2, FORMAT_VERSION)
 CHUNK_BYTES = 4 << 20

@@ -32,23 +32,6 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.checkpoint.format.specification import MAX_FILES
 
-__all__ = [
-    "DTYPE_BYTES",
-    "FILE_ALIGNMENT",
-    "INDEX",
-    "MAX_INDEX_BYTES",
-    "PIECE_ALIGNMENT",
-    "SHORTEST_RUN",
-    "Piece",
-    "TensorEntry",
-    "TensorIndex",
-    "parse_index",
-    "rank_of",
-    "render_index",
-    "slabs",
-    "tensor_file",
-]
-
 INDEX = "index.json"
 PIECE_ALIGNMENT = 64
 FILE_ALIGNMENT = 4096

@@ -24,8 +24,6 @@ from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
-__all__ = ["Comparison", "compare", "newest_checkpoint", "torch_environment"]
-
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """Result of a comparison."""

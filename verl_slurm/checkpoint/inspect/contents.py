@@ -22,8 +22,6 @@ from verl_slurm.checkpoint.store.reader import read_range, read_small
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config import strict_yaml
 
-__all__ = ["entry_named", "flat", "known_manifest", "read_config", "read_file", "read_indexes", "read_json"]
-
 _JSON = {
     "metadata.json": bounded.RECORD,
     "orchestration.json": bounded.DATA_FILES,

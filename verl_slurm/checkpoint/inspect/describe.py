@@ -26,8 +26,6 @@ from verl_slurm.checkpoint.inspect.contents import (
 )
 from verl_slurm.runtime_state.format import GROUPS, RUNTIME_STATE_FILE
 
-__all__ = ["describe"]
-
 _TAIL = 32
 """Steps of history that are shown."""
 

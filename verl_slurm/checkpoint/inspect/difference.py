@@ -24,8 +24,6 @@ from verl_slurm.checkpoint.inspect.contents import (
     read_json,
 )
 
-__all__ = ["SUBJECTS", "Difference", "difference"]
-
 SUBJECTS = ("position", "schema", "config", "topology", "data", "frozen", "tensors")
 
 

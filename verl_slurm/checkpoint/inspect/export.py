@@ -40,16 +40,6 @@ from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.dataset.fingerprint.record import fingerprint
 
-__all__ = [
-    "RECORD",
-    "Exported",
-    "Layout",
-    "Progress",
-    "Role",
-    "Wish",
-    "export",
-]
-
 Layout = Literal["hf", "single-file", "split"]
 Role = Literal["actor", "critic"]
 

@@ -14,8 +14,6 @@ from verl_slurm.checkpoint.format.specification import STAGING_NAME
 from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.checkpoint.store.verify import read_manifest
 
-__all__ = ["list_checkpoints"]
-
 _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}
 
 

@@ -32,18 +32,6 @@ from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, reading_hasher
 from verl_slurm.checkpoint.store.tree import open_below
 
-__all__ = [
-    "Reading",
-    "Wanted",
-    "combine",
-    "entry_of",
-    "hash_file",
-    "leaf_count",
-    "leaf_problem",
-    "make_entry",
-    "read_checked",
-]
-
 _HUGE_PAGE = 2 << 20
 
 OnProblem = Callable[[str, "str | OSError"], None]

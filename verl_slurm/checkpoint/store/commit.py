@@ -42,17 +42,6 @@ from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, put_back,
 from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
-__all__ = [
-    "SavedCheckpoint",
-    "StagingDirectory",
-    "abort",
-    "begin",
-    "commit",
-    "name_staging",
-    "seal",
-    "sweep",
-]
-
 
 class SavedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a save: a committed checkpoint. Rank 0 of a loop broadcasts it."""

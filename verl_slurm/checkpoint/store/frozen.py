@@ -33,16 +33,6 @@ from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.dataset.fingerprint.entries import sealed
 from verl_slurm.dataset.fingerprint.record import FileDigest, Fingerprint, fingerprint
 
-__all__ = [
-    "check_frozen",
-    "frozen_digests",
-    "lacking_file",
-    "read_back_others",
-    "record_frozen",
-    "recorded_model",
-    "store_frozen",
-]
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _BLOCK = 4 << 20
 _Contents = dict[str, tuple[int, str]]

@@ -42,20 +42,6 @@ from verl_slurm.checkpoint.store.quarantine import fill, set_aside_copies
 from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
-__all__ = [
-    "Assembled",
-    "LocalPart",
-    "assemble",
-    "commit_part",
-    "drop_staging",
-    "list_parts",
-    "local_directory",
-    "part_problems",
-    "prune_parts",
-    "send_home",
-    "this_node",
-]
-
 _NONCE_HEX = 16
 
 

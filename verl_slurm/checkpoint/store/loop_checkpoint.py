@@ -37,8 +37,6 @@ from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.dataset.fingerprint import record as fingerprint
 
-__all__ = ["LoopSave", "clear_work", "commit_tree", "for_ranks", "require_guest", "sweep_work"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSave:

@@ -33,19 +33,6 @@ from verl_slurm.journal.steps import every_row
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, open_segment, scan
 from verl_slurm.runtime_state.segment_files import segments
 
-__all__ = [
-    "data_digest",
-    "former_checkpoint",
-    "found_elsewhere",
-    "gone_back",
-    "in_tiers",
-    "lost_error",
-    "lost_rollouts",
-    "missing_checkpoint",
-    "require_never_saved",
-    "require_run_id",
-]
-
 _RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
 _NO_PAYLOAD = 1 << 62

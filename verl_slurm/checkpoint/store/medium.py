@@ -18,8 +18,6 @@ from verl_slurm.checkpoint.decide.storage import (
     need_of_next,
 )
 
-__all__ = ["StorageWatch", "free_space", "room_for"]
-
 _REMEMBERED = 64
 
 

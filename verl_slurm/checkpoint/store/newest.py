@@ -13,8 +13,6 @@ from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 
-__all__ = ["Newest", "newest_checkpoint"]
-
 
 class _File(msgspec.Struct):
     size: int

@@ -30,8 +30,6 @@ from verl_slurm.checkpoint.store.quarantine import is_set_aside
 from verl_slurm.checkpoint.store.tree import open_own
 from verl_slurm.checkpoint.store.verify import verify
 
-__all__ = ["Look", "Removing", "apply_prune", "carry_out", "look"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Look:

@@ -29,15 +29,6 @@ from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, MANIFEST, ST
 from verl_slurm.checkpoint.store.chunks import hash_file
 from verl_slurm.checkpoint.store.tree import open_below, open_directory
 
-__all__ = [
-    "fill",
-    "is_set_aside",
-    "move_to_quarantine",
-    "put_back",
-    "put_back_unfinished",
-    "set_aside_copies",
-]
-
 _RECORD = ".reason.json"
 _MAX_NAME = 255
 

@@ -26,8 +26,6 @@ from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.runtime_state.format import MAX_CONTENT_BYTES
 
-__all__ = ["CheckpointReader", "read_range", "read_small"]
-
 _LIMITS = {
     "config.yaml": bounded.CONFIG,
     "metadata.json": bounded.RECORD,

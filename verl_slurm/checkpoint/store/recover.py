@@ -30,8 +30,6 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 
-__all__ = ["ResumeChoice", "choose_resume", "set_aside"]
-
 _MOST_MOVED = 20
 """Directories without a manifest that one start sets aside, the newest first."""
 

@@ -19,8 +19,6 @@ from verl_slurm.checkpoint.store.reader import CheckpointReader
 from verl_slurm.config.load import dump, load_resolved, parse_config
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["keys_at_hand", "keys_for", "note_trained_with", "trained_with"]
-
 
 def keys_for(place: Path, key_file: Path | None = None) -> Keyring | None:
     """Loads the keys for a run's directory, or for one of its checkpoints; None if it is configured with none.

@@ -13,8 +13,6 @@ import msgspec
 from verl_slurm.base.bounded import SAFETENSORS_HEADER, decode_json
 from verl_slurm.base.errors import UNREADABLE
 
-__all__ = ["Header", "Tensor", "read_header", "safetensors_problem"]
-
 _NO_HEADER = "a header that is not one of safetensors"
 
 

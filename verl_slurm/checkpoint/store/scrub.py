@@ -18,8 +18,6 @@ from verl_slurm.checkpoint.store.frozen import check_frozen
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.verify import verify
 
-__all__ = ["Due", "Scrubbed", "next_due", "scrub_frozen", "scrub_one"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Due:

@@ -12,8 +12,6 @@ from verl_slurm.base.bounded import TooMuch
 from verl_slurm.base.files import no_directory
 from verl_slurm.checkpoint.format.specification import MAX_DEPTH
 
-__all__ = ["Entry", "list_tree", "names_in", "open_below", "open_directory", "open_own"]
-
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # O_NONBLOCK: opening a FIFO in place of a file must not wait for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK

@@ -23,8 +23,6 @@ from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, missi
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
 from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_directory
 
-__all__ = ["read_manifest", "verify"]
-
 _MOST_EXTRA = 4096
 """Largest number of files and directories beyond those of the manifest. Each takes about 1 KB of memory, and a line of
 the verdict."""

@@ -17,8 +17,6 @@ from verl_slurm.base.errors import NotFound, PermissionRefused
 from verl_slurm.base.files import rename
 from verl_slurm.base.one_line import shell_word
 
-__all__ = ["require_free", "whole_output"]
-
 
 def require_free(out: Path, checkpoint: Path, what: str) -> None:
     """Refuses a place that holds something, or that lies in a checkpoint or among those of a run.

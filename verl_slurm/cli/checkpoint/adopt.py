@@ -30,8 +30,6 @@ from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.shards import Judged, judge_all, list_steps, step_bytes
 from verl_slurm.verl.tracker import Tracker, look_at_tracker, write_tracker
 
-__all__ = ["adopt"]
-
 _HOW = {
     "clone": "cloned (shares blocks, no room taken)",
     "copy": "copied",

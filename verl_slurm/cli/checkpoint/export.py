@@ -13,16 +13,13 @@ from verl_slurm.checkpoint.format.components import require_own
 from verl_slurm.checkpoint.format.specification import REQUIRED_DIRECTORIES
 from verl_slurm.checkpoint.format.tensor_index import INDEX
 from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, read_config
-from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role, Wish
-from verl_slurm.checkpoint.inspect.export import export as export_checkpoint
+from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role, Wish, export as export_checkpoint
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
 from verl_slurm.submit.checks.inputs import build_builtins, check_names
-
-__all__ = ["export"]
 
 _EXITS = exits(
     ExitCode.DATA, ExitCode.SCHEMA, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.PERMISSION

@@ -17,8 +17,6 @@ from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.pace import sparkline
 
-__all__ = ["diff", "inspect"]
-
 # The metrics that people look for first; the others follow in their own order.
 _FIRST = ("reward", "kl", "policy_loss", "value_loss", "entropy")
 _MAX_CURVES = 12

@@ -9,8 +9,6 @@ from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render
 
-__all__ = ["key"]
-
 
 @click.group()
 def key() -> None:

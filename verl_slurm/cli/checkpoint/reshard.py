@@ -28,8 +28,6 @@ from verl_slurm.verl.reshard.checkpoint import (
 )
 from verl_slurm.verl.reshard.plan import ReshardPlan
 
-__all__ = ["reshard"]
-
 _MOST = 65_536
 
 

@@ -15,8 +15,6 @@ from verl_slurm.tiers.fetch import fetch, fetch_newest
 from verl_slurm.tiers.mover import Pass, look, sync
 from verl_slurm.tiers.plan import TierCopy, last_good
 
-__all__ = ["fetch_back", "offload", "tiers"]
-
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND, ExitCode.TIER))
 @click.argument("run", type=RUN)

@@ -21,8 +21,6 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.dataset.fingerprint import record as prints
 
-__all__ = ["prune", "scrub"]
-
 
 @click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
 @click.argument("run", type=RUN)

@@ -15,8 +15,7 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints
-from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
+from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints, newest_checkpoint
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.checkpoint.store.run_config import keys_for
@@ -28,18 +27,6 @@ from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
 from verl_slurm.journal.files import read_events
 from verl_slurm.verl.inputs import data_of
-
-__all__ = [
-    "FIRST_TO_GO",
-    "checkpoints",
-    "checkpoints_table",
-    "compare",
-    "fingerprint",
-    "one_checkpoint",
-    "print_checkpoints",
-    "verify",
-]
-
 
 FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
 """Columns that are dropped if the terminal is narrow, in this order."""

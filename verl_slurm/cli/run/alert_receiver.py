@@ -37,9 +37,6 @@ from verl_slurm.wire.http import (
     serve_http,
 )
 
-__all__ = ["ACTION", "Verdict", "alert_receiver", "decide_saves", "runs_to_save"]
-
-
 _HOST = "127.0.0.1"
 _BODY_BYTES = 256 * 1024
 """An alert is about 1 KB; Alertmanager groups them, and `max_alerts` bounds a group."""

@@ -9,8 +9,6 @@ from verl_slurm.cli.show import render
 from verl_slurm.runs.requests import cancel_run, requeue_run
 from verl_slurm.slurm.runner import telling
 
-__all__ = ["cancel", "requeue"]
-
 _EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 
 

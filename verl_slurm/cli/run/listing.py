@@ -18,8 +18,6 @@ from verl_slurm.cli.show.render import ago, span
 from verl_slurm.journal.events import Ended
 from verl_slurm.runs.glance import Glance, Seen, ask_for, glance_at_all, is_over, state_of
 
-__all__ = ["FIRST_TO_GO", "STATE_COLOURS", "list_runs", "runs_table", "told_facts"]
-
 FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
 """Columns that are dropped if the terminal is narrow, in this order."""
 STATE_COLOURS = {

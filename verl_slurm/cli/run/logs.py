@@ -20,8 +20,6 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.runs.record import last_job
 
-__all__ = ["logs"]
-
 _LINE = 1 << 20
 """Maximum bytes of a line that are read at once."""
 # Lines of other programs than the run's. In a healthy requeue srun and slurmstepd say "error", too.

@@ -29,8 +29,6 @@ from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.submit.checks.inputs import absolute
 from verl_slurm.submit.relative_paths import Places
 
-__all__ = ["plan"]
-
 _SHOWN = (
     *("steps", "nodes", "step_s", "state_bytes", "save_s", "durable_s", "emergency_s", "warning_s", "lead_s"),
     *("queue_s", "start_s", "in_place_s", "notices_per_day", "crashes_per_day", "losses_per_node_day"),

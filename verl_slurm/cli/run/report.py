@@ -15,8 +15,6 @@ from verl_slurm.report.facts import Report
 from verl_slurm.report.gather import gather
 from verl_slurm.report.page import render_page
 
-__all__ = ["report"]
-
 _BEGINNING = b"<!doctype html>"
 
 

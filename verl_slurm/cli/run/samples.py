@@ -15,8 +15,6 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.runtime_state.samples import StepSamples, best_and_worst, read_samples
 
-__all__ = ["samples"]
-
 _MOST_LINES = 30
 
 

@@ -16,8 +16,6 @@ from verl_slurm.cli.show import render, story
 from verl_slurm.report.serve import HOST, Server
 from verl_slurm.wire.http import listener_of
 
-__all__ = ["serve"]
-
 
 @click.command(epilog=exits(ExitCode.NOT_FOUND, ExitCode.WIRE))
 @click.argument("place", type=PLACE, metavar="[DIR]", default="runs")

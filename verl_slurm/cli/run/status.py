@@ -38,8 +38,6 @@ from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
 from verl_slurm.runs.record import has_ledger
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
 
-__all__ = ["status"]
-
 _MOST_DRAWN = 30
 """Characters of a bar or a curve."""
 

@@ -26,8 +26,6 @@ from verl_slurm.submit.checks.rank_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
 from verl_slurm.submit.plan import SubmissionPlan
 
-__all__ = ["submit"]
-
 _VERL = "verl_slurm.verl_words"
 
 

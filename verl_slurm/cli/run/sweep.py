@@ -13,8 +13,6 @@ from verl_slurm.submit.checks.code import TreesRead
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.sweep import SweptRun, swept_runs
 
-__all__ = ["submit_sweep"]
-
 
 def submit_sweep(
     config: Path,

@@ -17,8 +17,6 @@ from verl_slurm.runs.requests import ask_for_save
 from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
 from verl_slurm.wire.reward_plan import ask_for_reward
 
-__all__ = ["update_reward"]
-
 _EXITS = exits(
     ExitCode.CONFIG,
     ExitCode.DATA,

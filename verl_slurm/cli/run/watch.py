@@ -24,8 +24,6 @@ from verl_slurm.runs.follow_many import FleetWatch, Followed
 from verl_slurm.runs.glance import find_runs
 from verl_slurm.runs.record import last_job, require_run
 
-__all__ = ["tell_until_end", "watch"]
-
 
 def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool = False) -> int:
     """Tells a run's story from byte `offset` of its journal until it ends; returns its exit code."""

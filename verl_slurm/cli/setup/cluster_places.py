@@ -19,8 +19,6 @@ from verl_slurm.slurm.facts import PartitionFacts
 from verl_slurm.slurm.parse import parse_gpus
 from verl_slurm.submit.checks.preflight import partition_complaint
 
-__all__ = ["Offer", "notes", "offers", "place", "usual_ranks"]
-
 _USUAL_LIMIT_MIN = 240
 _USUAL_LEAD_S = 120
 _LEAST_LEAD_S = 10

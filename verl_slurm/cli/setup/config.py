@@ -10,8 +10,6 @@ from verl_slurm.cli.options import KEY, exits, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 
-__all__ = ["config"]
-
 _EXPLAIN = "explain"
 """A word before the keys; no key or section has that name (a test holds it)."""
 

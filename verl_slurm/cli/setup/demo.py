@@ -15,9 +15,6 @@ from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.devcluster.machine import real_gpus
 from verl_slurm.journal.events import Event
 
-__all__ = ["demo"]
-
-
 _SHAPE = ("distributed.", "slurm.gpus_per_node=")
 
 

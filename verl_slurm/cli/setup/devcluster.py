@@ -21,8 +21,6 @@ from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
 from verl_slurm.devcluster.state import read_state
 from verl_slurm.wire.environment import DEVCLUSTER_VARIABLE
 
-__all__ = ["devcluster"]
-
 
 class _Group(click.Group):
     """Lists its commands in the order of use, not of the alphabet."""

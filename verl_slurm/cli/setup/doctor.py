@@ -25,8 +25,6 @@ from verl_slurm.submit.checks.inputs import absolute
 from verl_slurm.submit.checks.preflight import partition_complaint
 from verl_slurm.submit.relative_paths import Places
 
-__all__ = ["doctor"]
-
 
 @click.command(epilog=exits(ExitCode.CONFIG, ExitCode.PERMISSION, ExitCode.UNFIT))
 @click.option("--config", "source", type=CONFIG, help="The run it is for; default: the quick start's values.")

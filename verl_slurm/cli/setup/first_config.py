@@ -10,19 +10,6 @@ from typing import Literal
 import jinja2
 import msgspec
 
-__all__ = [
-    "CHANGE",
-    "MAX_NEW_TOKENS",
-    "MOST_NODES",
-    "MOST_RANKS",
-    "Answers",
-    "Kind",
-    "Place",
-    "first_config",
-    "first_reward",
-    "name_of",
-]
-
 Kind = Literal["ppo", "grpo", "loop", "verl"]
 CHANGE = "CHANGE"
 """Marks a line that is the user's to fill in."""

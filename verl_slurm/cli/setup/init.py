@@ -44,8 +44,6 @@ from verl_slurm.submit.checks.verl import check_input
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import Input, Kind, is_remote
 
-__all__ = ["init"]
-
 _KINDS = ("ppo", "grpo", "loop", "verl")
 _REWARD = "python:reward.py:score"
 _NONE = "-"

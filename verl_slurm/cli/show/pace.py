@@ -15,17 +15,6 @@ from verl_slurm.cli.show.render import span
 from verl_slurm.cli.show.run_tables import TELLING
 from verl_slurm.journal.folds.pace import Pace, number
 
-__all__ = [
-    "Curve",
-    "bar",
-    "curve_of",
-    "curve_words",
-    "left_words",
-    "live_line",
-    "node_words",
-    "steps_words",
-]
-
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _EMPTY = "░"
 _LEVELS = "▁▂▃▄▅▆▇█"

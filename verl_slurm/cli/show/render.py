@@ -16,32 +16,8 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.one_line import json_line, printable, span
+from verl_slurm.base.one_line import json_line, printable, span as span
 from verl_slurm.base.shipped import with_places
-
-__all__ = [
-    "GAP",
-    "Bar",
-    "Progress",
-    "ago",
-    "answer",
-    "draws",
-    "error",
-    "fields",
-    "fitting",
-    "json_value",
-    "line",
-    "marked",
-    "raw_line",
-    "safe",
-    "shortened",
-    "span",
-    "table",
-    "warning",
-    "width",
-    "wrapped",
-]
-
 
 _NO_TERMINAL = 240
 _LEAST = 8
@@ -306,8 +282,7 @@ class Bar:
         if not self._enabled:
             return
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
-        from rich.progress import Progress as View
+        from rich.progress import BarColumn, DownloadColumn, Progress as View, TextColumn, TimeRemainingColumn
 
         if self._shown is None:
             columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()

@@ -9,9 +9,6 @@ from verl_slurm.cli.show.render import span
 from verl_slurm.journal.folds.outages import Outage
 from verl_slurm.journal.folds.pace import number
 
-__all__ = ["INTERRUPTIONS_TO_GO", "TELLING", "interruption_words", "interruptions_table", "steps_table"]
-
-
 _PARTS = ("save", "queue", "start", "again")
 """Of an outage, in seconds."""
 INTERRUPTIONS_TO_GO = ("resumed from", "again", "save", "start", "tokens lost")

@@ -10,8 +10,6 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import to_json
 
-__all__ = ["Story", "for_people", "progress", "tell"]
-
 _PHASES = {
     "generate": "sampling",
     "score": "scoring",

@@ -7,8 +7,6 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.container import ContainerConfig
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["container_complaints"]
-
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 # The options that the daemon sets itself; a second value would contradict it.
 _OURS = {

@@ -6,8 +6,6 @@ from urllib.parse import urlsplit
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.hooks import HOOKS, HooksConfig
 
-__all__ = ["hook_complaints"]
-
 _HERE = {"127.0.0.1", "::1", "localhost"}
 
 

@@ -10,8 +10,6 @@ import msgspec
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import DistributedConfig, ModelConfig, RolloutConfig, RunConfig, TrainConfig
 
-__all__ = ["guest_complaints"]
-
 _OURS = {
     "model": ModelConfig(),
     "rollout": RolloutConfig(),

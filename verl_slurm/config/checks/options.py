@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.slurm import SlurmConfig
 
-__all__ = ["OWN_OPTIONS", "asks_for_gpus", "extra_complaints", "option_complaints"]
-
 _LONG_OPTION = re.compile(r"[a-z][a-z0-9-]{1,40}")
 OWN_OPTIONS = {
     "array": "",

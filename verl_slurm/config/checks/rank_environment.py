@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["rank_environment_complaints", "variable_complaints"]
-
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _MODULE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+/=@:-]{0,127}")
 # Slurm's, and the place of a rank in its run: another value would make ranks of one run disagree.

@@ -14,15 +14,6 @@ from verl_slurm.base.packages import install_command
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.schema import RunConfig
 
-__all__ = [
-    "check_engine",
-    "max_model_len",
-    "model_complaints",
-    "require_engine",
-    "rollout_complaints",
-    "sampling_dtype",
-]
-
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _TP = "rollout.tensor_parallel_size"
 

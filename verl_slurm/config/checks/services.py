@@ -10,8 +10,6 @@ from verl_slurm.config.checks.rank_environment import variable_complaints
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import MOST_SERVICES, ServiceConfig
 
-__all__ = ["service_complaints"]
-
 # A part of a log's name and of a variable's.
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _TAKEN = {

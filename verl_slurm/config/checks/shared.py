@@ -11,7 +11,12 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.containers import container_complaints
 from verl_slurm.config.checks.hooks import hook_complaints
 from verl_slurm.config.checks.loops import guest_complaints
-from verl_slurm.config.checks.options import OWN_OPTIONS, asks_for_gpus, extra_complaints, option_complaints
+from verl_slurm.config.checks.options import (
+    OWN_OPTIONS as OWN_OPTIONS,
+    asks_for_gpus,
+    extra_complaints,
+    option_complaints,
+)
 from verl_slurm.config.checks.rank_environment import rank_environment_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
 from verl_slurm.config.checks.services import service_complaints
@@ -21,9 +26,6 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.reward_spec import FORMS, nearest_form, parse_reward
 from verl_slurm.config.roles import trained_roles
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
-
-__all__ = ["OWN_OPTIONS", "Complaint", "check", "complaints", "observability_complaints"]
-
 
 # A name is a part of paths and of #SBATCH lines: no blank, no quote, no leading dash or dot.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")

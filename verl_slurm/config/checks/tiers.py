@@ -12,8 +12,6 @@ from urllib.parse import urlsplit
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.tiers import TierConfig
 
-__all__ = ["LOCAL_TIER", "endpoint_problem", "is_s3", "tier_complaints"]
-
 LOCAL_TIER = "checkpoints"
 """Tier 0: the run's own directory. No other tier may have this name."""
 

@@ -7,8 +7,6 @@ from verl_slurm.config.checks import Complaint
 from verl_slurm.config.roles import eval_metrics, step_metrics
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["batch_complaints", "data_complaints", "train_complaints"]
-
 
 def data_complaints(config: RunConfig) -> Iterator[Complaint]:
     """Yields every complaint about the data section."""

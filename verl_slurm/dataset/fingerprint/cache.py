@@ -46,20 +46,6 @@ from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.dataset.fingerprint.hashing import Digests
 from verl_slurm.dataset.fingerprint.walk import Line, parse_line
 
-__all__ = [
-    "MAX_BYTES",
-    "HashCache",
-    "decode",
-    "default_path",
-    "encode",
-    "here",
-    "is_settled",
-    "load",
-    "save",
-    "settled",
-    "text_of",
-]
-
 MAX_BYTES = 256 << 20
 _HEAD = b"verl-slurm hash cache 1\n"
 _HEX = 64

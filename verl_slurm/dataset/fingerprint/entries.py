@@ -13,8 +13,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-__all__ = ["FORMAT", "Drift", "FileDigest", "Fingerprint", "Kind", "drift", "sealed", "tree_digest"]
-
 Kind = Literal["file", "link", "directory"]
 FORMAT = 1
 _HEAD = b"verl-slurm tree 1\n"

@@ -26,8 +26,6 @@ from verl_slurm.base.digest import hash_fd, num_threads
 from verl_slurm.dataset.fingerprint import small_files
 from verl_slurm.dataset.fingerprint.walk import Line, data_error, line_of, parse_line
 
-__all__ = ["Digests", "hash_files"]
-
 # A file that changes this often while it is read is being written to.
 _ATTEMPTS = 3
 # The answers to two batches fit into a pipe, so a process never waits for us to take them.

@@ -25,11 +25,11 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import cache as hash_cache
 from verl_slurm.dataset.fingerprint.entries import (
     FORMAT,
-    Drift,
-    FileDigest,
-    Fingerprint,
+    Drift as Drift,
+    FileDigest as FileDigest,
+    Fingerprint as Fingerprint,
     Kind,
-    drift,
+    drift as drift,
     sealed,
     tree_digest,
 )
@@ -40,26 +40,9 @@ from verl_slurm.dataset.fingerprint.walk import (
     lines_of,
     lines_of_files,
     parse_line,
-    place_of,
+    place_of as place_of,
     walk,
 )
-
-__all__ = [
-    "Drift",
-    "FileDigest",
-    "Fingerprint",
-    "Survey",
-    "check_dataset",
-    "drift",
-    "fingerprint",
-    "look",
-    "place_of",
-    "read",
-    "remember",
-    "require_trained_on",
-    "survey",
-    "write",
-]
 
 T = TypeVar("T")
 

@@ -18,8 +18,6 @@ import os
 import sys
 from hashlib import sha256
 
-__all__ = ["SMALL_BYTES", "answer_bytes", "digests", "main", "parse_answer", "request"]
-
 SMALL_BYTES = 1 << 20
 _HEX = 64
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK

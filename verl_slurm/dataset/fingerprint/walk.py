@@ -23,18 +23,6 @@ from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import DataError
 from verl_slurm.dataset.fingerprint.entries import Kind
 
-__all__ = [
-    "Line",
-    "data_error",
-    "glance",
-    "line_of",
-    "lines_of",
-    "lines_of_files",
-    "parse_line",
-    "place_of",
-    "walk",
-]
-
 T = TypeVar("T")
 
 _KINDS: dict[str, Kind] = {"f": "file", "l": "link", "d": "directory"}

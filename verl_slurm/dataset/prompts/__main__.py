@@ -15,8 +15,6 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.one_line import json_line
 from verl_slurm.dataset.prompts.look import Wanted, WantedRows, look_at, look_at_rows
 
-__all__ = ["main"]
-
 MAX_BYTES = 352 << 20
 """Limit of the process's own memory; pyarrow, a tokenizer and a row together need less than half of it."""
 

@@ -13,19 +13,6 @@ import msgspec
 from verl_slurm.base.bounded import SMALL, TOKENIZER, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = [
-    "has_template",
-    "model_template",
-    "no_conversations",
-    "no_template",
-    "processor_template",
-    "read_template",
-    "refuses",
-    "renderer",
-    "template_refuses",
-    "tokens_of",
-]
-
 
 def read_template(path: Path) -> str:
     """Reads the Jinja template at `path`.

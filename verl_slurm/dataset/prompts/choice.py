@@ -27,17 +27,6 @@ import msgspec
 
 from verl_slurm.base.errors import UNREADABLE, DataError
 
-__all__ = [
-    "SUFFIXES",
-    "choose",
-    "is_data",
-    "missing_shards",
-    "names_shards",
-    "splits_of",
-    "takes",
-    "unfinished_downloads",
-]
-
 SUFFIXES = (".jsonl", ".parquet", ".json", ".csv", ".tsv", ".arrow")
 _EXPECTED = "*.jsonl, *.parquet, *.json, *.csv, *.tsv, or a directory that `datasets` saved"
 # JSON files that lie beside the data and hold no prompts.

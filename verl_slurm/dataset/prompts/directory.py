@@ -18,8 +18,6 @@ from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.choice import choose
 from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
 
-__all__ = ["Content", "data_files", "names_below", "no_rows", "prompts_below"]
-
 Content = tuple[int, str]
 """Bytes and SHA-256 of a file as it was fingerprinted."""
 

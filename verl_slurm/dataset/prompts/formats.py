@@ -18,9 +18,6 @@ from typing import Any, BinaryIO
 from verl_slurm.base.errors import UNREADABLE, DataError
 from verl_slurm.base.packages import install_command
 
-__all__ = ["MAX_ROW_CHARS", "Place", "records"]
-
-
 MAX_ROW_CHARS = 8 << 20
 
 Place = tuple[str, Any]

@@ -37,8 +37,6 @@ from verl_slurm.dataset.prompts.rows import (
     value_at_key,
 )
 
-__all__ = ["Look", "Rows", "Wanted", "WantedRows", "look_at", "look_at_rows"]
-
 _AT_LEAST_ROWS = 2000
 """Rows that are examined however slow the machine is."""
 _TEXTS_AT_ONCE = 1000

@@ -22,17 +22,6 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.formats import records
 
-__all__ = [
-    "Messages",
-    "MissingValue",
-    "Prompt",
-    "found_at",
-    "prompts_of",
-    "reads_missing",
-    "refuse_halves",
-    "value_at_key",
-]
-
 Messages = list[dict[str, Any]]
 """A conversation as chat templates take it: `role` and `content`, and further keys (`name`, `tool_calls`)."""
 Prompt = str | Messages

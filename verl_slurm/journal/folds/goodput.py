@@ -26,8 +26,6 @@ from verl_slurm.journal.events import (
 )
 from verl_slurm.journal.folds.pace import number
 
-__all__ = ["RESTART_CAUSES", "RunNumbers"]
-
 RESTART_CAUSES = (
     "preemption",
     "time_limit",

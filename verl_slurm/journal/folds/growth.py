@@ -6,8 +6,6 @@ import msgspec
 
 from verl_slurm.journal.events import Cause, Event, NodesChosen
 
-__all__ = ["Growths", "growths"]
-
 
 class Growths(msgspec.Struct):
     """The times that a run was requeued in order to grow."""

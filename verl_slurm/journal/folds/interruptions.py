@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from verl_slurm.journal.events import Crash, Degraded, Ended, Event, Fenced, Started
 
-__all__ = ["Interruptions", "count_interruptions", "mean_time_between"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Interruptions:

@@ -21,25 +21,6 @@ from verl_slurm.journal.events import (
     Successor,
 )
 
-__all__ = [
-    "Submission",
-    "avoided_nodes",
-    "began_again",
-    "cancel_asked",
-    "cancelled_task",
-    "ended_cancelled",
-    "has_ended",
-    "lead_ended",
-    "loop_ended_with",
-    "newest_job",
-    "overruled_starts",
-    "predecessor_of",
-    "successor_of",
-    "wanted_start",
-    "was_queued",
-    "what_became",
-]
-
 
 class Submission(msgspec.Struct, frozen=True, kw_only=True):
     """The job that a run has, or had last."""

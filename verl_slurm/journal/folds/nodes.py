@@ -5,8 +5,6 @@ from typing import Any
 
 from verl_slurm.journal.events import Crash, Event, NodesChosen, Restart, Started
 
-__all__ = ["NODE_STATES", "lost_nodes", "node_states"]
-
 NODE_STATES = {
     "starting": "starting",
     "launching": "starting",

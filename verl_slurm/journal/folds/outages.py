@@ -34,8 +34,6 @@ from verl_slurm.journal.events import (
     Warned,
 )
 
-__all__ = ["ENDING_CAUSES", "Outage", "Outages", "interruption_facts"]
-
 ENDING_CAUSES = frozenset(
     {
         "preemption",

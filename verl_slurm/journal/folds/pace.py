@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["LOOKED_AT", "Pace", "number", "pace_of", "steps_of_equal_rewards"]
-
 LOOKED_AT = 30
 """Last steps that count: a run's pace changes with the length of its responses."""
 

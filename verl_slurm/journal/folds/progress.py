@@ -18,16 +18,6 @@ from verl_slurm.journal.events import (
     Verified,
 )
 
-__all__ = [
-    "failed_starts",
-    "has_trained",
-    "no_progress",
-    "short_starts",
-    "stranger_restarts",
-    "stuck_restarts",
-    "unfit_starts",
-]
-
 _LAST_LINES, _MOST_OF_LINE = 3, 300
 
 

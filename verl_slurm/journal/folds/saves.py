@@ -17,8 +17,6 @@ from verl_slurm.journal.events import (
     Verified,
 )
 
-__all__ = ["last_judged", "measured_saves", "newest_save", "on_nodes_alone"]
-
 
 def newest_save(events: Iterable[Event]) -> tuple[str, str]:
     """The newest checkpoint since the run last went back, and what was done with it last. An empty name: none since

@@ -23,8 +23,6 @@ import msgspec
 from verl_slurm.journal.folds.goodput import RunNumbers
 from verl_slurm.journal.folds.timeline import Interval
 
-__all__ = ["PARTS", "TimeUse", "time_use"]
-
 PARTS: dict[str, str] = {
     "useful": "GOODPUT",
     "repeated": "WASTED_PROGRESS_FROM_DISRUPTION",

@@ -39,8 +39,6 @@ from verl_slurm.journal.events import (
 )
 from verl_slurm.journal.folds.outages import ENDING_CAUSES
 
-__all__ = ["KINDS", "Interval", "IntervalKind", "Timeline"]
-
 IntervalKind = Literal["training", "saving", "preempted", "queued", "starting", "recovering", "hung"]
 KINDS: tuple[IntervalKind, ...] = get_args(IntervalKind)
 

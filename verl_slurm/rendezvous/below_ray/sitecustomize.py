@@ -9,8 +9,6 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
-__all__ = ()
-
 try:
     from verl_slurm.rendezvous.everywhere import install_everywhere
     from verl_slurm.wire.stacks import answer_with_stacks

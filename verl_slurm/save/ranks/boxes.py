@@ -14,8 +14,6 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from verl_slurm.checkpoint.format.tensor_index import DTYPE_BYTES, Piece
 
-__all__ = ["Box", "Overlap", "dtype_name", "local_part", "overlap"]
-
 
 @dataclass(frozen=True)
 class Box:

@@ -18,8 +18,6 @@ import torch.distributed as dist
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 
-__all__ = ["Collective", "RanksFailed"]
-
 T = TypeVar("T")
 
 _MAX_REASON = 500

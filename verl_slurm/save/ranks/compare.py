@@ -27,8 +27,6 @@ from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 from verl_slurm.save.ranks.loader import WholeReader
 from verl_slurm.save.ranks.tensors import Tensors
 
-__all__ = ["Comparison", "compare", "main"]
-
 _GROUP_BYTES = 32 << 20
 """Tensors are compared in slabs and groups of so many bytes at most: how large one is, a stranger may have said."""
 

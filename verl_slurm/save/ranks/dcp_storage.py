@@ -27,8 +27,6 @@ from verl_slurm.checkpoint.format.tensor_index import Piece
 from verl_slurm.save.ranks.boxes import Box, overlap
 from verl_slurm.save.ranks.loader import Part, WholeReader, read_parts
 
-__all__ = ["CheckpointReaderForDCP"]
-
 
 class CheckpointReaderForDCP(StorageReader):
     """Reads one domain of a checkpoint.

@@ -34,8 +34,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.protocol import ArenaFile
 
-__all__ = ["Layout", "Slot", "plan_layout"]
-
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 BoolArray = np.ndarray[Any, np.dtype[np.bool_]]
 Size = TypeVar("Size", int, IntArray)

@@ -33,18 +33,6 @@ from verl_slurm.save.ranks.boxes import Box, Overlap, dtype_name, local_part, ov
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.tensors import Tensors, left_as_it_is
 
-__all__ = [
-    "Part",
-    "WholeReader",
-    "load_runtime_state",
-    "load_tensors",
-    "read_index",
-    "read_parts",
-    "read_runtime_state",
-    "read_tensors",
-    "read_whole",
-]
-
 # Rows that do not lie in the file as they do in memory are read into buffers first, this much at a time.
 _BUFFER_BYTES = 512 << 20
 

@@ -15,8 +15,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.pending_save import Medium, MediumResult, PendingSave, problems_of
 from verl_slurm.save.writer.metadata_files import write_small
 
-__all__ = ["write_to_medium"]
-
 
 def write_to_medium(
     ranks: Collective, save: PendingSave, medium: Medium, *, first: Callable[[], None] = lambda: None

@@ -27,19 +27,6 @@ from verl_slurm.runtime_state.format import RuntimeState
 from verl_slurm.save.writer.metadata_files import SealedFile
 from verl_slurm.save.writer.protocol import Sealing, Write, Written
 
-__all__ = [
-    "LocalPlace",
-    "Medium",
-    "MediumResult",
-    "PendingSave",
-    "Provenance",
-    "SaveContents",
-    "SavePlan",
-    "manifest_of",
-    "problems_of",
-    "why_not_shared",
-]
-
 _SLACK = 1.5
 """A save under a preemption competes with every other job's; the last one's time is taken this many times."""
 

@@ -21,8 +21,6 @@ import torch
 
 from verl_slurm.base.errors import CheckpointCorrupt
 
-__all__ = ["Generators", "capture", "from_tensors", "restore", "seed_all", "to_tensors"]
-
 Generators = dict[str, bytes]
 """The state of each generator, by name."""
 

@@ -30,19 +30,19 @@ from verl_slurm.checkpoint.format.manifest import sealed
 from verl_slurm.checkpoint.format.signature import sign
 from verl_slurm.checkpoint.format.specification import FileEntry, Manifest
 from verl_slurm.checkpoint.store import commit as door
-from verl_slurm.checkpoint.store.commit import SavedCheckpoint
+from verl_slurm.checkpoint.store.commit import SavedCheckpoint as SavedCheckpoint
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import runtime_state_name
 from verl_slurm.save.ranks.collective import Collective, RanksFailed
 from verl_slurm.save.ranks.medium_results import write_to_medium
 from verl_slurm.save.ranks.pending_save import (
-    LocalPlace,
+    LocalPlace as LocalPlace,
     Medium,
     MediumResult,
     PendingSave,
-    Provenance,
-    SaveContents,
+    Provenance as Provenance,
+    SaveContents as SaveContents,
     SavePlan,
     manifest_of,
     why_not_shared,
@@ -52,8 +52,6 @@ from verl_slurm.save.ranks.staging import Staging
 from verl_slurm.save.ranks.tensors import Tensors
 from verl_slurm.save.writer.metadata_files import begin_sealing, cipher_for, seal_small
 from verl_slurm.save.writer.protocol import Sealing, Write
-
-__all__ = ["CheckpointSaver", "LocalPlace", "Provenance", "SaveContents", "SavedCheckpoint"]
 
 _PATIENCE_S = 1.0
 """Reachable storage answers who owns the run in less."""

@@ -25,8 +25,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.save.ranks.medium_results import write_to_medium
 from verl_slurm.save.ranks.pending_save import LocalPlace, Medium, MediumResult, PendingSave, problems_of
 
-__all__ = ["SecondCopy"]
-
 
 class _PartReport(msgspec.Struct, frozen=True):
     """Each rank's report about its node's part; the ranks gather it."""

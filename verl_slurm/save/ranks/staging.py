@@ -29,8 +29,6 @@ from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.handle import SaverDied, SaverProcess
 from verl_slurm.save.writer.protocol import Write, Written
 
-__all__ = ["Staging"]
-
 
 class Staging:
     """One rank's arena and saver. Make it on the main thread: the saver dies with the thread that started it.

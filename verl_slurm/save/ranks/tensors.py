@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-__all__ = ["Tensors", "initialise_adamw", "left_as_it_is", "model_tensors", "optimizer_tensors"]
-
 Tensors = dict[str, Tensor]
 """Name to tensor; sharded ones are DTensors."""
 

@@ -11,8 +11,6 @@ from contextlib import suppress
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["Arena"]
-
 _MADV_POPULATE_WRITE = 23  # linux/mman.h, since 5.14
 _PAGE = 4096
 

@@ -11,8 +11,6 @@ from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.protocol import FromSaver, Ready, Write, Written
 
-__all__ = ["SaverDied", "SaverProcess"]
-
 
 class SaverDied(OSError):
     """The saver process is gone or talks nonsense; a save that was under way is lost."""

@@ -13,8 +13,6 @@ from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.save.writer.protocol import Sealing
 
-__all__ = ["SealedFile", "begin_sealing", "cipher_for", "seal_small", "write_small"]
-
 SealedFile = tuple[FileEntry, bytes]
 """A file as it will lie on disk, encrypted where a key is configured, and its entry of the manifest."""
 

@@ -23,8 +23,6 @@ from verl_slurm.save.writer.protocol import FromSaver, Ready, Write, Written
 from verl_slurm.save.writer.sealing import PATIENCE_S, SealedStream, Sealer
 from verl_slurm.save.writer.writing import write_and_hash
 
-__all__ = ["main"]
-
 # What Slurm sends to a whole step is meant for the daemon; the rank decides how long we live.
 _NOT_OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 

@@ -28,8 +28,6 @@ import msgspec
 
 from verl_slurm.checkpoint.format.specification import Encryption, FileEntry
 
-__all__ = ["ArenaFile", "FromSaver", "Ready", "Sealing", "Write", "Written"]
-
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
     """A closed, typed map; the class name is its `type`."""

@@ -26,8 +26,6 @@ from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.store.chunks import make_entry
 from verl_slurm.save.writer.protocol import ArenaFile, Sealing
 
-__all__ = ["PATIENCE_S", "RING_CHUNKS", "SealedStream", "Sealer", "StreamReader"]
-
 RING_CHUNKS = 16
 PATIENCE_S = 2.0
 """Storage that takes longer for one chunk than this stands still, or might as well."""

@@ -23,8 +23,6 @@ from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.save.writer.protocol import ArenaFile, Written
 from verl_slurm.save.writer.sealing import SealedStream, StreamReader
 
-__all__ = ["write_and_hash"]
-
 # One request of this size keeps a disk or server busy; larger ones gain nothing (measured: 1 to 64 MiB alike).
 _BLOCK_BYTES = 16 << 20
 

@@ -10,8 +10,6 @@ from verl_slurm.slurm.commands import NODE_LIST
 from verl_slurm.slurm.sparing import sparable
 from verl_slurm.submit.checks.preflight import SlurmSays
 
-__all__ = ["nodes_to_avoid"]
-
 
 def nodes_to_avoid(config: RunConfig, says: SlurmSays) -> tuple[tuple[str, ...], list[str]]:
     """Returns the nodes that sbatch is to exclude, and notes for the user. Where Slurm does not say which other nodes

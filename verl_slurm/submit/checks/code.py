@@ -41,8 +41,6 @@ from verl_slurm.slurm.rank_setup import python_of
 from verl_slurm.submit.plan import CodePlan
 from verl_slurm.submit.undoing import names_in, remove_new, replace_content
 
-__all__ = ["CodeChoice", "TreesRead", "keep_code", "plan_code"]
-
 CodeChoice = Literal["run", "new"]
 _NO_DIFF = "the difference from the commit is over 16 MiB, or git cannot make it; it is not recorded"
 TreesRead = dict[tuple[Path, tuple[str, ...]], "Content"]

@@ -7,8 +7,6 @@ from verl_slurm.containers.mounts import mounts
 from verl_slurm.containers.runtimes import agents_inside
 from verl_slurm.submit.plan import Cluster
 
-__all__ = ["check_container"]
-
 
 def check_container(config: RunConfig, cluster: Cluster) -> tuple[RunConfig, list[str]]:
     """Returns the configuration with the image's digest in it, and what was checked.

@@ -29,8 +29,6 @@ from verl_slurm.dataset.prompts.directory import data_files, names_below
 from verl_slurm.dataset.prompts.look import Look, Rows, Wanted, WantedRows
 from verl_slurm.submit.checks.model_files import refuse_pointers
 
-__all__ = ["check_data", "look_at_files", "recognize", "refuse_partial"]
-
 _TIMEOUT_S = 120.0
 _PROMPTS = ("prompt", "question", "problem", "messages", "instruction", "query", "input")
 _ANSWERS = ("answer", "reward_model.ground_truth", "ground_truth", "solution", "target", "label", "output")

@@ -22,8 +22,6 @@ from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach
 from verl_slurm.submit.checks.preflight import SlurmSays
 from verl_slurm.submit.checks.room import checkpoint_size
 
-__all__ = ["check_deadlines", "save_time"]
-
 _WORTH_TRYING = 1 << 30
 """Bytes of a checkpoint from which the speed of storage may matter."""
 

@@ -7,8 +7,6 @@ from pathlib import Path
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.schema import RunConfig
 
-__all__ = ["check_group", "group_id"]
-
 
 def group_id(config: RunConfig) -> int | None:
     """Returns the number of the run's group; None: it has none.

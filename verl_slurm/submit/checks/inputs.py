@@ -33,23 +33,6 @@ from verl_slurm.submit.checks.services import absolute_service
 from verl_slurm.submit.relative_paths import Places
 from verl_slurm.verl.inputs import input_keys
 
-__all__ = [
-    "BUILTIN_DATA",
-    "BUILTIN_MODELS",
-    "RULES",
-    "absolute",
-    "absolute_reward",
-    "build_builtins",
-    "built_before",
-    "cache_dir",
-    "check_guest",
-    "check_names",
-    "check_reward",
-    "needs_building",
-    "refuse_guests",
-]
-
-
 # The names that quickstart and the trainer offer. These import torch, so the names are repeated here; a test compares
 # them.
 BUILTIN_MODELS: dict[str, dict[str, Any]] = {

@@ -13,8 +13,6 @@ from verl_slurm.config.families import FAMILIES, family_complaints, family_notes
 from verl_slurm.config.schema import BUILTIN, DistributedConfig, RunConfig
 from verl_slurm.submit.checks.inputs import BUILTIN_MODELS
 
-__all__ = ["check_family", "check_model_shape", "said_of", "shape_complaints"]
-
 
 def said_of(path: str) -> dict[str, Any]:
     """Returns the content of the config.json of `model.path`, now or once a `builtin:` is built."""

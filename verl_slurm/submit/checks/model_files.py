@@ -27,8 +27,6 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.checkpoint.store.safetensors_file import read_header, safetensors_problem
 from verl_slurm.program.git import is_lfs_pointer
 
-__all__ = ["check_model", "num_parameters", "refuse_adapter", "refuse_pointers", "weights_problem"]
-
 T = TypeVar("T")
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

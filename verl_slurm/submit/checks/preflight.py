@@ -46,23 +46,6 @@ from verl_slurm.submit.plan import Cluster
 from verl_slurm.submit.undoing import only_submitter
 from verl_slurm.wire.http import read_token
 
-__all__ = [
-    "SlurmSays",
-    "check_hooks",
-    "check_inputs",
-    "check_keys",
-    "check_metrics_port",
-    "check_resume_from",
-    "check_run_dir",
-    "check_slurm",
-    "check_surroundings",
-    "check_written",
-    "choose_cluster",
-    "gpu_note",
-    "partition_complaint",
-    "source_note",
-]
-
 
 def source_note(source: Path) -> str:
     """Returns a warning about a configuration that other users own or may write: it can run anything as its

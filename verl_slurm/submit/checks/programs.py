@@ -27,22 +27,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.program.installed import look
 from verl_slurm.slurm.rank_setup import python_of
 
-__all__ = [
-    "MODULE",
-    "Found",
-    "check_executable",
-    "check_file",
-    "check_imports",
-    "check_module",
-    "check_modules",
-    "check_program",
-    "check_source",
-    "program_behind",
-    "python_not_run",
-    "ranks_search",
-    "why_unseen",
-]
-
 _PYTHON = r"python[\d.]*|pypy[\d.]*"
 _SHELLS = r"(?:ba|da|z|k|c|tc|fi)?sh"
 # Programs that start other programs. Ranks are started by the run itself.

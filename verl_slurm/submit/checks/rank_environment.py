@@ -24,8 +24,6 @@ from verl_slurm.containers.runtimes import agents_inside
 from verl_slurm.slurm.rank_setup import python_of, setup_script
 from verl_slurm.submit.relative_paths import Places
 
-__all__ = ["check_rank_environment", "find_python", "show_rank_environment", "why_not_run"]
-
 _TIMEOUT_S = 120.0
 # Metadata alone: importing torch takes seconds, and may want a module of the node.
 _LOOK = """

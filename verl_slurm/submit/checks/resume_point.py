@@ -32,8 +32,6 @@ from verl_slurm.dataset.fingerprint.record import fingerprint
 from verl_slurm.journal.files import read_events
 from verl_slurm.wire.reward_plan import read_reward_plan
 
-__all__ = ["ResumeFound", "check_frozen_inputs", "check_records", "find_resume"]
-
 _MOST_READ = 1 << 30
 """Bytes of checkpoints that `submit` reads: seconds. The lead reads each byte in any case."""
 

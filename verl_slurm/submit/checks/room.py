@@ -23,8 +23,6 @@ from verl_slurm.submit.checks.model_files import num_parameters
 from verl_slurm.verl.inputs import bytes_per_parameter, inputs_of, said_settings
 from verl_slurm.verl.overrides import user_settings
 
-__all__ = ["check_room", "checkpoint_size", "frozen_to_come", "num_to_come"]
-
 _FILES_PER_RANK = 8
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _PER_PARAMETER = 3

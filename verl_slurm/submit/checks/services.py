@@ -13,8 +13,6 @@ from verl_slurm.slurm.rank_setup import setup_script
 from verl_slurm.submit.checks.programs import MODULE, Found, check_executable, check_file, check_module
 from verl_slurm.submit.relative_paths import Places
 
-__all__ = ["absolute_service", "check_services"]
-
 
 def absolute_service(name: str, service: ServiceConfig, places: Places) -> ServiceConfig:
     """Returns the service with its program and its secrets' files as absolute paths.

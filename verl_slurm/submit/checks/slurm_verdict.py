@@ -15,8 +15,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.slurm.batch import submission_environment
 from verl_slurm.slurm.runner import slurm_words, waiting_for
 
-__all__ = ["judge_script", "refusal", "refused_keys"]
-
 _TIMEOUT_S = 20.0
 """slurmctld plans the start of the job for this; on a large, full cluster that takes seconds."""
 _KEYS = (

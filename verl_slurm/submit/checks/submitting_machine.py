@@ -10,8 +10,6 @@ from verl_slurm.base.mounts import file_system
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.slurm.batch import unwanted_environment
 
-__all__ = ["machine_notes", "place_notes", "shell_notes"]
-
 # File systems of one machine. Some are exported to others, which a look at this machine cannot tell.
 _OF_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _OF_DISKS = {"ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "f2fs", "overlay"}

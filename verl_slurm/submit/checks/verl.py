@@ -61,8 +61,6 @@ from verl_slurm.verl.overrides import (
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
 from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source_of
 
-__all__ = ["check_input", "check_ranks", "check_verl"]
-
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
 """Keys of YAML files that name classes, under `class_name` or `_target_`."""

@@ -24,8 +24,6 @@ from verl_slurm.verl.inputs import Input, with_critic
 from verl_slurm.verl.overrides import value_at
 from verl_slurm.verl.releases import Entry
 
-__all__ = ["check_sizes", "check_verl_data"]
-
 _MANAGERS = ("naive", "dapo", "gdpo", "remote", "rate_limited")
 """Those of verl's own that give `data_source` and the ground truth to a function."""
 _OF_GROUPS = re.compile("(grpo|rloo|opo|gpg|gdpo|(tir_)?optimal_token|reinforce_plus_plus_baseline).*")

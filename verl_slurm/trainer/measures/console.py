@@ -8,8 +8,6 @@ import contextlib
 import sys
 from typing import TextIO
 
-__all__ = ["complain", "say"]
-
 
 def say(text: str) -> None:
     """Writes one line to stdout."""

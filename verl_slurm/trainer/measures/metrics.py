@@ -12,8 +12,6 @@ from torch import Tensor
 
 from verl_slurm.save.ranks.collective import Collective
 
-__all__ = ["explained_variance", "spread_of_scores", "step_costs", "step_measures"]
-
 
 def step_measures(
     scored: Mapping[str, Tensor],

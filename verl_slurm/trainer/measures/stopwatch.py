@@ -18,8 +18,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-__all__ = ["COMMUNICATION", "GpuMemory", "Stopwatch", "memory_bytes", "watch_collectives"]
-
 _Mark = Any
 """Seconds of the clock, or a `torch.cuda.Event`, which has no types."""
 

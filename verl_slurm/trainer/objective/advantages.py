@@ -14,18 +14,6 @@ from torch import Tensor
 
 from verl_slurm.config.schema import RunConfig
 
-__all__ = [
-    "AdaptiveKL",
-    "estimate",
-    "gae",
-    "group_advantages",
-    "masked_moments",
-    "penalised_scores",
-    "token_kl",
-    "token_rewards",
-    "whiten",
-]
-
 
 def token_kl(
     logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Literal["k1", "k3"] = "k1"

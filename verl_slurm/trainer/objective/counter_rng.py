@@ -12,8 +12,6 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Purpose", "permutation", "uniforms"]
-
 
 class Purpose(IntEnum):
     """The purpose of random numbers; two purposes never share a stream. Values are part of a run's identity."""

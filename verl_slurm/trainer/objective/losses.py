@@ -15,17 +15,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Mean",
-    "PolicyLoss",
-    "ValueLoss",
-    "kl_loss",
-    "masked_mean",
-    "mean_of",
-    "policy_loss",
-    "value_loss",
-]
-
 Mean = Callable[[Tensor, Tensor], Tensor]
 """Maps x float [N, T] and mask bool [N, T] to a scalar; values outside the mask do not matter."""
 

@@ -24,8 +24,6 @@ from verl_slurm.config.roles import Role, trained_roles
 from verl_slurm.config.schema import TrainConfig
 from verl_slurm.save.ranks.tensors import initialise_adamw
 
-__all__ = ["LocalAdamW", "base_rates", "build_optimizers", "learning_rate", "schedule_record"]
-
 # For inverse_sqrt without a warm-up, as in transformers: the schedule needs some scale.
 _TIMESCALE = 10_000
 

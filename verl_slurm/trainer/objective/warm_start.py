@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["IDENTITY", "Affine", "blended", "matching"]
-
 # Beyond this, one of the two rewards is practically constant on the responses, and a ratio means nothing.
 _MAX_SCALE = 1e6
 _SAME_SCALE = 1e-6

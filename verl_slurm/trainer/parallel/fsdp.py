@@ -22,8 +22,6 @@ from torch.utils.checkpoint import checkpoint
 from verl_slurm.causal_lm import decoder_layers
 from verl_slurm.trainer.parallel.pipeline import Stage
 
-__all__ = ["policy_of", "recompute_layers", "shard_over_data", "whole_parameters"]
-
 
 def policy_of(mixed_precision: str) -> MixedPrecisionPolicy:
     """Returns FSDP2's policy for `distributed.mixed_precision`.

@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 from verl_slurm.base.errors import Diverged
 from verl_slurm.trainer.parallel.grid import Grid
 
-__all__ = ["clip_over_grid", "require_finite"]
-
 
 def clip_over_grid(model: nn.Module, max_norm: float, grid: Grid) -> float:
     """Scales all gradients so that their joint norm is at most `max_norm`; returns the norm before. Collective.

@@ -11,8 +11,6 @@ from verl_slurm.checkpoint.format.specification import Topology
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.parallel.places import Place3, data_groups, place_of, replica_groups, stage_groups
 
-__all__ = ["Grid", "make_grid"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:

@@ -30,8 +30,6 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.objective.counter_rng import Purpose, permutation
 
-__all__ = ["Deal", "MiniBatches", "trained_columns"]
-
 Rows = NDArray[np.int64]
 
 

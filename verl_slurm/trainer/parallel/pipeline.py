@@ -20,8 +20,6 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from verl_slurm.base.errors import ConfigError
 
-__all__ = ["Line", "LossOf", "Passage", "Stage", "cut_stage", "layers_of", "owner_of"]
-
 LossOf = Callable[[Tensor, Tensor], Tensor]
 """Maps (logits of a micro-batch, its rows int64 in the mini-batch) to a scalar loss."""
 

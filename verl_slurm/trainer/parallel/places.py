@@ -13,18 +13,6 @@ from dataclasses import dataclass
 
 from verl_slurm.checkpoint.format.specification import Topology
 
-__all__ = [
-    "Place3",
-    "axis_groups",
-    "data_groups",
-    "leaders",
-    "place_of",
-    "rank_at",
-    "replica_groups",
-    "stage_groups",
-    "tensor_groups",
-]
-
 
 @dataclass(frozen=True)
 class Place3:

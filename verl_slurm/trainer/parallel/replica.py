@@ -23,8 +23,6 @@ import torch
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.parallel.grid import Grid
 
-__all__ = ["Replica", "Sampler", "decode_batch", "encode_batch"]
-
 
 class Sampler(Protocol):
     """Samples responses (`trainer.rollout.engines.RolloutEngine`)."""

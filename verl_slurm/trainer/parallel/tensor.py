@@ -34,8 +34,6 @@ from torch.distributed.tensor.parallel import (
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.causal_lm import decoder_layers
 
-__all__ = ["cut_tensors", "planned", "sum_head_gradients"]
-
 _STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,

@@ -22,8 +22,6 @@ from verl_slurm.trainer.state.position import Position
 from verl_slurm.trainer.state.reward_state import RewardState
 from verl_slurm.wire.reward_plan import RewardPlan, read_reward_plan
 
-__all__ = ["Keep", "digest_and_keep", "start_reward", "write_light_snapshot"]
-
 Keep = Callable[[Path, Fingerprint], None]
 """Copies a model directory (`checkpoint.store.frozen`)."""
 

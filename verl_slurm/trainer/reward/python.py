@@ -21,8 +21,6 @@ from verl_slurm.base.bounded import SOURCE, TooMuch, read_regular
 from verl_slurm.base.errors import ConfigError, DataError
 from verl_slurm.config.reward_spec import RewardSpec, check_function, source_file
 
-__all__ = ["PythonReward", "RewardRaised", "load_python_reward", "read_source"]
-
 _SHOWN = 60
 _AGAIN = "submit the run again with --code new; it goes on from its newest checkpoint"
 """The ranks load the run's copy of the code, so that a corrected file alone changes nothing."""

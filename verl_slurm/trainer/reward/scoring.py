@@ -19,16 +19,6 @@ from verl_slurm.trainer.models import load_pretrained
 from verl_slurm.trainer.reward.python import load_python_reward
 from verl_slurm.trainer.state.pinned_model import pinned_model
 
-__all__ = [
-    "RULES",
-    "ClassifierReward",
-    "Reward",
-    "RuleReward",
-    "arithmetic",
-    "build_reward",
-    "decode_responses",
-]
-
 
 class Reward(Protocol):
     """Must give the same bits for the same texts, use no global randomness, and return finite scores.

@@ -47,8 +47,6 @@ from verl_slurm.wire.reward_plan import (
     write_reward_plan,
 )
 
-__all__ = ["LiveReward", "RewardSwap"]
-
 _PATIENCE_S = 1.0
 """How long the end of a step waits for an earlier look: storage that is there has long answered."""
 _NOT_KNOWN, _NO_WISH, _A_WISH = 0, 1, 2

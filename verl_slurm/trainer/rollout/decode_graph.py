@@ -15,8 +15,6 @@ from torch import Tensor
 from transformers import PretrainedConfig, StaticCache
 from transformers.cache_utils import StaticLayer
 
-__all__ = ["Forward", "GraphDecoder", "can_record"]
-
 Forward = Callable[[Tensor, Tensor, Tensor, StaticCache], Tensor]
 """(ids [N, t], mask [N, L], positions [N, t], cache) to float32 logits [N, V] of the last column."""
 Pick = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

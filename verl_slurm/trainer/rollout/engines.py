@@ -35,8 +35,6 @@ from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.objective.counter_rng import Purpose
 from verl_slurm.trainer.rollout.sampling import HFRollout
 
-__all__ = ["RolloutEngine", "build_engine", "gap_and_tokens", "gap_limit", "require_small_gap"]
-
 
 class RolloutEngine(Protocol):
     """A sampler. Runs on every rank."""

@@ -15,8 +15,6 @@ from verl_slurm.trainer.measures import console
 from verl_slurm.trainer.state.position import StepShape
 from verl_slurm.trainer.state.train_state import to_arrays
 
-__all__ = ["RolloutRecorder", "SampleLog"]
-
 Texts = Callable[[Batch], tuple[list[str], list[str], list[str]]]
 """(prompts, responses, answers) of a batch."""
 

@@ -25,8 +25,6 @@ from verl_slurm.trainer.models import copy_weights, load_causal_lm
 from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.rollout.decode_graph import GraphDecoder, can_record
 
-__all__ = ["HFRollout", "pick_tokens"]
-
 
 def _running_sum(x: Tensor) -> Tensor:
     """Returns the inclusive sum along the last dimension, the same bits every time.

@@ -35,8 +35,6 @@ from verl_slurm.trainer.determinism import warned_only
 from verl_slurm.trainer.objective.counter_rng import Purpose, uniforms
 from verl_slurm.trainer.parallel.fsdp import whole_parameters
 
-__all__ = ["VLLMRollout"]
-
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine in this process
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # the second one takes no logits processors (0.30)

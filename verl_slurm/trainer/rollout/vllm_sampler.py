@@ -21,8 +21,6 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDi
 
 from verl_slurm.trainer.rollout.sampling import pick_tokens
 
-__all__ = ["CounterSampling", "request"]
-
 _UNIFORMS, _TEMPERATURE = "verl_slurm_uniforms", "verl_slurm_temperature"
 
 

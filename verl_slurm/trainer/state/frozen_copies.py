@@ -11,8 +11,6 @@ from verl_slurm.dataset.fingerprint.record import Fingerprint
 from verl_slurm.loops.session import Session
 from verl_slurm.trainer.measures import console
 
-__all__ = ["FrozenCopies"]
-
 _STORED_AT_ONCE, _READ_AT_ONCE = 1 << 30, 16 << 20
 """Bytes of copies that a start waits for: until they are made, and until they are read back."""
 

@@ -20,8 +20,6 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import Fingerprint
 from verl_slurm.trainer.parallel.places import axis_groups, place_of
 
-__all__ = ["Orchestration", "began_on_gpus", "check_or_write", "describe", "moved", "topology_of"]
-
 
 class Orchestration(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The content of orchestration.json."""

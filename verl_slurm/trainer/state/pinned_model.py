@@ -23,8 +23,6 @@ from verl_slurm.base.errors import DataError, DatasetDrift, VerlSlurmError
 from verl_slurm.base.scratch import Scratch
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
-__all__ = ["PinnedModel", "pinned_model"]
-
 _SMALL_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
 _Stamp = tuple[int, int, int, int, int]

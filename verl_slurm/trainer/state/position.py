@@ -24,16 +24,6 @@ from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.runtime_state.format import Phase
 
-__all__ = [
-    "Position",
-    "StepShape",
-    "after",
-    "check_position",
-    "first_generation",
-    "rollout_offset",
-    "safe_point",
-]
-
 
 @dataclass(frozen=True)
 class Position:

@@ -22,8 +22,6 @@ from verl_slurm.runtime_state.format import Arrays, RuntimeState
 from verl_slurm.trainer.state.position import Position, StepShape, rollout_offset, safe_point
 from verl_slurm.trainer.state.reward_state import split
 
-__all__ = ["reshard"]
-
 _BEFORE_SCORES = frozenset({"step_end", "generate", "score"})
 
 

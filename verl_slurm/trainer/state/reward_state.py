@@ -15,8 +15,6 @@ from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.trainer.data import Batch
 from verl_slurm.trainer.objective.warm_start import IDENTITY, Affine, blended
 
-__all__ = ["CACHED_ROWS", "RewardState", "pack", "reward_record", "split", "unpack"]
-
 CACHED_ROWS = 64
 """Responses of the last step that each rank keeps with their scores."""
 

@@ -20,19 +20,6 @@ from verl_slurm.trainer.objective.advantages import AdaptiveKL
 from verl_slurm.trainer.state.position import Position, StepShape, check_position, rollout_offset, safe_point
 from verl_slurm.trainer.state.reward_state import RewardState, pack, split, unpack
 
-__all__ = [
-    "UPDATE_METRICS",
-    "Buffers",
-    "TrainState",
-    "capture_state",
-    "fresh_state",
-    "restore_state",
-    "stacked",
-    "to_arrays",
-    "to_batch",
-    "update_metrics",
-]
-
 UPDATE_METRICS = (
     "policy_loss",
     "value_loss",

@@ -35,8 +35,6 @@ from verl_slurm.verl.reshard.torch_file import Part, TorchFile, read_range, writ
 from verl_slurm.verl.reshard.torch_pickle import Made, Name, PickleProblem
 from verl_slurm.verl.shards import identity_of
 
-__all__ = ["apply_plan", "work_bytes"]
-
 OnBytes = Callable[[int], None]
 
 

@@ -33,8 +33,6 @@ from verl_slurm.verl.reshard.checkpoint import (
     write_checkpoint,
 )
 
-__all__ = ["prepare_ranks"]
-
 
 def prepare_ranks(
     paths: RunPaths,

@@ -36,17 +36,6 @@ from verl_slurm.verl.reshard.plan import ReshardPlan, cannot, plan_reshard
 from verl_slurm.verl.shards import judge_step
 from verl_slurm.verl.tracker import tracker_file
 
-__all__ = [
-    "RECORD",
-    "Made",
-    "Source",
-    "open_source",
-    "plan_source",
-    "require_room",
-    "write_checkpoint",
-    "write_step",
-]
-
 OnBytes = Callable[[int], None]
 
 RECORD = "resharded"

@@ -19,8 +19,6 @@ from verl_slurm.verl.reshard.tensors import Tensor
 from verl_slurm.verl.reshard.torch_file import read_range
 from verl_slurm.verl.reshard.torch_pickle import PickleProblem
 
-__all__ = ["compare_steps"]
-
 OnBytes = Callable[[int], None]
 
 

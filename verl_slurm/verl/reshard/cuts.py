@@ -7,8 +7,6 @@ have fewer, or none. 5 rows on 4 ranks: 2, 2, 1, 0.
 import math
 from collections.abc import Iterator, Sequence
 
-__all__ = ["pieces", "share"]
-
 
 def share(length: int, ranks: int, rank: int) -> tuple[int, int]:
     """Returns begin and end of the rows of `rank`, of `length` on `ranks`."""

@@ -21,16 +21,6 @@ from verl_slurm.verl.reshard.tensors import Tensor, find_tensors, mapped
 from verl_slurm.verl.reshard.torch_file import TorchFile
 from verl_slurm.verl.reshard.torch_pickle import Made, PickleProblem, dump
 
-__all__ = [
-    "FSDP_CONFIG",
-    "data_positions",
-    "describe_shards",
-    "describe_step",
-    "opened",
-    "require_bounded",
-    "shard_name",
-]
-
 FSDP_CONFIG = "fsdp_config.json"
 _WRAPPED = "_fsdp_wrapped_module"
 """The name that FSDP1 gives to a module that it has wrapped."""

@@ -15,8 +15,6 @@ import random
 import struct
 from typing import Any
 
-__all__ = ["numpy_state", "python_state", "seed_of", "torch_state"]
-
 _WORDS = 624
 _CPU = struct.Struct(f"<Q i i Q {_WORDS}Q ddd i 4x f ? 3x")
 _DEVICE = struct.Struct("<Qq")

@@ -23,20 +23,6 @@ from verl_slurm.verl.reshard.cuts import pieces, share
 from verl_slurm.verl.reshard.tensors import Tensor
 from verl_slurm.verl.reshard.torch_file import Part
 
-__all__ = [
-    "Become",
-    "DataState",
-    "Described",
-    "Model",
-    "Move",
-    "ReshardPlan",
-    "RolePlan",
-    "cannot",
-    "local_shape",
-    "parts_of",
-    "plan_reshard",
-]
-
 Become = Literal["dtensor", "plain", "flat"]
 
 _OUTPUT = "lm_head.weight"

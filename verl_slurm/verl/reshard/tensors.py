@@ -23,8 +23,6 @@ from verl_slurm.verl.reshard.cuts import share
 from verl_slurm.verl.reshard.torch_file import Part, TorchFile
 from verl_slurm.verl.reshard.torch_pickle import Made, Name, PickleProblem, Storage, dump
 
-__all__ = ["Builder", "Tensor", "find_tensors", "is_tensor", "mapped"]
-
 _TENSOR = Name("torch._utils", "_rebuild_tensor_v2")
 _SUBCLASS = Name("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER = Name("torch._utils", "_rebuild_wrapper_subclass")

@@ -21,8 +21,6 @@ from typing import Any
 from verl_slurm.base.files import open_new
 from verl_slurm.verl.reshard.torch_pickle import PickleProblem, Storage, dump, load
 
-__all__ = ["Part", "TorchFile", "read_range", "write_torch_file"]
-
 _HEADER_BYTES = 30
 _ZIP64_BYTES = 20
 _ZIP64_FROM = 1 << 31

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-__all__ = ["Made", "Name", "PickleProblem", "Storage", "dump", "load"]
-
 _MOST = 64 << 20
 """Bytes of a pickle. It holds names and shapes, some 600 bytes a tensor; the objects made of it take 20 times that."""
 
