@@ -146,9 +146,9 @@ LONG = verl verl-vllm long-slurm long-rest vllm trl s3 docs
 test-all: setup prometheus accounting browser containers lint ## all tests, lane by lane: also variants of long ones, verl, TRL, vLLM, power cuts on real file systems, a real S3 server
 	@VERL_SLURM_VARIANTS=1 $(MAKE) --no-print-directory -k -j3 COMMIT=$$(git rev-parse HEAD) $(addprefix passed-,slurm rest $(LONG))
 
-# A lane that passed whole is written into .ci/passed.toml.
-passed-%: test-%
-	@$(BIN)/python -m tests.lanes passed $* $(COMMIT)
+# A lane that passed whole is written into .ci/passed.toml, at once: a run that is cut keeps what has passed until then.
+passed-%:
+	@$(MAKE) --no-print-directory test-$* && $(BIN)/python -m tests.lanes passed $* $(COMMIT)
 
 # What CI runs of the long lanes: those that the changes since their last whole pass start, without variants.
 test-due: setup
