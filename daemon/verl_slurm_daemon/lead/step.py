@@ -21,7 +21,8 @@ _SRUN_ENDS_S = 0.5
 """From the end of the last agent to that of srun: some milliseconds, if no node is lost."""
 _STEP_ENDS_S = 2.0
 """From the end of the first agent to that of srun, if srun is what ends."""
-_OF_SLURM = re.compile(r"(?:\[[^]]*\] )?(?:slurmstepd|srun)(?:-\S+)?: error: (.{1,300})")
+# But for what srun says of its shepherd, which `keep_step` has ended.
+_OF_SLURM = re.compile(r"(?:\[[^]]*\] )?(?:slurmstepd|srun)(?:-\S+)?: error: (?!write\(shepherd)(.{1,300})")
 _OF_MEMORY = re.compile(r"exceeded memory limit|oom.kill|out of memory", re.IGNORECASE)
 _MOST_BYTES, _MOST_WORDS = 1 << 16, 3
 MORE_MEMORY = "give it more memory (slurm.mem_mb_per_node), or let the ranks need less"
