@@ -125,12 +125,3 @@ def test_what_stands_around_an_unknown_kind_is_taken_only_where_it_fits() -> Non
 
 def test_a_field_that_a_later_version_adds_does_not_hide_the_event() -> None:
     assert parse(event="verified", name="step_000004", proof="x") == ev.Verified("step_000004")
-
-
-def test_journals_of_former_versions_are_read() -> None:
-    notice = parse(event="notice", reason="Requeue=0 is set", time=NOW)
-    assert notice is not None
-    assert tell(notice).endswith("Requeue=0 is set")
-    stranger = parse(event="stranger", reason="ranks", peer="10.0.0.1", total=1, node="n1", rank=3)
-    assert stranger == ev.Stranger("ranks", "10.0.0.1", 1, "n1", 3)
-    assert parse(event="started", cluster="local", array=None, pid=1) == ev.Started("local", pid=1)

@@ -65,7 +65,7 @@ def test_no_secret_shows_in_what_slurm_tells_of_a_job_or_in_what_the_job_leaves(
         told.append(shown(run))
     secrets: dict[str, bytes | str] = {**PLANTED, "key": KEY, **watcher.secrets}
     assert len(watcher.tokens) >= 2
-    assert b"submitit" in told[0][f"scontrol write batch_script {run.job_id} -"]
+    assert b"verl_slurm_daemon lead" in told[0][f"scontrol write batch_script {run.job_id} -"]
     assert run.job_id.encode() in told[0]["squeue --all -o %all"]
     for number, answers in enumerate(told):
         for command, said in answers.items():

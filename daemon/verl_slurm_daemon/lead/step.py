@@ -25,7 +25,6 @@ _STEP_ENDS_S = 2.0
 _OF_SLURM = re.compile(r"(?:\[[^]]*\] )?(?:slurmstepd|srun)(?:-\S+)?: error: (?!write\(shepherd)(.{1,300})")
 _OF_MEMORY = re.compile(r"exceeded memory limit|oom.kill|out of memory", re.IGNORECASE)
 _MOST_BYTES, _MOST_WORDS = 1 << 16, 3
-MORE_MEMORY = "give it more memory (slurm.mem_mb_per_node), or let the ranks need less"
 
 
 class Step:
@@ -179,9 +178,8 @@ class Step:
             words = await self._words_of_slurm()
             if _OF_MEMORY.search(words):
                 # Every node of this kind would do the same, so none is avoided.
-                return inputs.NodeFailed(
-                    node, f"its agent was killed for lack of memory: {words}; {MORE_MEMORY}"
-                )
+                ways = "give it more memory (slurm.mem_mb_per_node), or let the ranks need less"
+                return inputs.NodeFailed(node, f"its agent was killed for lack of memory: {words}; {ways}")
             detail = f"the agent is gone: {words}" if words else "the agent is gone without a word"
             return inputs.NodeFailed(node, detail, lost=True)
         absent = [name for name in self.places.chosen if name not in self.ready]
