@@ -49,6 +49,7 @@ GOLDEN = Path(__file__).parent.parent / "slurm" / "golden"
         ("pending", "AssocGrpCPUMinutesLimit", "scontrol update JobId=1 Account=OTHER"),
         ("pending", "QOSGrpGRESMinutes", "scontrol update JobId=1 QOS=OTHER"),
         ("pending", "JobHoldMaxRequeue", "scontrol release 1"),
+        ("pending", "ReqNodeNotAvail,_Reserved_for_maintenance", "JobId=1 TimeLimit=MINUTES"),
         ("pending", "QOSMaxCpuPerUserLimit", ""),
         ("pending", "AssocGrpCPURunMinutesLimit", ""),
         ("pending", "AssocGrpCpuLimit", ""),

@@ -163,6 +163,8 @@ def way_on(facts: JobFacts) -> str:
     reason = facts.reason or ""
     if is_held(reason):
         return f"scontrol release {facts.target}"
+    if facts.is_waiting and "maintenance" in reason.lower():
+        return f"a shorter job may start before it: scontrol update JobId={facts.target} TimeLimit=MINUTES"
     change = needed_change(reason) if facts.is_waiting else ""
     if not change:
         return ""
