@@ -22,7 +22,7 @@ from verl_slurm.cli.main import COMMANDS, cli
 from verl_slurm.config.explain import Key, all_keys, keys_of
 from verl_slurm.config.json_schema import json_schema
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
-from verl_slurm.journal import events, node_events, service_events
+from verl_slurm.journal import events
 from verl_slurm.journal.event import Event
 from verl_slurm.journal.status import Status
 from verl_slurm.wire import environment
@@ -155,21 +155,21 @@ default. **Bold** kinds say that something is wrong. [run-directory.md](run-dire
 
 {rows}"""
     ]
-    by_module = {
-        events: "Runs, ranks and saves",
-        node_events: "Nodes",
-        service_events: "Services",
-    }
-    for module, title in by_module.items():
-        parts.append(f"## {title}\n")
-        kinds = {name: kind for name, kind in events.KINDS.items() if kind.__module__ == module.__name__}
-        for name, kind in sorted(kinds.items(), key=lambda item: inspect.getsourcelines(item[1])[1]):
-            parts.append(f"### {name}\n")
-            loud = "**Something is wrong.** " if kind.loud else ""
-            parts.append(f"{loud}{_prose(' '.join((inspect.getdoc(kind) or '').split()))}\n")
-            own = [field for field in keys_of(kind) if field.key not in inherited]
-            if own:
-                parts.append(_fields(own))
+    source = inspect.getsource(events).splitlines()
+    titles = {number: line[7:] for number, line in enumerate(source, 1) if line.startswith("# ---- ")}
+    lines = {kind: inspect.getsourcelines(kind)[1] for kind in events.KINDS.values()}
+    shown = ""
+    for name, kind in sorted(events.KINDS.items(), key=lambda item: lines[item[1]]):
+        title = titles[max(number for number in titles if number < lines[kind])]
+        if title != shown:
+            shown = title
+            parts.append(f"## {title[0].upper()}{title[1:]}\n")
+        parts.append(f"### {name}\n")
+        loud = "**Something is wrong.** " if kind.loud else ""
+        parts.append(f"{loud}{_prose(' '.join((inspect.getdoc(kind) or '').split()))}\n")
+        own = [field for field in keys_of(kind) if field.key not in inherited]
+        if own:
+            parts.append(_fields(own))
     return "\n".join(parts)
 
 

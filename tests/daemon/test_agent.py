@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
+from verl_slurm_daemon.agent.node import first_cause
 from verl_slurm_daemon.agent.node_check import look_at_node
-from verl_slurm_daemon.agent.rank_output import first_cause
 from verl_slurm_daemon.link.channel import AgentLink, serve
 
 from tests.builders import run_config, write_config

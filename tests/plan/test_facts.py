@@ -11,9 +11,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.doctor.places import PlaceReport
 from verl_slurm.plan import facts
 from verl_slurm.plan.inputs import Known, complete
-from verl_slurm.slurm.accounting import PastJobs
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.slurm.parse import PastJobs
 
 
 class Told(SlurmClient):

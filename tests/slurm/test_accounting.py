@@ -1,7 +1,7 @@
 """Past jobs as sacct lists them: recorded on 22.05.8 with slurmdbd, by `devcluster start --accounting`."""
 
 from verl_slurm.slurm import commands
-from verl_slurm.slurm.accounting import PastJobs, parse_past_jobs
+from verl_slurm.slurm.parse import PastJobs, parse_past_jobs
 
 RECORDED = """\
 PREEMPTED|1795735703|1795735705|27

@@ -1,5 +1,4 @@
-"""Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal, with
-`service_events.py` and `node_events.py`.
+"""Every event of `RUN/events.jsonl`: one struct per kind. This module is the specification of the journal.
 
 A line of the file is one JSON object. `event` names the kind: the class in snake_case (`OneCopy` is `one_copy`), unless
 the class says otherwise. Each kind may have `time`, `attempt` and `job_id` beside its own fields; a field at its
@@ -16,13 +15,6 @@ from typing import Any, ClassVar, Literal
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal.event import Event as Event, Int
-from verl_slurm.journal.node_events import Avoid as Avoid, Link as Link, NodesChosen as NodesChosen
-from verl_slurm.journal.service_events import (
-    ServiceEnded as ServiceEnded,
-    ServiceFailed as ServiceFailed,
-    ServiceReady as ServiceReady,
-    ServiceStarted as ServiceStarted,
-)
 
 Cluster = Literal["slurm", "local"]
 
@@ -468,6 +460,78 @@ class Tiers(Event):
     """The process that moves checkpoints to tiers failed."""
 
     detail: str = ""
+
+
+# ---- nodes
+
+
+class NodesChosen(Event):
+    """Among more nodes than the ranks need, those that got them, and those that are spare."""
+
+    train: list[str] = []
+    """In the order of their ranks."""
+    spare: list[str] = []
+
+
+class Avoid(Event):
+    """The job stays away from nodes that failed it: `nodes` are new, `detail` says what Slurm was told."""
+
+    nodes: list[str] = []
+    detail: str = ""
+    told: list[str] = []
+    """All nodes that Slurm excludes by our word: other ones in its list are the user's or an operator's."""
+
+
+class Link(Event):
+    """The connection to an agent broke."""
+
+    node: str = ""
+    error: str = ""
+
+
+# ---- services
+
+
+class ServiceStarted(Event):
+    """A service of the configuration was started on a node."""
+
+    service: str
+    node: str = ""
+    address: str = ""
+    """`host:port`, where the ranks find it."""
+
+
+class ServiceReady(Event):
+    """A service answered its probe, so many seconds after its start."""
+
+    service: str
+    node: str = ""
+    address: str = ""
+    seconds: float = 0.0
+
+
+class ServiceEnded(Event):
+    """A service ended, or no longer answered its probe. It is started again, for the `restarts`-th time in a row."""
+
+    loud: ClassVar[bool] = True
+    service: str
+    node: str = ""
+    detail: str = ""
+    restarts: Int = 0
+    budget: Int = 0
+
+
+class ServiceFailed(Event):
+    """A service is not started again. If it is `needed`, the run cannot go on in this job."""
+
+    loud: ClassVar[bool] = True
+    service: str
+    node: str = ""
+    detail: str = ""
+    needed: bool = True
+
+
+# ---- what is not known here
 
 
 class Other(Event):

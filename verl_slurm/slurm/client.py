@@ -18,10 +18,10 @@ import msgspec
 
 from verl_slurm.base.errors import NotFound, SlurmMissing, SlurmRefused
 from verl_slurm.slurm import commands
-from verl_slurm.slurm.accounting import PastJobs, parse_past_jobs
 from verl_slurm.slurm.facts import JobFacts, NodeFacts, PartitionFacts
 from verl_slurm.slurm.parse import (
     IDLE,
+    PastJobs,
     ended_as,
     parse_config,
     parse_config_time,
@@ -32,6 +32,7 @@ from verl_slurm.slurm.parse import (
     parse_node,
     parse_partition,
     parse_partitions,
+    parse_past_jobs,
     parse_states,
     parse_usable_nodes,
 )

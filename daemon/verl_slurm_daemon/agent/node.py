@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -56,7 +57,6 @@ from verl_slurm_daemon.agent.agent_log import AgentLog
 from verl_slurm_daemon.agent.container import Lifeline
 from verl_slurm_daemon.agent.node_start import NodeStart, require_memory
 from verl_slurm_daemon.agent.orphan import SlurmSenses, see_off, slurm_job
-from verl_slurm_daemon.agent.rank_output import first_cause
 from verl_slurm_daemon.agent.rank_socket import REASONS, RankSocket, StoreSocket
 from verl_slurm_daemon.agent.stacks import write_stacks
 from verl_slurm_daemon.decide.leaving import Known
@@ -69,6 +69,7 @@ from verl_slurm_daemon.processes import (
     kill_tree,
     listen,
     spare_former_children,
+    tail,
 )
 
 if TYPE_CHECKING:
@@ -483,3 +484,20 @@ async def _run(paths: RunPaths, epoch: int, node: str, node_id: int, generation:
         # The defaults suffice for the link by which the lead is told; else it would wait a minute for this agent.
         config, failed = RunConfig(), error
     return await Agent(paths, config, epoch, node, node_id, generation).run(failed)
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TOLD_BYTES, _TOLD_CHARS = 1 << 16, 500
+"""Bytes at the end of the log that are searched for the cause; characters of each line."""
+_HYDRA = "Error executing job with overrides: "
+
+
+def first_cause(log: Path) -> str:
+    """Returns the lines of the ranks' log that state why they ended. A launcher prints its own after the rank's, verl's
+    processes warn of errors that were none, and Hydra repeats each word of the command line.
+    """
+    text = tail(log, _TOLD_BYTES)
+    lines = [_COLOUR.sub("", line)[:_TOLD_CHARS] for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if "Warning" not in line and not line.startswith(_HYDRA)]
+    errors = [line for line in told if "Error" in line or "exitcode" in line or "Signal" in line]
+    return "\n".join((errors or lines)[-6:])

@@ -181,7 +181,7 @@ def _watch(ranks: dict[int, int], first: int) -> int:
             continue
         how = f"ended with exitcode {code}"
         if code < 0:
-            # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`rank_output`).
+            # "Signal" and "exitcode" are words by which the agent finds the line of the cause (`node.first_cause`).
             how = f"was ended by Signal {-code} ({signal.Signals(-code).name})"
         if code == -signal.SIGKILL:
             how += f": {_why_killed(kills_before, oom_kills())}"

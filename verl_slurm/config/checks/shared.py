@@ -1,31 +1,41 @@
 """Checks a config for values that must go together, beyond their types. Pure."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
+
+import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.containers import container_complaints
-from verl_slurm.config.checks.hooks import hook_complaints
-from verl_slurm.config.checks.loops import guest_complaints
 from verl_slurm.config.checks.options import (
     OWN_OPTIONS as OWN_OPTIONS,
     asks_for_gpus,
     extra_complaints,
     option_complaints,
 )
-from verl_slurm.config.checks.rank_environment import rank_environment_complaints
+from verl_slurm.config.checks.rank_environment import rank_environment_complaints, variable_complaints
 from verl_slurm.config.checks.rollout import rollout_complaints
-from verl_slurm.config.checks.services import service_complaints
 from verl_slurm.config.checks.tiers import tier_complaints
 from verl_slurm.config.checks.train import batch_complaints, data_complaints, train_complaints
 from verl_slurm.config.elastic import allowed_nodes
+from verl_slurm.config.hooks import HOOKS, HooksConfig
 from verl_slurm.config.reward_spec import FORMS, nearest_form, parse_reward
 from verl_slurm.config.roles import trained_roles
-from verl_slurm.config.schema import ObservabilityConfig, RunConfig
+from verl_slurm.config.schema import (
+    DistributedConfig,
+    ModelConfig,
+    ObservabilityConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainConfig,
+)
+from verl_slurm.config.services import MOST_SERVICES, ServiceConfig
 
 # A name is a part of paths and of #SBATCH lines: no blank, no quote, no leading dash or dot.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}")
@@ -348,3 +358,206 @@ def observability_complaints(wanted: ObservabilityConfig) -> Iterator[Complaint]
     for key, path in (("token_file", wanted.token_file), ("targets_dir", wanted.targets_dir)):
         if path is not None and not (path.startswith("/") and path.isprintable()):
             yield Complaint(f"observability.{key}", repr(path), "an absolute path", "give the whole path")
+
+
+_HERE = {"127.0.0.1", "::1", "localhost"}
+
+
+def hook_complaints(hooks: HooksConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the section. An address is not shown: it may hold a secret."""
+    for hook in HOOKS:
+        argv = getattr(hooks, hook)
+        if argv and (not argv[0].strip() or argv[0].startswith("-") or any("\0" in word for word in argv)):
+            yield Complaint(
+                f"hooks.{hook}",
+                repr(list(argv)),
+                "a program and its arguments",
+                f"e.g. hooks.{hook}: [/home/me/tell.sh]",
+            )
+    if hooks.webhook is None:
+        if hooks.webhook_token_file is not None:
+            yield Complaint(
+                "hooks.webhook_token_file",
+                "a token",
+                "hooks.webhook, which it is for",
+                "set it, or remove this",
+            )
+        return
+    try:
+        parts = urlsplit(hooks.webhook)
+        host, _ = parts.hostname, parts.port
+    except ValueError:
+        parts, host = urlsplit(""), None
+    if (
+        parts.scheme not in ("http", "https")
+        or not host
+        or not hooks.webhook.isprintable()
+        or " " in hooks.webhook
+    ):
+        yield Complaint("hooks.webhook", "something else", "an address, https://HOST/...", "write it out")
+    elif parts.username is not None or parts.password is not None:
+        yield Complaint(
+            "hooks.webhook",
+            "a user or a password in it",
+            "hooks.webhook_token_file",
+            "move it to a file of mode 0600",
+        )
+    elif parts.scheme == "http" and hooks.webhook_token_file is not None and host not in _HERE:
+        yield Complaint(
+            "hooks.webhook", "http, and a token that would travel in the clear", "https", "write https://"
+        )
+
+
+# A part of a log's name and of a variable's.
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_TAKEN = {
+    "token": "token, and VERL_SLURM_SERVICE_TOKEN is theirs together",
+    "index": "index, and VERL_SLURM_SERVICE_INDEX is another variable",
+}
+_PATH = re.compile(r"/[!-~]*")
+_FIRST_FREE_PORT = 1024
+_KEYS = {"cpus-per-task": "cpus", "gpus-per-node": "gpus", "nodes": "nodes"}
+
+
+def service_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the section."""
+    if len(config.services) > MOST_SERVICES:
+        yield Complaint(
+            "services", str(len(config.services)), f"at most {MOST_SERVICES}", "join some of them"
+        )
+    for name, service in config.services.items():
+        key = f"services.{name}"
+        if not _NAME.fullmatch(name) or name in _TAKEN:
+            expected = "a small letter, then small letters, digits and `_`; at most 32"
+            yield Complaint(key, _TAKEN.get(name, repr(name)), expected, "choose another name")
+        yield from _one(key, service)
+        for option in set(service.slurm) & set(OWN_OPTIONS):
+            remedy = f"set {key}.{_KEYS[option]}" if option in _KEYS else "remove it"
+            if option != "mem":
+                yield Complaint(
+                    f"{key}.slurm.{option}", "an option that submit sets itself", "another", remedy
+                )
+        yield from option_complaints(f"{key}.slurm", service.slurm)
+        yield from variable_complaints(key, service.env, service.env_from_files)
+    yield from _room(config)
+
+
+def _one(key: str, service: ServiceConfig) -> Iterator[Complaint]:
+    words = service.command
+    if any("\0" in word for word in words) or not words[0].strip() or words == ("-m",):
+        yield Complaint(f"{key}.command", repr(list(words)), "a program and its arguments", "write it out")
+    if service.probe != "tcp" and not _PATH.fullmatch(service.probe):
+        yield Complaint(f"{key}.probe", repr(service.probe), "tcp, or a path", f"e.g. {key}.probe: /health")
+    if 0 < service.port < _FIRST_FREE_PORT:
+        yield Complaint(
+            f"{key}.port", str(service.port), "0 (any free one), or 1024 to 65535", "take e.g. 8000"
+        )
+    if service.slurm and not service.nodes:
+        yield Complaint(f"{key}.slurm", "options, and no nodes of its own", "nodes", f"set {key}.nodes")
+
+
+def _room(config: RunConfig) -> Iterator[Complaint]:
+    """Checks ports, CPUs and GPUs against what the nodes have."""
+    services, slurm = config.services, config.slurm
+    beside = {name: service for name, service in services.items() if not service.nodes}
+    ports = Counter(service.port for service in beside.values() if service.port)
+    for port in (port for port, times in ports.items() if times > 1):
+        yield Complaint(
+            "services", f"port {port} twice on one node", "another port for each", "leave one at 0"
+        )
+    for what, there in (("cpus", slurm.cpus_per_node), ("gpus", slurm.gpus_per_node)):
+        if what == "gpus" and asks_for_gpus(slurm.extra) and not there:
+            continue  # asked for in other words of sbatch's
+        of_ranks = 1 if what == "cpus" else 0
+        if what == "gpus" and config.distributed.device != "cpu":
+            of_ranks = config.distributed.ranks_per_node
+        taken = sum(getattr(service, what) for service in beside.values())
+        if taken and taken + of_ranks > there:
+            yield Complaint(
+                f"services: {what} of {', '.join(beside)}",
+                f"{taken}, and {of_ranks} for the ranks",
+                f"together at most slurm.{what}_per_node={there}",
+                f"raise slurm.{what}_per_node, or give them nodes of their own",
+            )
+        for name, service in services.items():
+            if service.nodes and not service.slurm and getattr(service, what) > there:
+                yield Complaint(
+                    f"services.{name}.{what}",
+                    str(getattr(service, what)),
+                    f"at most slurm.{what}_per_node={there}, on nodes of the same kind as the ranks'",
+                    f"raise that, or name the kind of its nodes: services.{name}.slurm: {{partition: ...}}",
+                )
+
+
+_OURS = {
+    "model": ModelConfig(),
+    "rollout": RolloutConfig(),
+    "train": TrainConfig(),
+}
+_OURS_OF_DATA = ("prompt_key", "answer_key", "max_prompt_tokens", "shuffle", "eval_root", "eval_fraction")
+_OURS_OF_CHECKPOINT = (
+    "cadence",
+    "intervals",
+    "keep_best",
+    "components",
+    "include_optimizer",
+    "partial_every_steps",
+    "local_dir",
+    "encryption",
+)
+_OURS_OF_DISTRIBUTED = ("tp_size", "pp_size", "mixed_precision", "recompute")
+
+
+def guest_complaints(config: RunConfig) -> Iterator[Complaint]:
+    """Yields every complaint about the guest's loop."""
+    trainer = config.trainer
+    if trainer.backend != "verl" and config.verl:
+        found = f"a section, and trainer.backend={trainer.backend}"
+        yield Complaint(
+            "verl", found, "trainer.backend: verl, which reads it", "set it, or remove the section"
+        )
+    if trainer.backend != "verl" and trainer.entry != "ppo":
+        yield Complaint("trainer.entry", trainer.entry, "only trainer.backend: verl reads it", "remove it")
+    if trainer.backend in ("command", "ray") and not trainer.command:
+        yield Complaint(
+            "trainer.command", "[]", "what is to run", 'e.g. trainer.command: [train.py, --lr, "1e-4"]'
+        )
+    if trainer.command and (trainer.backend, trainer.entry) in (("native", "ppo"), ("verl", "sft")):
+        found = f"{' '.join(trainer.command)}, and trainer.backend={trainer.backend}"
+        reads = "trainer.backend: command, ray, or verl with entry ppo, which read it"
+        yield Complaint("trainer.command", found, reads, "set it, or remove it")
+    if trainer.is_guest:
+        yield from _not_read(config)
+
+
+def _not_read(config: RunConfig) -> Iterator[Complaint]:
+    backend = config.trainer.backend
+    where = "under `verl:`, in verl's own words" if backend == "verl" else "in your program"
+    # Compared with the defaults: a section that was not written has them.
+    for name, default in _OURS.items():
+        if getattr(config, name) != default:
+            changed = _changed(getattr(config, name), default)
+            yield Complaint(
+                f"{name}.{changed[0]}",
+                f"a value, and trainer.backend={backend}, which does not read `{name}`",
+                "only trainer.backend: native reads it",
+                f"remove it and say it {where}",
+            )
+    closed = (
+        ("data", config.data, type(config.data)(), _OURS_OF_DATA),
+        ("checkpoint", config.checkpoint, type(config.checkpoint)(), _OURS_OF_CHECKPOINT),
+        ("distributed", config.distributed, DistributedConfig(), _OURS_OF_DISTRIBUTED),
+    )
+    for name, section, default, keys in closed:
+        # The rest of these sections is read for a guest, too.
+        for key in set(_changed(section, default)) & set(keys):
+            yield Complaint(
+                f"{name}.{key}",
+                f"a value, and trainer.backend={backend}, whose checkpoints are the program's own",
+                "only trainer.backend: native has that",
+                "remove it",
+            )
+
+
+def _changed(section: msgspec.Struct, default: msgspec.Struct) -> list[str]:
+    return [name for name in section.__struct_fields__ if getattr(section, name) != getattr(default, name)]

@@ -9,8 +9,11 @@ are copied.
 The process holds the descriptions of all ranks' tensors, and a block of 4 MiB for each of its threads.
 """
 
+import hashlib
 import json
 import os
+import random
+import struct
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -28,7 +31,6 @@ from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.layout import shard_of
 from verl_slurm.verl.reshard.compare import compare_steps
 from verl_slurm.verl.reshard.describe import FSDP_CONFIG, data_positions, opened, shard_name
-from verl_slurm.verl.reshard.generators import numpy_state, python_state, seed_of, torch_state
 from verl_slurm.verl.reshard.plan import Model, Move, ReshardPlan, RolePlan, cannot, local_shape, parts_of
 from verl_slurm.verl.reshard.tensors import Builder, find_tensors, is_tensor, mapped
 from verl_slurm.verl.reshard.torch_file import Part, TorchFile, read_range, write_torch_file
@@ -222,3 +224,42 @@ def _write_data(root: int, plan: ReshardPlan, target: Path) -> None:
             if plan.samples is not None:
                 _, value = data_positions(value, plan.samples)
             write_torch_file(target / own, value, [], file.small)
+
+
+_WORDS = 624
+_CPU = struct.Struct(f"<Q i i Q {_WORDS}Q ddd i 4x f ? 3x")
+_DEVICE = struct.Struct("<Qq")
+
+
+def seed_of(state: bytes, rank: int) -> int:
+    """Returns the seed of a new rank, 64 bits.
+
+    Args:
+        state: of rank 0's generator on the CPU.
+    """
+    return int.from_bytes(hashlib.sha256(state + b"|reshard|%d" % rank).digest()[:8], "little")
+
+
+def torch_state(seed: int, like: int) -> bytes | None:
+    """Returns the state of a generator of torch; None: there is none of `like` bytes that is known here."""
+    if like == _CPU.size:
+        return _CPU.pack(seed, 1, 1, 0, *_twister(seed), 0.0, 0.0, 0.0, 0, 0.0, False)
+    return _DEVICE.pack(seed, 0) if like == _DEVICE.size else None
+
+
+def numpy_state(seed: int) -> tuple[bytes, int]:
+    """Returns the words of NumPy's legacy generator, and the position in them."""
+    return struct.pack(f"<{_WORDS}I", *_twister(seed)), _WORDS
+
+
+def python_state(seed: int) -> tuple[Any, ...]:
+    """Returns `random.getstate()` after `random.seed(seed)`."""
+    return random.Random(seed).getstate()  # noqa: S311 - verl's own use of it
+
+
+def _twister(seed: int) -> list[int]:
+    """Returns the words of an MT19937 after its seeding with the lower 32 bits of `seed` (Knuth's, of 2002)."""
+    words = [seed & 0xFFFFFFFF]
+    for at in range(1, _WORDS):
+        words.append((1812433253 * (words[-1] ^ (words[-1] >> 30)) + at) & 0xFFFFFFFF)
+    return words
