@@ -409,13 +409,12 @@ def hook_complaints(hooks: HooksConfig) -> Iterator[Complaint]:
 
 
 # A part of a log's name and of a variable's.
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_SERVICE_NAME = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _TAKEN = {
     "token": "token, and VERL_SLURM_SERVICE_TOKEN is theirs together",
     "index": "index, and VERL_SLURM_SERVICE_INDEX is another variable",
 }
 _PATH = re.compile(r"/[!-~]*")
-_FIRST_FREE_PORT = 1024
 _KEYS = {"cpus-per-task": "cpus", "gpus-per-node": "gpus", "nodes": "nodes"}
 
 
@@ -427,7 +426,7 @@ def service_complaints(config: RunConfig) -> Iterator[Complaint]:
         )
     for name, service in config.services.items():
         key = f"services.{name}"
-        if not _NAME.fullmatch(name) or name in _TAKEN:
+        if not _SERVICE_NAME.fullmatch(name) or name in _TAKEN:
             expected = "a small letter, then small letters, digits and `_`; at most 32"
             yield Complaint(key, _TAKEN.get(name, repr(name)), expected, "choose another name")
         yield from _one(key, service)
