@@ -104,15 +104,16 @@ def test_a_requeue_that_is_wished_for_is_verified_first_and_the_step_survives_it
     cause = run.wait_event("cause")
     assert cause["cause"] == "operator_requeue", run.story()
     assert cause["seconds_left"] is None
-    saved = run.wait_event("saved", emergency=True)
-    run.wait_event("verified", name=saved["name"])
     assert run.wait_event("requeue")["accepted"]
-    run.wait_event("restart", resume=saved["name"])
+    saved = run.wait_event("ended", exit_code=25)["checkpoint"]
+    assert len([event for event in run.events("saved") if event["emergency"]]) == 2, "first without a stop"
+    run.wait_event("verified", name=saved)
+    run.wait_event("restart", resume=saved)
     assert run.status()["step"] >= 1
     ends_like(run, twin)
     status = run.status()
     assert (status["interruptions"], status["last_interruption"]["cause"]) == (1, "operator_requeue")
-    assert status["last_interruption"]["resumed"] == saved["name"]
+    assert status["last_interruption"]["resumed"] == saved
 
 
 @pytest.mark.soak  # test_observability.py has an alert do it

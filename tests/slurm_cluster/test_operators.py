@@ -69,8 +69,7 @@ def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays
     run.submit()
     run.wait_phase("generate")
     run.cli("requeue", str(run.paths.root))
-    saved = run.wait_event("saved", emergency=True)
-    run.wait_event("ended", exit_code=25)
+    saved = run.wait_event("ended", exit_code=25)["checkpoint"]
     run.wait_slurm(lambda facts: facts.state == "PENDING")
     run.slurm("scontrol", "hold", run.job_id)
     run.cli("cancel", str(run.paths.root))
@@ -81,7 +80,7 @@ def test_a_job_that_is_held_and_cancelled_while_it_waits_for_its_next_life_stays
     former, seen = run.job_id, len(run.events())
     run.submit()
     assert run.job_id != former
-    run.wait_event("restart", after=seen, resume=saved["name"])
+    run.wait_event("restart", after=seen, resume=saved)
 
 
 @pytest.mark.soak

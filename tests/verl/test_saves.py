@@ -177,12 +177,14 @@ def test_a_run_that_somebody_else_owns_is_not_trained_on(run: Run) -> None:
 
 
 def test_a_run_that_is_resumed_behind_its_last_step_is_done(run: Run) -> None:
+    run.session.resume = run.paths.checkpoints / "step_000009"
     run.saves.begin(9, 9)
     run.saves.end(9)
     assert [message.step for message in run.line.heard(Finished)] == [9]
 
 
 def test_a_run_whose_last_step_was_not_committed_is_not_done(run: Run) -> None:
+    run.session.resume = run.paths.checkpoints / "step_000007"
     run.saves.begin(7, 9)
     run.step(8, periodic=True)
     run.saves.save(9, lambda: None)
