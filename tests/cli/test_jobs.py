@@ -108,7 +108,10 @@ def test_status_says_why_attempts_could_not_begin_until_one_trains(
     assert (
         "not begun    2 attempts in a row, and the next comes by itself: x is a link: move it back\n" in said
     )
-    append_event(RunPaths(run), "training", attempt=3)
+    append_event(RunPaths(run), "ended", attempt=3, exit_code=23, exit="", reason="")
+    assert "not begun" not in cli("status", run).out, "none comes any more"
+    append_event(RunPaths(run), "started", attempt=4)
+    append_event(RunPaths(run), "training", attempt=4)
     assert "not begun" not in cli("status", run).out
 
 

@@ -11,6 +11,7 @@ from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.model import Limits, Model
 from verl_slurm_daemon.decide.policy import decide
 from verl_slurm_daemon.decide.states import State
+from verl_slurm_daemon.journal import log_line
 from verl_slurm_daemon.lead import step as step_module
 from verl_slurm_daemon.lead.step import Step
 
@@ -336,7 +337,7 @@ def test_an_agent_that_is_gone_is_told_with_slurms_own_words(
     """slurmstepd kills what is above its memory, where no kernel does (`OverMemoryKill`): the node is well."""
 
     async def story() -> inputs.NodeFailed | inputs.CauseKnown:
-        os.write(2, b"srun: error: of an earlier step\n")
+        os.write(2, b"srun: error: of an earlier step\n" + log_line("1", "restart", {"number": 2}).encode())
         step = Step(1, 1, Places())
         joined(step, "n1")
         os.write(2, words.encode())

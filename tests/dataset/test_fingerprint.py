@@ -8,7 +8,16 @@ from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.dataset.fingerprint import record as module
 from verl_slurm.dataset.fingerprint.entries import FileDigest
-from verl_slurm.dataset.fingerprint.record import Drift, check_dataset, drift, fingerprint, look, read, write
+from verl_slurm.dataset.fingerprint.record import (
+    Drift,
+    check_dataset,
+    drift,
+    fingerprint,
+    look,
+    read,
+    survey,
+    write,
+)
 
 
 @pytest.fixture
@@ -213,6 +222,8 @@ def test_files_by_name_are_compared_and_one_that_is_away_is_waited_for(paths: Ru
     (root / "part/c.jsonl").write_text("C\n")
     with pytest.raises(DatasetDrift, match=r"a\.jsonl, .*link\.jsonl.*1 changed \(.*link\.jsonl\)"):
         check_dataset(paths, files)
+    below = survey((str(root / "part"),)).found.files
+    assert [*below] == [str(root / "part/c.jsonl").lstrip("/")], "a directory stands for its files"
     (root / "a.jsonl").unlink()
     with pytest.raises(FileNotFoundError, match=r"a\.jsonl"):
         check_dataset(paths, files)

@@ -469,6 +469,8 @@ def test_what_verl_itself_refuses_is_refused_with_its_words(
     assert check(given, saved(6, 2)), "it has trained with them"
     verl_says(monkeypatch, "", "no module named verl")
     assert "not looked at: verl's own judgement of its settings: no module named verl" in check(given)[1]
+    verl_says(monkeypatch, "goodbye")
+    assert any("not understood: goodbye" in note for note in check(given)[1])
 
 
 def test_an_estimator_of_groups_with_groups_of_one_is_said(place: Path) -> None:

@@ -111,7 +111,7 @@ def package_drift(old: CodeRecord, new: CodeRecord) -> list[str]:
 
 
 def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
-    """Returns the record; None: the run has none, because nobody submitted it (`sbatch` by hand).
+    """Returns the record; None: the run has none, because it was not submitted (`sbatch` by hand).
 
     Args:
         to_look: nothing will be run by it; so the run may be another user's.

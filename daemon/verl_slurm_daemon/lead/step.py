@@ -23,6 +23,7 @@ _STEP_ENDS_S = 2.0
 """From the end of the first agent to that of srun, if srun is what ends."""
 # But for what srun says of its shepherd, which `keep_step` has ended.
 _OF_SLURM = re.compile(r"(?:\[[^]]*\] )?(?:slurmstepd|srun)(?:-\S+)?: error: (?!write\(shepherd)(.{1,300})")
+_OF_RESTART = re.compile(r" verl-slurm\[\d+\] (?:!! )?restart ")  # `journal.log_line`
 _OF_MEMORY = re.compile(r"exceeded memory limit|oom.kill|out of memory", re.IGNORECASE)
 _MOST_BYTES, _MOST_WORDS = 1 << 16, 3
 
@@ -60,7 +61,6 @@ class Step:
         self.listeners: set[asyncio.Task[None]] = set()
         self.store = RankStore()
         self.all_ready, self.training, self.leaving = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self._log_from = _log_size()
 
     def join(self, link: AgentLink, message: AgentReady) -> None:
         """Takes an agent in, or lets it go if it comes when others have the ranks."""
@@ -189,13 +189,16 @@ class Step:
         return inputs.NodeFailed(absent[0] if absent else "", fell, lost=True)
 
     async def _words_of_slurm(self) -> str:
-        """Returns what slurmstepd and srun have written to the job's log since the step was made, the last of it."""
+        """Returns what slurmstepd and srun have written to the job's log since the restart, the last of it."""
         # If the agents were all that kept srun, its words are there when it has ended.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_SRUN_ENDS_S):
                 await asyncio.gather(*(process.wait() for process in self.processes))
-        words = await asyncio.to_thread(_slurms_lines, self._log_from)
-        return "; ".join(words[-_MOST_WORDS:])
+        # The log may lie on storage that does not answer.
+        with contextlib.suppress(TimeoutError, OSError):
+            async with asyncio.timeout(_STEP_ENDS_S):
+                return "; ".join((await asyncio.to_thread(_slurms_lines))[-_MOST_WORDS:])
+        return ""
 
     async def _fell(self) -> str:
         """Returns how the step ended, if it did not come up as a whole."""
@@ -217,22 +220,20 @@ class Step:
         self.store.close()
 
 
-def _log_size() -> int:
-    """Bytes of the job's log, which is this process's standard error as well as srun's; 0: that is no file."""
+def _slurms_lines() -> list[str]:
+    """Reads the job's log, which is this process's standard error as well as srun's; returns none if that is no file.
+
+    Raises:
+        OSError: it is closed, or storage fails.
+    """
     info = os.fstat(2)
-    return info.st_size if stat.S_ISREG(info.st_mode) else 0
-
-
-def _slurms_lines(since: int) -> list[str]:
-    if not _log_size():
+    if not stat.S_ISREG(info.st_mode):
         return []
-    try:
-        with open("/proc/self/fd/2", "rb") as log:
-            log.seek(max(since, _log_size() - _MOST_BYTES))
-            text = log.read(_MOST_BYTES).decode("utf-8", "replace")
-    except OSError:  # it may be on the storage that fails
-        return []
-    return [match[1] for line in text.splitlines() if (match := _OF_SLURM.match(line))]
+    with open("/proc/self/fd/2", "rb") as log:
+        log.seek(max(0, info.st_size - _MOST_BYTES))
+        lines = log.read(_MOST_BYTES).decode("utf-8", "replace").splitlines()
+    begun = max((number for number, line in enumerate(lines) if _OF_RESTART.search(line)), default=-1)
+    return [match[1] for line in lines[begun + 1 :] if (match := _OF_SLURM.match(line))]
 
 
 async def end_step(step: Sequence[asyncio.subprocess.Process], each_s: float) -> bool:

@@ -229,7 +229,7 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
     begun = (event for event in reversed(events) if isinstance(event, (StartFailed, Submitted, Training)))
     failed = next(begun, None)
     not_begun = ""
-    if isinstance(failed, StartFailed) and not isinstance(stood, Held):
+    if isinstance(failed, StartFailed) and not isinstance(stood, Held) and not is_over(seen):
         not_begun = (
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )

@@ -113,12 +113,16 @@ def glance(root: Path, meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
 
 
 def lines_of_files(files: tuple[str, ...]) -> list[str]:
-    """Returns the lines of files, by absolute path, relative to `/`. Links are followed: training reads the target.
+    """Returns the lines of files, and of those below directories, by absolute path, relative to `/`. Links to files are
+    followed: training reads the target.
 
     Raises:
         OSError: one is not there, or storage does not answer.
     """
-    return [line_of("l" if os.path.islink(file) else "f", os.stat(file), file.lstrip("/")) for file in files]
+    named = [file for file in files if not os.path.isdir(file)]
+    for folder in set(files) - set(named):
+        named += [os.path.join(place, name) for place, _, names in os.walk(folder) for name in sorted(names)]
+    return [line_of("l" if os.path.islink(file) else "f", os.stat(file), file.lstrip("/")) for file in named]
 
 
 def place_of(root: Path | str | tuple[str, ...]) -> str:

@@ -244,9 +244,13 @@ def _judged_by_verl(config: RunConfig, composed: Composed) -> list[str]:
         ConfigError: verl refuses them; at the start each of its processes would.
     """
     answer, unseen = answer_of_ranks_python(config, _JUDGED_BY_VERL, composed.as_yaml())
+    found = key = ""
+    try:
+        found, key = msgspec.json.decode(answer or '["", ""]', type=tuple[str, str])
+    except msgspec.DecodeError:  # something of the site's prints behind it
+        unseen = f"its answer is not understood: {answer[:100]}"
     if unseen:
         return [f"not looked at: verl's own judgement of its settings: {unseen}"]
-    found, key = msgspec.json.decode(answer, type=tuple[str, str])
     if not found:
         return []
     raise ConfigError(
