@@ -29,9 +29,11 @@ def browser() -> Iterator[Any]:
 
 
 class Opened:
-    """A page in the browser, with all that it said and asked for."""
+    """A page in the browser, once READY holds in it, with all that it said and asked for."""
 
-    def __init__(self, browser: Any, file: Path, width: int = WIDTHS["wide"], **options: Any) -> None:
+    READY = "performance.getEntriesByName('drawn').length > 0"
+
+    def __init__(self, browser: Any, page: Path | str, width: int = WIDTHS["wide"], **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         self.page = self.context.new_page()
         self.said: list[str] = []
@@ -39,8 +41,20 @@ class Opened:
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(file.as_uri())
-        self.page.wait_for_function("performance.getEntriesByName('drawn').length > 0", timeout=30_000)
+        self.page.goto(page if isinstance(page, str) else page.as_uri())
+        self.until(self.READY)
+
+    def until(self, condition: str) -> None:
+        """Return once the page's `condition` holds; the promise rejects after 30 seconds.
+
+        Not by wait_for_function: if the first look fails, the page's policy forbids the eval of the next.
+        """
+        self.page.evaluate(
+            f"""() => new Promise((done, fail) => {{
+                setTimeout(() => fail(new Error("not within 30 seconds")), 30000);
+                (function look() {{ ({condition}) ? done() : requestAnimationFrame(look); }})();
+            }})"""
+        )
 
     def __enter__(self) -> "Opened":
         return self

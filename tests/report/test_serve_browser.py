@@ -19,7 +19,7 @@ import pytest
 from tests.interrupted_runs import HOSTILE, HOSTILE_NAME, make_interrupted_run
 from tests.journals import append_event
 from tests.many_runs import make_run
-from tests.report.conftest import WIDTHS
+from tests.report.conftest import WIDTHS, Opened
 from verl_slurm.base.paths import RunPaths
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
@@ -61,29 +61,15 @@ def address(place: Path) -> Iterator[str]:
         yield printed
 
 
-class Visit:
-    """A page of the server in a browser of its own, with what it said, and asked of others."""
+class Visit(Opened):
+    """A page of the server, with what it asked of others."""
 
-    def __init__(self, browser: Any, address: str, width: int = WIDTHS["wide"], **options: Any) -> None:
-        self.context = browser.new_context(viewport={"width": width, "height": 900}, **options)
-        self.page = self.context.new_page()
-        self.said: list[str] = []
-        self.elsewhere: list[str] = []
-        origin = address.partition("/?")[0]
-        self.page.on("console", lambda message: self.said.append(message.text))
-        self.page.on("pageerror", lambda error: self.said.append(str(error)))
-        self.page.on(
-            "request", lambda one: one.url.startswith(origin + "/") or self.elsewhere.append(one.url)
-        )
-        self.page.goto(address)
-        # Not by wait_for_function: the policy of the header forbids its eval.
-        self.page.wait_for_selector(LIVE)
+    READY = f"document.querySelector({LIVE!r})"
 
-    def __enter__(self) -> "Visit":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.context.close()
+    @property
+    def elsewhere(self) -> list[str]:
+        origin = "/".join(self.page.url.split("/")[:3])
+        return [url for url in self.requests if not url.startswith(origin + "/")]
 
 
 @pytest.mark.parametrize("name", WIDTHS)
