@@ -5,20 +5,23 @@ together or none.
 """
 
 import hashlib
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from verl_slurm.base.bounded import vocabulary_of
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import require_safe_way
-from verl_slurm.base.keys import load_keys
+from verl_slurm.base.keys import Keyring, load_keys
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.checkpoint.format.schema import current_schema
+from verl_slurm.checkpoint.format.schema import SchemaVersion, current_schema
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.local_copy import local_directory, this_node
 from verl_slurm.config.roles import trained_roles
@@ -36,6 +39,7 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.saves import measured_saves
 from verl_slurm.loops.session import Session
 from verl_slurm.program.programs import Moves
+from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.ledger import Ledger
 from verl_slurm.save.ranks import rng
 from verl_slurm.save.ranks.collective import Collective
@@ -48,7 +52,7 @@ from verl_slurm.trainer.measures.stopwatch import GpuMemory
 from verl_slurm.trainer.models import Models, build_models
 from verl_slurm.trainer.objective.optimizers import build_optimizers
 from verl_slurm.trainer.pace import Pace
-from verl_slurm.trainer.parallel.grid import make_grid
+from verl_slurm.trainer.parallel.grid import Grid, make_grid
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.resuming import (
     check_manifest,
@@ -58,19 +62,20 @@ from verl_slurm.trainer.resuming import (
     require_verified,
     where_it_starts,
 )
-from verl_slurm.trainer.reward.files import start_reward
+from verl_slurm.trainer.reward.files import Keep, start_reward
 from verl_slurm.trainer.reward.scoring import build_reward
 from verl_slurm.trainer.reward.swap import LiveReward, RewardSwap
-from verl_slurm.trainer.rollout.engines import build_engine
+from verl_slurm.trainer.rollout.engines import RolloutEngine, build_engine
 from verl_slurm.trainer.rollout.records import RolloutRecorder, SampleLog
 from verl_slurm.trainer.saving import Checkpointer, live_tensors
 from verl_slurm.trainer.state.frozen_copies import FrozenCopies
 from verl_slurm.trainer.state.orchestration import check_or_write, describe, moved, topology_of
 from verl_slurm.trainer.state.pinned_model import pinned_model
-from verl_slurm.trainer.state.position import StepShape
-from verl_slurm.trainer.state.train_state import fresh_state
-from verl_slurm.trainer.step import Learner
+from verl_slurm.trainer.state.position import Position, StepShape
+from verl_slurm.trainer.state.train_state import TrainState, fresh_state
+from verl_slurm.trainer.step import Learner, Optimizers
 from verl_slurm.wire.client import RankLine
+from verl_slurm.wire.reward_plan import RewardPlan
 from verl_slurm.wire.stopping import Stopper
 
 
@@ -87,6 +92,84 @@ class _Digests(msgspec.Struct, frozen=True):
     """Content of the file that `data.chat_template` names."""
     began: str
     """Of the run (`Orchestration`)."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What a rank begins from, known before any model is read.
+
+    Attributes:
+        local: this node's place for a second copy of the checkpoints; None: there is none.
+        directory, manifest: of the checkpoint to resume from; None: from the start.
+    """
+
+    config: RunConfig
+    paths: RunPaths
+    device: torch.device
+    ranks: Collective
+    session: Session
+    keys: Keyring | None
+    copies: FrozenCopies
+    digests: _Digests
+    local: LocalPlace | None
+    directory: Path | None
+    manifest: Manifest | None
+
+    @property
+    def resumed_from(self) -> str:
+        """Returns the name of that checkpoint if it is this run's: a request is never answered with one outside."""
+        manifest = self.manifest
+        is_ours = manifest is not None and self.directory == self.paths.checkpoints / manifest.name
+        return manifest.name if manifest and is_ours else ""
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape.of(self.config)
+
+    @property
+    def keep(self) -> Keep | None:
+        """Returns how a model that a reward scores with is copied into the run; None: it is not."""
+        if not self.config.checkpoint.store_frozen:
+            return None
+        return lambda model, tree: self.copies.store({model: tree})
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What is made of the model's files, and the saver of its tensors.
+
+    Attributes:
+        eos_ids: the tokens that end a response.
+        vocabulary: number of tokens that the model knows; None: its configuration does not say.
+    """
+
+    grid: Grid
+    models: Models
+    optimizers: Optimizers
+    saver: CheckpointSaver
+    schema: SchemaVersion
+    tokenizer: PreTrainedTokenizerBase
+    sampler: RolloutEngine
+    eos_ids: tuple[int, ...]
+    vocabulary: int | None
+
+
+@dataclass(frozen=True)
+class _Restored:
+    """Where the rank goes on.
+
+    Attributes:
+        loaded: the position as the checkpoint has it. `state.position` is earlier in the step where rollouts of the
+            ledger were refused.
+        live: one handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
+    """
+
+    state: TrainState
+    loaded: Position
+    replay: dict[tuple[int, int], Arrays]
+    ledger: Ledger
+    live: LiveReward
+    plan: RewardPlan
 
 
 def build_loop(
@@ -111,50 +194,63 @@ def build_loop(
         KeyRefused, PermissionRefused: `keys.load_keys`.
         RanksFailed: rank 0 could not read an input that all depend on.
     """
+    session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
+    start = _begin(config, paths, session, device, ranks, resume, local_rank)
+    # A part that is refused leaves no saver process behind; a loop that was built closes it itself.
     with ExitStack() as owned:
-        loop = _build_loop(
-            config,
-            paths,
-            owned,
-            epoch=epoch,
-            resume=resume,
-            device=device,
-            ranks=ranks,
-            line=line,
-            local_rank=local_rank,
+        parts = _load(start, owned)
+        # Digests and template as rank 0 read them, never the files as they are now: swapped ones must not train.
+        prompts = partial(
+            PromptData,
+            Path(config.data.root),
+            parts.tokenizer,
+            config.data,
+            config.seed,
+            recorded=start.digests.data,
+            template=start.digests.template,
+            vocabulary=parts.vocabulary,
+            clock=datetime.fromisoformat(start.digests.began),
         )
-        # A part that is refused leaves no saver process behind; a loop that was built closes it itself.
+        per_prompt = config.rollout.samples_per_prompt
+        data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))
+        restored = _restore(start, parts)
+        evaluator = None
+        if config.train.eval_every_steps:
+            evaluator = Evaluator(
+                data=ranks.together(
+                    "reading what is held out", lambda: prompts(held_out=config.train.eval_prompts)
+                ),
+                sampler=parts.sampler,
+                tokenizer=parts.tokenizer,
+                reward=restored.live,
+                size=config.rollout.micro_batch_size_per_device,
+                temperature=config.train.eval_temperature,
+                ranks=ranks,
+                eos_ids=parts.eos_ids,
+            )
+        loop = _assemble(start, parts, restored, data, evaluator)
         owned.pop_all()  # from here on the loop owns and ends them
         return loop
 
 
-def _build_loop(
+def _begin(
     config: RunConfig,
     paths: RunPaths,
-    owned: ExitStack,
-    *,
-    epoch: int,
-    resume: str,
+    session: Session,
     device: torch.device,
     ranks: Collective,
-    line: RankLine,
+    resume: str,
     local_rank: int,
-) -> Loop:
-    """Does the work of `build_loop`; `owned` closes finished parts when a later one does not fit."""
-    shape = StepShape.of(config)
-    session = Session(line, rank=ranks.rank, world_size=ranks.world_size, paths=paths, epoch=epoch)
+) -> _Start:
+    """Checks inputs and checkpoint, and reads no tensor."""
     copies = FrozenCopies(paths, session)
     # Before anything is loaded: a missing key is told at once.
     keys = load_keys(config.checkpoint.encryption)
     # For a run that begins, and for a rank that its checkpoint does not have. Others get their generators back.
     rng.seed_all(config.seed, ranks.rank)
-    # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
-    model_path, data_root = Path(config.model.path), Path(config.data.root)
     # On rank 0 alone, and before any model is read: all ranks refuse together or none does.
     digests = ranks.on_first(
-        "checking data and models",
-        lambda: _first_look(config, paths, data_root, model_path, session, device, copies),
-        _Digests,
+        "checking data and models", lambda: _first_look(config, paths, session, device, copies), _Digests
     )
     # A daemon starts ranks from a checkpoint that it has just read back; without one nobody has.
     by_hand = not session.has_daemon
@@ -163,11 +259,18 @@ def _build_loop(
         ranks.first_does("verifying the checkpoint", lambda: require_verified(directory, keys))
     # Before the models: what cannot be resumed here is refused without reading a tensor.
     manifest = check_manifest(directory, config, digests.frozen, paths, keys) if directory else None
+    local = _local_place(config, paths, local_rank)
+    return _Start(config, paths, device, ranks, session, keys, copies, digests, local, directory, manifest)
 
+
+def _load(start: _Start, owned: ExitStack) -> _Parts:
+    """Reads the model's files; `owned` gets what has to be closed if a later part does not fit."""
+    config, device, ranks = start.config, start.device, start.ranks
     grid = make_grid(topology_of(config), device, ranks)
-    roles = trained_roles(config.train)
+    roles, schema = trained_roles(config.train), current_schema()
     # Whatever reads the model's files stands in this block: models, tokenizer and engine get the fingerprinted bytes.
-    with pinned_model(model_path, digests.model) as pinned:
+    # `submit` has built what `builtin:` names; RUN/run.yaml holds paths.
+    with pinned_model(Path(config.model.path), start.digests.model) as pinned:
         # A file may be unreadable on one node alone; the other ranks hear of it here and not in a collective.
         ranks.together("opening the model", pinned.fill)
         models = build_models(
@@ -180,29 +283,26 @@ def _build_loop(
             roles=roles,
         )
         # A resume writes no zeros into moments that its load will overwrite.
-        optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(directory))
+        optimizers = build_optimizers(models.trained, config.train, to_be_loaded=bool(start.directory))
         # Started as soon as the sizes are known: its arena is allocated, and pinned, while the rest below is loaded.
-        schema = current_schema()
-        provenance = Provenance(
-            epoch=epoch,
-            parent=manifest.name if manifest else None,
-            schema_id=schema.schema_id,
-            dataset_fingerprint=digests.dataset,
-            frozen=digests.frozen,
-            topology=grid.shape,
-            trained=roles,
-            algorithm=config.train.algorithm,
-        )
-        local = _local_place(config, paths, local_rank)
         saver = CheckpointSaver(
-            paths,
+            start.paths,
             live_tensors(models, optimizers),
-            provenance,
+            Provenance(
+                epoch=start.session.epoch,
+                parent=start.manifest.name if start.manifest else None,
+                schema_id=schema.schema_id,
+                dataset_fingerprint=start.digests.dataset,
+                frozen=start.digests.frozen,
+                topology=grid.shape,
+                trained=roles,
+                algorithm=config.train.algorithm,
+            ),
             ranks,
-            epoch_check=lambda: require_epoch(paths, epoch),
-            local=local,
+            epoch_check=lambda: require_epoch(start.paths, start.session.epoch),
+            local=start.local,
             # Rank 0 alone judges, for all ranks, whether shared storage makes a save in time.
-            usual_seconds=_usual_seconds(paths, manifest) if ranks.rank == 0 else None,
+            usual_seconds=_usual_seconds(start.paths, start.manifest) if ranks.rank == 0 else None,
             encryption=config.checkpoint.encryption,
         )
         # At once: each part below may still be refused.
@@ -219,35 +319,20 @@ def _build_loop(
         )
         # Last in the block: the files are hashed in threads beside the loading.
         ranks.together("holding the model to its fingerprint", pinned.verify)
-    # Digests and template as rank 0 read them, never the files as they are now: swapped ones must not train.
-    prompts = partial(
-        PromptData,
-        data_root,
-        tokenizer,
-        config.data,
-        config.seed,
-        recorded=digests.data,
-        template=digests.template,
-        vocabulary=vocabulary,
-        clock=datetime.fromisoformat(digests.began),
-    )
-    per_prompt = config.rollout.samples_per_prompt
-    data = ranks.together("reading the data", lambda: prompts(samples_per_prompt=per_prompt))
+    return _Parts(grid, models, optimizers, saver, schema, tokenizer, sampler, eos_ids, vocabulary)
+
+
+def _restore(start: _Start, parts: _Parts) -> _Restored:
+    """Loads the checkpoint, or makes the state of a first step, with its reward and the rollouts of its step."""
+    config, paths, ranks, keys = start.config, start.paths, start.ranks, start.keys
     # A segment for each rank and attempt: a restart within the attempt appends behind its last whole record.
-    ledger = Ledger(paths, epoch, ranks.rank, keys=keys)
-
+    ledger = Ledger(paths, start.session.epoch, ranks.rank, keys=keys)
     # With a checkpoint, models and engine come first: its state also puts the generators back.
-    state = fresh_state(config)
+    state, directory = fresh_state(config), start.directory
     if directory:
-        near = None if local is None else local.directory / directory.name
-        tensors = live_tensors(models, optimizers)
-        state = load_state(directory, config, shape, tensors, grid, ranks, keys, near=near)
-    keep = None
-    if config.checkpoint.store_frozen:
-
-        def keep(model: Path, seen: Fingerprint) -> None:
-            copies.store({model: seen})
-
+        near = None if start.local is None else start.local.directory / directory.name
+        tensors = live_tensors(parts.models, parts.optimizers)
+        state = load_state(directory, config, start.shape, tensors, parts.grid, ranks, keys, near=near)
     # After the state: the number of replacements in the checkpoint says which reward is in force.
     plan, state.reward = start_reward(
         paths,
@@ -256,77 +341,70 @@ def _build_loop(
         state.position,
         # The copy of the submission: the file outside may have been edited since.
         first=Moves.of(paths).config(config).model.reward,
-        recorded=manifest.frozen if manifest else None,
-        keep=keep,
+        recorded=start.manifest.frozen if start.manifest else None,
+        keep=start.keep,
     )
     # Only now is it known which rewards this start uses. The other copies may be all that is left of a model.
     if config.checkpoint.store_frozen and ranks.rank == 0:
         used = {state.reward.digest, *(switch.digest for switch in plan.switches)}
-        copies.read_back(used | set(digests.frozen.values()))
-    # One handle for learner, evaluator and swap: a replacement reaches all of them at the same point.
-    live = LiveReward(build_reward(state.reward.spec, device=device, digest=state.reward.digest))
-    evaluator = None
-    if config.train.eval_every_steps:
-        evaluator = Evaluator(
-            data=ranks.together(
-                "reading what is held out", lambda: prompts(held_out=config.train.eval_prompts)
-            ),
-            sampler=sampler,
-            tokenizer=tokenizer,
-            reward=live,
-            size=config.rollout.micro_batch_size_per_device,
-            temperature=config.train.eval_temperature,
-            ranks=ranks,
-            eos_ids=eos_ids,
-        )
-    # `load_replay` may put the position back to the beginning of the step, where its rollouts were refused.
+        start.copies.read_back(used | set(start.digests.frozen.values()))
+    live = LiveReward(build_reward(state.reward.spec, device=start.device, digest=state.reward.digest))
     loaded = state.position
-    tell = partial(session.notice, topic="ledger", loud=True)
     # A replica's leader reads for its ranks: two nodes may see different ends of one file for a moment (decision 0006).
-    replay = load_replay(
-        paths,
-        state,
-        shape,
-        grid.place.dp if grid.is_leader else None,
-        ranks,
-        keys,
-        tell=tell,
-    )
-    # A request is answered with a checkpoint of this run only; one outside the run must not be named.
-    ours = manifest is not None and directory == paths.checkpoints / manifest.name
-    saved_as = manifest.name if manifest and ours else ""
+    leader = parts.grid.place.dp if parts.grid.is_leader else None
+    replay = load_replay(paths, state, start.shape, leader, ranks, keys, tell=_tell_of_ledger(start))
+    return _Restored(state, loaded, replay, ledger, live, plan)
+
+
+def _tell_of_ledger(start: _Start) -> Callable[[str], None]:
+    return partial(start.session.notice, topic="ledger", loud=True)
+
+
+def _reporter(start: _Start, parts: _Parts, restored: _Restored) -> Reporter:
+    """Returns what speaks for this rank, and says what was restored, before the first step can fail."""
+    state, loaded, config = restored.state, restored.loaded, start.config
     reporter = Reporter(
-        session,
+        start.session,
         total_steps=config.train.steps,
-        tensorboard=paths.tensorboard,
+        tensorboard=start.paths.tensorboard,
         first_step=state.position.step,
-        gpu_memory=GpuMemory(device).percent,
+        gpu_memory=GpuMemory(start.device).percent,
     )
     if state.position != loaded:
         reporter.say(f"rollouts of step {loaded.step + 1} were refused: it begins anew, not at {loaded}")
-    foreign = None if ours else directory
-    # One line that says what was restored, before the first step can fail.
-    reporter.say(where_it_starts(state, shape, manifest, digests.dataset, len(replay), foreign=foreign))
-    reporter.say(f"a second copy of the state, for saving: {saver.arena_bytes} bytes of memory for each rank")
+    foreign, digest = None if start.resumed_from else start.directory, start.digests.dataset
+    num_replayed = len(restored.replay)
+    reporter.say(where_it_starts(state, start.shape, start.manifest, digest, num_replayed, foreign=foreign))
+    memory = f"{parts.saver.arena_bytes} bytes of memory for each rank"
+    reporter.say(f"a second copy of the state, for saving: {memory}")
+    return reporter
+
+
+def _assemble(
+    start: _Start, parts: _Parts, restored: _Restored, data: PromptData, evaluator: Evaluator | None
+) -> Loop:
+    config, paths, ranks, keys = start.config, start.paths, start.ranks, start.keys
+    state, saver, shape, epoch = restored.state, parts.saver, start.shape, start.session.epoch
+    reporter = _reporter(start, parts, restored)
     # The tensors that a save copies must not change before it has.
-    for optimizer in optimizers.values():
+    for optimizer in parts.optimizers.values():
         optimizer.register_step_pre_hook(lambda *_: reporter.stalled(saver.fence()))
     learner = Learner(
         config=config,
         shape=shape,
-        models=models,
-        optimizers=optimizers,
-        sampler=sampler,
+        models=parts.models,
+        optimizers=parts.optimizers,
+        sampler=parts.sampler,
         data=data,
-        tokenizer=tokenizer,
-        reward=live,
-        grid=grid,
-        recorder=RolloutRecorder(ledger, grid.data.rank, tell),
-        replay=replay,
+        tokenizer=parts.tokenizer,
+        reward=restored.live,
+        grid=parts.grid,
+        recorder=RolloutRecorder(restored.ledger, parts.grid.data.rank, _tell_of_ledger(start)),
+        replay=restored.replay,
         evaluator=evaluator,
         samples=SampleLog(paths, epoch, config.rollout.keep_samples, keys) if ranks.rank == 0 else None,
     )
-    copies.begin()
+    start.copies.begin()
     return Loop(
         config=config,
         shape=shape,
@@ -338,10 +416,10 @@ def _build_loop(
             shape=shape,
             rank=ranks.rank,
             saver=saver,
-            ledger=ledger,
-            schema=schema,
+            ledger=restored.ledger,
+            schema=parts.schema,
             epoch=epoch,
-            resumed_from=saved_as,
+            resumed_from=start.resumed_from,
             keys=keys,
         ),
         pace=Pace(
@@ -351,23 +429,23 @@ def _build_loop(
             reporter,
             step=state.position.step,
             # Each stage counts its own layers; stages have about as many each.
-            state_bytes=_state_bytes(models) * grid.shape.pp,
+            state_bytes=_state_bytes(parts.models) * parts.grid.shape.pp,
         ),
-        stopper=Stopper(line, ranks.max),
+        stopper=Stopper(start.session.line, ranks.max),
         reporter=reporter,
         # A position that was put back is not the one that this checkpoint holds, so it must not answer a request.
-        saved_as=saved_as if state.position == loaded else "",
+        saved_as=start.resumed_from if state.position == restored.loaded else "",
         rewards=RewardSwap(
             paths=paths,
             epoch=epoch,
             ranks=ranks,
             reporter=reporter,
-            plan=plan,
-            live=live,
+            plan=restored.plan,
+            live=restored.live,
             texts=learner.texts,
-            keep=keep,
-            device=device,
-            counts=grid.speaks,
+            keep=start.keep,
+            device=start.device,
+            counts=parts.grid.speaks,
         ),
     )
 
@@ -375,12 +453,10 @@ def _build_loop(
 def _first_look(
     config: RunConfig,
     paths: RunPaths,
-    data_root: Path,
-    model_path: Path,
     session: Session,
     device: torch.device,
     copies: FrozenCopies,
-) -> "_Digests":
+) -> _Digests:
     """Checks on rank 0 that the run belongs to us, and that data and layout are those of the first start.
 
     Raises:
@@ -390,14 +466,14 @@ def _first_look(
     require_epoch(paths, session.epoch)
     # A daemon has just compared the data set with its fingerprint, and may have accepted a change.
     recorded = read_fingerprint(paths) if session.has_daemon else None
+    data_root, model_path = Path(config.data.root), Path(config.model.path)
     data = recorded or check_dataset(paths, data_root)
-    models = {"reference": model_path}
     # Read in full at each start: `pinned_model` holds the files that are loaded against these digests.
-    seen = {role: fingerprint(path) for role, path in models.items()}
+    model = fingerprint(model_path)
     if config.checkpoint.store_frozen:
-        copies.store({path: seen[role] for role, path in models.items()})
+        copies.store({model_path: model})
     # What does not train decides the numbers as much as the weights do: the manifest has its digests, a resume asks.
-    frozen = {role: found.digest for role, found in seen.items()}
+    frozen = {"reference": model.digest}
     files = {"data.root": _may_hold_prompts(data)}
     if config.data.eval_root is not None:  # it decides which prompts do not train
         held_out = fingerprint(config.data.eval_root)
@@ -415,7 +491,7 @@ def _first_look(
         dataset=data.digest,
         frozen=frozen,
         data=files,
-        model=seen["reference"].digests(),
+        model=model.digests(),
         template=template,
         began=first.began.isoformat(),  # with its offset, which msgpack has no place for
     )

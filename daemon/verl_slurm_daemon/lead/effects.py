@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, assert_never
 
@@ -92,6 +93,24 @@ from verl_slurm_daemon.link.channel import AgentLink, Refusals, serve
 
 _SRUN_TRIES_S = 5.0
 """For so long srun tries to reach slurmctld before it gives up; a refusal comes at once."""
+
+
+@dataclass
+class _Agent:
+    """An agent at the other end of a link.
+
+    Attributes:
+        task: that listens to it.
+        step: the restart that it belongs to. It lives for one, and so do the keys of its ranks.
+        node: its name; empty until it has said it.
+        said_goodbye: it ends by itself, and its link with it.
+    """
+
+    link: AgentLink
+    task: asyncio.Task[None]
+    step: Step
+    node: str = ""
+    said_goodbye: bool = False
 
 
 class Effects:
@@ -411,83 +430,18 @@ class Effects:
     async def _on_link(self, link: AgentLink) -> None:
         task = asyncio.current_task()
         assert task is not None
-        step = self._step  # an agent lives for one restart, and so do the keys of its ranks
-        step.listeners.add(task)
-        node, said_goodbye = "", False
-
-        def lose_standby(why: str) -> None:
-            if self._standby.is_of(step):
-                self._spawn(self._standby.drop(why))
-
-        def deliver(message: FromAgent) -> None:
-            nonlocal node, said_goodbye, step
-            match message:
-                case StandsBy():
-                    step.listeners.discard(task)
-                    step = self._standby.joined_by(message.generation)
-                    step.listeners.add(task)
-                case NodeExited() if step is not self._step:
-                    if not step.leaving.is_set():  # else it was told to leave, and hears nothing more
-                        link.send(Shutdown())
-                        lose_standby(f"node {message.node}: {message.detail}")
-                case AgentReady():
-                    node = message.node
-                    step.join(link, message)
-                    if step.leaving.is_set():
-                        link.send(Shutdown())
-                case SignalSeen():
-                    self._post(
-                        inputs.SignalArrived(signal.Signals(message.signal).name, f"node {message.node}")
-                    )
-                case NodeExited():
-                    # It waits for this, in case the lead is gone. Without its driver, all of Ray waits in vain. One
-                    # that was told already says its last word, and hears nothing more.
-                    if not (said_goodbye or (node and step.leaving.is_set())):
-                        for heard in step.links.values() if self._config.trainer.on_ray else (link,):
-                            heard.send(Shutdown())
-                    said_goodbye = True
-                    if message.exit_code != 0:
-                        self._post(
-                            inputs.NodeFailed(message.node, message.detail or f"exit {message.exit_code}")
-                        )
-                case StoreCall():
-                    step.store.call(message, link.send)
-                case StrangerMet():
-                    self._journal.write(ev.Stranger("ranks", message.peers, node=node, rank=message.rank))
-                    # Posted before the answer that the rank waits for: its end, and its peers' reports of it, come
-                    # after.
-                    self._post(inputs.StrangerFound(node, f"rank {message.rank}: {message.peers}"))
-                    link.send(StoreAnswer(call=message.call, outcome="ok"))
-                case ServiceSaid():
-                    step.listeners.discard(task)  # a service outlives this restart
-                    self._services.hear(message, link)
-                case SpotNoticeSeen():
-                    self._post(inputs.LeaveNode(node, "reclaimed", message.evidence, message.seconds_left))
-                case NodeUnfit():
-                    node, said_goodbye = message.node, True
-                    step.links[node] = link  # it waits for Shutdown
-                    self._leave_bad_node(node, message.evidence, passing=message.passing)
-                case RankUnfit():
-                    self._leave_bad_node(node, f"rank {message.rank}: {message.evidence}")
-                case StacksWritten():
-                    self._stacks.put_nowait(message)
-                case _:
-                    rank_message: FromRank = message
-                    if isinstance(rank_message, Progress):
-                        step.training.set()
-                    for news in self._pace.hear(node, rank_message):
-                        self._journal.write(news)
-                    self._post(inputs.RankSaid(rank_message))
-
+        agent = _Agent(link, task, self._step)
+        agent.step.listeners.add(task)
         if self._allocation.cluster == "slurm":  # elsewhere the next attempt begins on the same machines
             link.send(Baseline(time=self._allocation.now(), places=self._places))
         try:
-            await link.messages(deliver)
+            await link.messages(partial(self._hear, agent))
         except (OSError, VerlSlurmError) as error:
-            if not step.leaving.is_set():  # the end of a step that was told to end may be a reset, too
-                self._journal.write(ev.Link(node, str(error)))
+            if not agent.step.leaving.is_set():  # the end of a step that was told to end may be a reset, too
+                self._journal.write(ev.Link(agent.node, str(error)))
         if self._services.gone(link):
             return
+        step, node = agent.step, agent.node
         step.part(link)
         if step is not self._step:  # one that stands by, or did; those that train know nothing of it
             if self._standby.is_of(step):
@@ -495,8 +449,68 @@ class Effects:
             return
         # A link that ends before `AgentReady` names no node; `StartTimedOut` then reports what is missing. A node that
         # was left out is not counted on.
-        if node and not said_goodbye and step.links.get(node) is link:
+        if node and not agent.said_goodbye and step.links.get(node) is link:
             self._post(await step.why_lost(node, self._lost))
+
+    def _hear(self, agent: _Agent, message: FromAgent) -> None:
+        link, step = agent.link, agent.step
+        match message:
+            case StandsBy():
+                step.listeners.discard(agent.task)
+                agent.step = self._standby.joined_by(message.generation)
+                agent.step.listeners.add(agent.task)
+            case AgentReady():
+                agent.node = message.node
+                step.join(link, message)
+                if step.leaving.is_set():
+                    link.send(Shutdown())
+            case SignalSeen():
+                name = signal.Signals(message.signal).name
+                self._post(inputs.SignalArrived(name, f"node {message.node}"))
+            case NodeExited() if step is not self._step:
+                if not step.leaving.is_set():  # else it was told to leave, and hears nothing more
+                    link.send(Shutdown())
+                    if self._standby.is_of(step):
+                        self._spawn(self._standby.drop(f"node {message.node}: {message.detail}"))
+            case NodeExited():
+                # It waits for this, in case the lead is gone. Without its driver, all of Ray waits in vain. One that
+                # was told already says its last word, and hears nothing more.
+                if not (agent.said_goodbye or (agent.node and step.leaving.is_set())):
+                    for waiting in step.links.values() if self._config.trainer.on_ray else (link,):
+                        waiting.send(Shutdown())
+                agent.said_goodbye = True
+                if message.exit_code != 0:
+                    detail = message.detail or f"exit {message.exit_code}"
+                    self._post(inputs.NodeFailed(message.node, detail))
+            case StoreCall():
+                step.store.call(message, link.send)
+            case StrangerMet():
+                self._journal.write(ev.Stranger("ranks", message.peers, node=agent.node, rank=message.rank))
+                # Posted before the answer that the rank waits for: its end, and its peers' reports of it, come after.
+                self._post(inputs.StrangerFound(agent.node, f"rank {message.rank}: {message.peers}"))
+                link.send(StoreAnswer(call=message.call, outcome="ok"))
+            case ServiceSaid():
+                step.listeners.discard(agent.task)  # a service outlives this restart
+                self._services.hear(message, link)
+            case SpotNoticeSeen():
+                self._post(inputs.LeaveNode(agent.node, "reclaimed", message.evidence, message.seconds_left))
+            case NodeUnfit():
+                agent.node, agent.said_goodbye = message.node, True
+                step.links[agent.node] = link  # it waits for Shutdown
+                self._leave_bad_node(agent.node, message.evidence, passing=message.passing)
+            case RankUnfit():
+                self._leave_bad_node(agent.node, f"rank {message.rank}: {message.evidence}")
+            case StacksWritten():
+                self._stacks.put_nowait(message)
+            case _:
+                self._hear_rank(agent, message)
+
+    def _hear_rank(self, agent: _Agent, message: FromRank) -> None:
+        if isinstance(message, Progress):
+            agent.step.training.set()
+        for event in self._pace.hear(agent.node, message):
+            self._journal.write(event)
+        self._post(inputs.RankSaid(message))
 
     def describe(self, status: Status) -> None:
         """Puts the nodes of the ranks into the snapshot, and the ranks that are slow now."""
