@@ -74,6 +74,14 @@ def test_a_refusal_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -
     assert "train.steps" in result.json["error"]
 
 
+def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(workplace: Path, cli: Cli) -> None:
+    words = ["train.stepz=3", "checkpoint.every_steps=often", "data.root=none", "hooks.on_end=[no-such-program]"]
+    result = cli("submit", "config.yaml", *words, "--cluster", "local")
+    assert result.code == ExitCode.CONFIG
+    for part in ("train.stepz", "'often'", "no such data directory", "no program no-such-program"):
+        assert part in result.err
+
+
 @pytest.mark.parametrize(
     ("make", "part"),
     [

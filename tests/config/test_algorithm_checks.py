@@ -39,7 +39,7 @@ def test_each_algorithm_trains_its_own_models(tmp_path: Path) -> None:
         ),
         (
             ["rollout.samples_per_prompt=3"],
-            ["rollout.micro_batch_size_per_device=18", "(and 1 more)"],
+            ["rollout.micro_batch_size_per_device=18", "train.batch_size_per_device=66"],
         ),
         (
             [*GRPO, "train.kl_in=loss", "train.kl_estimator=k1"],

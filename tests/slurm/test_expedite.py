@@ -97,5 +97,5 @@ def test_the_script_of_a_submission_asks_for_what_is_offered(
     shutil.copy(tmp_path / "sbatch", tmp_path / "srun")  # submitit wants to see one
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     config = run_config(expedite=wish)
-    plan = SubmissionPlan(config=config, run_dir=tmp_path / "run", cluster="slurm", new_run=True)
+    plan = SubmissionPlan(config=config, cluster="slurm", new_run=True)
     assert line in render_script(plan).splitlines()

@@ -9,7 +9,6 @@ import os
 import re
 import typing
 from collections.abc import Mapping
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +22,8 @@ from verl_slurm.base.one_line import json_line, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import examples
 from verl_slurm.config import strict_yaml
-from verl_slurm.config.checks.shared import check
+from verl_slurm.config.checks import Complaint
+from verl_slurm.config.checks.shared import complaints
 from verl_slurm.config.hints import VERLS_SECTIONS, nearest_keys
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.strict_yaml import Value
@@ -56,7 +56,7 @@ def load(
 
     Raises:
         ConfigError: the file is not readable or not in the subset of `strict_yaml`, a key is unknown, a type is wrong,
-            or values do not go together (`checks.check`).
+            or values do not go together (`checks.shared.complaints`).
     """
     path = Path(path)
     return parse_config(_read(path), str(path), overrides, verl, complete=complete)
@@ -71,6 +71,37 @@ def parse_config(
     complete: bool = False,
 ) -> RunConfig:
     """Does the work of `load` without the file: `raw` is its content, `source` its name in errors."""
+    config, wrong = _parse(raw, source, overrides, verl, complete=complete)
+    if wrong:
+        raise together([error for _, error in wrong])
+    return config
+
+
+def read_config(
+    path: Path, overrides: typing.Sequence[str], verl: typing.Sequence[str]
+) -> tuple[RunConfig, list[tuple[str, ConfigError]]]:
+    """Reads the configuration of a run that is to train, as `load` does, and returns what is wrong with it.
+
+    So that files and partitions can be checked in the same answer: a wrong key has its default.
+
+    Returns:
+        The configuration, and each dotted key (or word) that is refused with its error. Whether values go together is
+        known only if no key is wrong.
+
+    Raises:
+        ConfigError: the file is not readable or not in the subset of `strict_yaml`.
+    """
+    return _parse(_read(path), str(path), overrides, verl, complete=True)
+
+
+def _parse(
+    raw: bytes,
+    source: str,
+    overrides: typing.Sequence[str],
+    verl: typing.Sequence[str],
+    *,
+    complete: bool,
+) -> tuple[RunConfig, list[tuple[str, ConfigError]]]:
     data, lines = strict_yaml.parse(raw, source)
     # Before the overrides: they write into sections.
     for section in _sections() & set(data):
@@ -78,26 +109,55 @@ def parse_config(
             data[section] = {}  # a heading whose lines are all commented out
     places = {dotted: f"{source}:{line}" for dotted, line in lines.items()}
     # Collected: a file in the words of another program has many, and each look costs its user a minute.
-    refused: list[ConfigError] = []
+    wrong: list[tuple[str, ConfigError]] = []
     for word in overrides:
-        dotted, text = _parts(word)
-        with _collected(refused):
+        try:
+            dotted, text = _parts(word)
             _override(data, places, dotted, text)
+        except ConfigError as error:
+            wrong.append((word.partition("=")[0], error))
     ours = data.get("verl") or {}
     if isinstance(ours, dict):
         # One spelling for each key: a nested map in the file and a dotted word must meet, to replace each other.
         data["verl"] = flattened(ours | settings_of(verl))
     # Before the conversion: msgspec would name an unknown key without its line and without a near one.
-    refused += _unknown(data, places, source)
-    if refused:
-        raise together(refused)
-    config = _convert(data, places, source)
+    unknown = list(_unknown(data, places, source))
+    wrong += unknown
+    missing = _missing(data)
+    for dotted, _ in unknown:
+        _drop(data, dotted)
+    config = _convert(data, places, source, wrong)
+    # Last: they go by typed values, defaults included.
+    if not wrong:
+        wrong = [(complaint.key, _not_together(complaint, source)) for complaint in complaints(config)]
     # A loop that is not ours names model, data and reward itself.
-    if complete and not config.trainer.is_guest:
-        _require_named(data, source)
-    # Last: the checks read typed values, defaults included.
-    check(config, source)
-    return config
+    if complete and missing and not config.trainer.is_guest:
+        wrong += [(missing[0], _unnamed(missing, source))]
+    return config, wrong
+
+
+def _not_together(complaint: Complaint, source: str) -> ConfigError:
+    return ConfigError(
+        "the values do not go together",
+        where=f"{source}: {complaint.key}",
+        found=complaint.found,
+        expected=complaint.expected,
+        remedy=complaint.remedy,
+    )
+
+
+def _drop(data: dict[str, Value], dotted: str) -> bool:
+    """Removes a key, and each section that held nothing else; returns whether it was there."""
+    section: typing.Any = data
+    *above, last = dotted.split(".")
+    for name in above:
+        section = section.get(name) if isinstance(section, dict) else None
+    if not isinstance(section, dict) or last not in section:
+        return bool(above) and _drop(data, ".".join(above))
+    del section[last]
+    if above and not section:
+        _drop(data, ".".join(above))
+    return True
 
 
 def given_in(path: Path) -> frozenset[str]:
@@ -330,18 +390,10 @@ def _is_section(annotation: object) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, msgspec.Struct)
 
 
-@contextmanager
-def _collected(errors: list[ConfigError]) -> typing.Iterator[None]:
-    try:
-        yield
-    except ConfigError as error:
-        errors.append(error)
-
-
 def _unknown(
     data: typing.Mapping[str, Value], places: dict[str, str], source: str, above: str = ""
-) -> typing.Iterator[ConfigError]:
-    """Yields an error for each unknown key. Of an unknown section each key: it shows best what was meant."""
+) -> typing.Iterator[tuple[str, ConfigError]]:
+    """Yields each unknown key with its error. Of an unknown section each key: it shows best what was meant."""
     keys = known_keys()
     for name, value in data.items():
         dotted = f"{above}{name}"
@@ -350,7 +402,7 @@ def _unknown(
             assert isinstance(value, dict)
             yield from _unknown(value, places, source, f"{dotted}.")
         elif problem := _unknown_key(dotted, places.get(dotted, source)):
-            yield problem
+            yield dotted, problem
 
 
 def _takes_no_section(annotation: object) -> bool:
@@ -386,55 +438,74 @@ _NAMED = {
 """Keys that decide what is trained. Their defaults belong to the quick start and are never taken silently."""
 
 
-def _require_named(data: dict[str, Value], source: str) -> None:
-    missing = []
-    for dotted in _NAMED:
-        section, _, key = dotted.partition(".")
-        inside = data.get(section)
-        if not isinstance(inside, dict) or key not in inside:
-            missing.append(dotted)
-    if missing:
-        raise ConfigError(
-            "the configuration does not say what to train",
-            where=source,
-            found=f"no {', no '.join(missing)}",
-            expected="; ".join(f"{key}: {_NAMED[key]}" for key in missing),
-            remedy=f"add {'it' if len(missing) == 1 else 'them'}, or write KEY=VALUE after the file",
-        )
+def _missing(data: dict[str, Value]) -> list[str]:
+    """Returns which of the named keys are not given."""
+    sections = {dotted: data.get(dotted.partition(".")[0]) for dotted in _NAMED}
+    return [
+        dotted
+        for dotted, inside in sections.items()
+        if not isinstance(inside, dict) or dotted.partition(".")[2] not in inside
+    ]
 
 
-def _convert(data: dict[str, Value], places: dict[str, str], source: str) -> RunConfig:
-    try:
-        return msgspec.convert(data, RunConfig, strict=True)
-    except msgspec.ValidationError as error:
-        message, dotted = str(error), ""
-        if match := _PATH_IN_MESSAGE.fullmatch(message):
-            message, dotted = match.groups()
-        dotted = _with_entry(data, dotted)
-        # An index is for the message; lines and types are known by key.
-        value = _value_at(data, dotted)
-        key = dotted.partition("[")[0]
-        choices = _choices(known_keys().get(key))
-        if choices:
-            whole_list = dotted == key and typing.get_origin(known_keys()[key]) is tuple
-            expected = ("a list of " if whole_list else "") + " or ".join(choices)
-        elif in_list := _IN_LIST.fullmatch(message):
-            expected = f"{'no ' if in_list[1] == 'contains unknown' else ''}`{in_list[2]}` in it"
-        else:
-            # "Expected `int`, got `str`" → int; the value itself tells more than its type.
-            expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
-            expected = _KINDS.get(expected, expected)
-        place = places.get(key, source)
-        raise ConfigError(
-            "wrong value",
-            where=place if place.startswith("override ") else f"{place}: {dotted}",
-            # A secret that was pasted in the wrong place must not reach a log.
-            found="a value that does not fit"
-            if _private(dotted)
-            else f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
-            expected=expected,
-            remedy=_typed_gpus(dotted, value) or f"write {dotted}: {_example(expected, value)}",
-        ) from None
+def _unnamed(missing: typing.Sequence[str], source: str) -> ConfigError:
+    return ConfigError(
+        "the configuration does not say what to train",
+        where=source,
+        found=f"no {', no '.join(missing)}",
+        expected="; ".join(f"{key}: {_NAMED[key]}" for key in missing),
+        remedy=f"add {'it' if len(missing) == 1 else 'them'}, or write KEY=VALUE after the file",
+    )
+
+
+def _convert(
+    data: dict[str, Value], places: dict[str, str], source: str, wrong: list[tuple[str, ConfigError]]
+) -> RunConfig:
+    """Returns the typed configuration; each value that does not fit comes into `wrong`, and has its default."""
+    while True:
+        try:
+            return msgspec.convert(data, RunConfig, strict=True)
+        except msgspec.ValidationError as error:
+            dotted, problem = _wrong_value(str(error), data, places, source)
+            wrong.append((dotted, problem))
+            # A key of a map, or within a list, goes with the whole of it.
+            known = [key for key in (*known_keys(), *_sections()) if f"{dotted}.".startswith(f"{key}.")]
+            if not known or not _drop(data, max(known, key=len)):
+                raise together([error for _, error in wrong]) from None
+
+
+def _wrong_value(
+    message: str, data: dict[str, Value], places: dict[str, str], source: str
+) -> tuple[str, ConfigError]:
+    """Returns the key of a value that does not fit, and its error, read from msgspec's message."""
+    dotted = ""
+    if match := _PATH_IN_MESSAGE.fullmatch(message):
+        message, dotted = match.groups()
+    dotted = _with_entry(data, dotted)
+    # An index is for the message; lines and types are known by key.
+    value = _value_at(data, dotted)
+    key = dotted.partition("[")[0]
+    choices = _choices(known_keys().get(key))
+    if choices:
+        whole_list = dotted == key and typing.get_origin(known_keys()[key]) is tuple
+        expected = ("a list of " if whole_list else "") + " or ".join(choices)
+    elif in_list := _IN_LIST.fullmatch(message):
+        expected = f"{'no ' if in_list[1] == 'contains unknown' else ''}`{in_list[2]}` in it"
+    else:
+        # "Expected `int`, got `str`" → int; the value itself tells more than its type.
+        expected = re.sub(r", got `.*", "", message).removeprefix("Expected ").replace("`", "")
+        expected = _KINDS.get(expected, expected)
+    place = places.get(key, source)
+    return key, ConfigError(
+        "wrong value",
+        where=place if place.startswith("override ") else f"{place}: {dotted}",
+        # A secret that was pasted in the wrong place must not reach a log.
+        found="a value that does not fit"
+        if _private(dotted)
+        else f"{value!r}" + (f", {_name(value)}" if not isinstance(value, (int, float)) else ""),
+        expected=expected,
+        remedy=_typed_gpus(dotted, value) or f"write {dotted}: {_example(expected, value)}",
+    )
 
 
 def _typed_gpus(dotted: str, value: object) -> str:

@@ -32,12 +32,11 @@ class CodePlan(msgspec.Struct, frozen=True, kw_only=True):
         return [line + (", as submitted before" if self.kept else "") for line in self.record.lines()]
 
 
-class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The decisions about one submission before anything is made."""
+class SubmissionPlan(msgspec.Struct, kw_only=True):
+    """The decisions about one submission before anything is made. `submission.plan_submission` fills it."""
 
     config: RunConfig
     """Paths absolute; builtin: names already replaced, except in a dry run."""
-    run_dir: Path
     cluster: Cluster
     new_run: bool
     begun: bool = False
@@ -48,21 +47,25 @@ class SubmissionPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Every byte of it was read and is as it was written."""
     begins_again: str = ""
     """What tells that the run had a checkpoint, where it has none and begins again because the user said so."""
-    inputs: tuple[tuple[str, str], ...] = ()
+    inputs: list[tuple[str, str]] = []
     """Model, data and reward that the run takes; empty for a guest."""
     code: CodePlan = CodePlan()
-    checked: tuple[str, ...] = ()
+    checked: list[str] = []
     """The items that were checked and found good."""
     slurm: str = ""
     """Name of the Slurm cluster that was asked; empty: none was."""
     avoids: tuple[str, ...] = ()
     """Bad nodes of the user that the job is kept away from."""
-    notes: tuple[str, ...] = ()
+    notes: list[str] = []
     """Notes for the user, e.g. that the local executor was chosen."""
     trains: str = ""
     """What will be trained, in one line (`trains_line`)."""
     done: str = ""
     """Why another job would end at once: all steps are done. Empty: they are not."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.config.run_dir)
 
     def require_steps_to_do(self) -> None:
         """Refuses a run that is done."""

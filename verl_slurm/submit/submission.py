@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound
+from verl_slurm.base.errors import ConfigError, DatasetDrift, Fenced, NotFound, VerlSlurmError, together
 from verl_slurm.base.files import open_to_group, private_dir
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.packages import require_packages
@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.store.lost import data_digest, former_checkpoint, req
 from verl_slurm.checkpoint.store.run_config import trained_with
 from verl_slurm.config.changes import refuse_changes, require_in_place
 from verl_slurm.config.elastic import keep_step
-from verl_slurm.config.load import dump, given_in, load, load_resolved
+from verl_slurm.config.load import dump, given_in, load_resolved, read_config
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.journal import events as ev
@@ -41,6 +41,7 @@ from verl_slurm.submit.checks.group import check_group, group_id
 from verl_slurm.submit.checks.inputs import absolute, build_builtins, built_before, check_guest
 from verl_slurm.submit.checks.model_families import check_family
 from verl_slurm.submit.checks.preflight import (
+    SlurmSays,
     check_hooks,
     check_inputs,
     check_keys,
@@ -49,14 +50,14 @@ from verl_slurm.submit.checks.preflight import (
     check_run_dir,
     check_slurm,
     check_surroundings,
-    check_written,
     choose_cluster,
     gpu_note,
     source_note,
+    unexpanded,
 )
 from verl_slurm.submit.checks.programs import python_not_run
 from verl_slurm.submit.checks.rank_environment import check_rank_environment, why_not_run
-from verl_slurm.submit.checks.resume_point import ResumeFound, check_frozen_inputs, check_records, find_resume
+from verl_slurm.submit.checks.resume_point import check_frozen_inputs, check_records, find_resume
 from verl_slurm.submit.checks.room import check_room, frozen_to_come
 from verl_slurm.submit.checks.services import check_services
 from verl_slurm.submit.checks.slurm_verdict import judge_script
@@ -96,6 +97,47 @@ class Submitted(msgspec.Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
 
 
+class _Draft(msgspec.Struct, kw_only=True):
+    """A plan in the making: each look adds what is good, what the user should know, and what is wrong.
+
+    Attributes:
+        written: the configuration as the user wrote it.
+        doubt: why the configuration may be a stranger's; empty: it is the user's.
+        not_run: why nothing that the configuration names is run (`why_not_run`); empty: it is.
+        code, trees, begin_again: as of `plan_submission`; `directory` is its `base`.
+        refused: sections with a wrong key, and looks that have refused; what goes by them is not looked at.
+        problems: all that was refused, to be said in one answer.
+        committed: checkpoints of the run, newest first.
+        trained: what verl will train.
+    """
+
+    plan: SubmissionPlan
+    written: RunConfig
+    places: Places
+    ask_slurm: bool
+    not_run: str
+    directory: Path
+    code: CodeChoice | None
+    trees: TreesRead | None
+    begin_again: Callable[[str], bool] | None
+    refused: set[str] = set()
+    problems: list[VerlSlurmError] = []
+    slurm: SlurmSays | None = None
+    committed: list[CheckpointInfo] = []
+    trained: str = ""
+
+    @property
+    def paths(self) -> RunPaths:
+        return RunPaths(self.plan.run_dir)
+
+    def add(self, good: Sequence[str], notes: Sequence[str | None] = ()) -> None:
+        self.plan.checked += good
+        self.plan.notes += [note for note in notes if note]
+
+    def note(self, *notes: str | None) -> None:
+        self.add([], notes)
+
+
 def plan_submission(
     source: Path,
     overrides: list[str],
@@ -124,171 +166,257 @@ def plan_submission(
         begin_again: called if the run has lost all of its checkpoints, with what tells it; None: refuse.
 
     Raises:
+        VerlSlurmError: what is wrong; where several looks refuse, the first one, with the others in its message.
         CheckpointsLost: the run has had a checkpoint and has none that can be used.
-        ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: what is wrong.
+        ConfigError, DataError, PermissionRefused, SlurmMissing, SlurmRefused, NoRoom: a look refuses.
         Fenced: a job of this run is queued or running.
         NotFound: `source` is a directory, but not a run; or what to resume from is not there.
     """
     if source.is_dir():
         source = _run_yaml_of(source)
-    written = load(source, overrides, verl, complete=True)
+    written, wrong = read_config(source, overrides, verl)
     # Before paths become absolute: `$DATA/x` then looks like a directory below the working directory.
-    check_written(written)
+    wrong += unexpanded(written)
     places = Places(base or Path.cwd(), source, given_keys(overrides, verl))
-    config = absolute(written, places)
-    paths = RunPaths(config.run_dir)
-    check_run_dir(paths.root)
-    checked = ["configuration", "run directory"]
-    packages = ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
-    if config.slurm.container is None and config.slurm.python is None:
-        # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
-        # A guest brings packages of its own; torch is what saving its state needs.
-        require_packages(*packages, wanted_by=f"a run with trainer.backend: {config.trainer.backend}")
+    config, (chosen, chosen_note) = absolute(written, places), choose_cluster(cluster)
     doubt = source_note(source)
-    not_run = why_not_run(config, dry_run=dry_run, stranger=bool(doubt))
-    good, unseen = check_rank_environment(config, packages, not_run)
-    checked += good
-    inputs: list[tuple[str, str]] = []
-    with python_not_run(not_run):
-        hooks, services = check_hooks(config), check_services(config)
-    checked += [*hooks.good, *services.good]
-    notes: list[str] = []
-    good, unreachable = check_group(config)
-    checked += good
+    new_run = not RunPaths(config.run_dir).run_yaml.exists()
+    draft = _Draft(
+        plan=SubmissionPlan(config=config, cluster=chosen, new_run=new_run),
+        written=written,
+        places=places,
+        ask_slurm=ask_slurm and chosen == "slurm",
+        not_run=why_not_run(config, dry_run=dry_run, stranger=bool(doubt)),
+        directory=base or Path.cwd(),
+        code=code,
+        trees=trees,
+        begin_again=begin_again,
+        refused={section for key, _ in wrong for section in (key.partition(".")[0], "configuration")},
+        problems=[error for _, error in wrong],
+    )
+    draft.add(["configuration"], [*places.notes, doubt, chosen_note])
+    with python_not_run(draft.not_run):
+        for look, goes_by in _LOOKS.items():
+            if draft.refused.isdisjoint(goes_by):
+                try:
+                    look(draft)
+                except VerlSlurmError as error:
+                    draft.problems.append(error)
+                    draft.refused.add(look.__name__)
+    if draft.problems:
+        raise together(draft.problems)
+    plan = draft.plan
+    plan.trains = trains_line(plan.config, places.given | given_in(source), chosen, draft.trained)
+    if draft.slurm is not None:
+        # The last question, since sbatch judges the very script that would be queued.
+        said, words = judge_script(plan.config, render_script(plan))
+        draft.add([f"sbatch --test-only: {said}"], words)
+    return plan
+
+
+def _directory(draft: _Draft) -> None:
+    check_run_dir(draft.paths.root)
+    draft.add(["run directory"])
+
+
+def _imported(config: RunConfig) -> tuple[str, ...]:
+    # A guest brings packages of its own; torch is what saving its state needs.
+    return ("torch",) if config.trainer.is_guest else ("torch", "transformers", "numpy")
+
+
+def _packages(draft: _Draft) -> None:
+    # Ranks run in the environment that submits. If they have a container of their own, the job finds out.
+    config = draft.plan.config
+    if config.slurm.container is None and config.slurm.python is None:
+        wanted_by = f"a run with trainer.backend: {config.trainer.backend}"
+        require_packages(*_imported(config), wanted_by=wanted_by)
+
+
+def _rank_environment(draft: _Draft) -> None:
+    config = draft.plan.config
+    draft.add(*check_rank_environment(config, _imported(config), draft.not_run))
+
+
+def _hooks(draft: _Draft) -> None:
+    draft.add(*check_hooks(draft.plan.config))
+
+
+def _services(draft: _Draft) -> None:
+    draft.add(*check_services(draft.plan.config))
+
+
+def _group(draft: _Draft) -> None:
+    good, unreachable = check_group(draft.plan.config)
+    draft.add(good, [unreachable])
+
+
+def _inputs(draft: _Draft) -> None:
+    plan, config = draft.plan, draft.plan.config
     # With `--code run` the programs that count are the run's copies: those outside may be gone.
-    runs = Moves.of(paths).config(config) if code == "run" else config
-    # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
+    runs = Moves.of(draft.paths).config(config) if draft.code == "run" else config
     if config.trainer.is_guest:
-        with python_not_run(not_run):
-            good, notes = check_guest(runs)
-        checked += good
+        draft.add(*check_guest(runs))
         if data_of(config) is None:
-            notes.append(
-                "not looked at: whether the data stays the same between attempts; data.root names it"
-            )
-    else:
-        with python_not_run(not_run):
-            inputs, notes = check_inputs(runs, written.model.path, begun=has_begun(paths))
-        notes += check_family(config)
-        checked += [f"{name} {taken}" for name, taken in inputs]
-    check_resume_from(config)
-    if config.checkpoint.resume_from not in (None, "auto"):
-        checked.append("the checkpoint to resume from")
-    chosen, note = choose_cluster(cluster)
-    config, good = check_container(config, chosen)
-    checked += good
-    slurm, told = None, tuple[str, ...]()
-    if chosen == "slurm" and ask_slurm:
-        slurm = check_slurm(config)
-        told = slurm.notes
-        checked.append(f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm")
-    asked = (
-        check_surroundings(config),
-        check_keys(config, chosen),
-        gpu_note(config, chosen),
-        check_metrics_port(config),
-        unreachable,
+            draft.note("not looked at: whether the data stays the same between attempts; data.root names it")
+        return
+    plan.inputs, notes = check_inputs(runs, draft.written.model.path, begun=has_begun(draft.paths))
+    notes += check_family(config)
+    draft.add([f"{name} {taken}" for name, taken in plan.inputs], notes)
+
+
+def _resume_from(draft: _Draft) -> None:
+    check_resume_from(draft.plan.config)
+    if draft.plan.config.checkpoint.resume_from not in (None, "auto"):
+        draft.add(["the checkpoint to resume from"])
+
+
+def _container(draft: _Draft) -> None:
+    draft.plan.config, good = check_container(draft.plan.config, draft.plan.cluster)
+    draft.add(good)
+
+
+def _keys(draft: _Draft) -> None:
+    config = draft.plan.config
+    note = check_keys(config, draft.plan.cluster)
+    draft.add([] if config.checkpoint.encryption is None else ["key"], [note])
+
+
+def _slurm(draft: _Draft) -> None:
+    config = draft.plan.config
+    if draft.ask_slurm:
+        draft.slurm = check_slurm(config)
+        name = f"Slurm partition {config.slurm.partition}" if config.slurm.partition else "Slurm"
+        draft.add([name], [*draft.slurm.notes, *machine_notes(config, draft.slurm.conf)])
+
+
+def _beside(draft: _Draft) -> None:
+    """Looks for earlier runs that a new one may have been meant to go on with."""
+    config = draft.plan.config
+    if other := draft.places.run_beside(draft.written.run_dir.replace("{name}", config.name)):
+        meant = f"{other} exists beside the YAML; {shell_word(f'run_dir={other}')} means it"
+        draft.note(f"a new run, since run_dir goes by where you are: {meant}")
+    if config.checkpoint.resume_from == "auto":
+        for tier, step in namesakes(config).items():
+            word = shell_word(f"checkpoint.resume_from={step}")
+            earlier = f"tier {tier} has checkpoints of an earlier one of this name"
+            draft.note(f"a new run, which begins at step 0: {earlier}, and {word} goes on from the newest")
+
+
+def _run(draft: _Draft) -> None:
+    """Checks an existing run: what it has trained with decides what may change, and no job of it may live."""
+    plan, config, paths = draft.plan, draft.plan.config, draft.paths
+    if plan.new_run:
+        _beside(draft)
+        return
+    # Here as well as in the lead: the job would end before its journal could say so.
+    require_run_id(paths)
+    draft.committed = committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
+    check_records(paths, committed)
+    plan.begun = begun = has_begun(paths) or bool(former_checkpoint(paths, config))
+    former = _former(paths, config, begun=begun)
+    # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
+    config = built_before(config, former)
+    resharded = former.distributed.axes != config.distributed.axes
+    # A step has the same number of responses on any number of ranks, so sizes per device follow the devices.
+    if begun and resharded and not config.trainer.is_guest:
+        config = keep_step(former, config)
+        draft.note(reshaped(former, config))
+    plan.config = config
+    changed = _changes(paths, config, begun=begun)
+    # Allowed, and said: in a longer run the rate of each step to come is another one.
+    schedule = config.train.lr_schedule
+    if begun and "train.steps" in changed and schedule in _BY_LENGTH:
+        draft.note(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
+    refuse_living(paths, ask_for_unknown=draft.ask_slurm)
+    if ended_well(paths):
+        plan.done = why_done(config, committed)
+        if config.trainer.is_guest:
+            draft.note("the run has ended as done: it ends again at once, unless its program has more to do")
+    draft.add(["the run's former configuration and job"])
+
+
+def _resume_point(draft: _Draft) -> None:
+    # It may read every byte of a checkpoint, and ask the user: not for a submission that is refused anyway.
+    if draft.plan.new_run or draft.problems:
+        return
+    plan = draft.plan
+    resume = find_resume(plan.config, draft.paths, draft.committed, draft.begin_again)
+    plan.resumes_from, plan.resume_read, plan.begins_again = resume.name, resume.read, resume.lost
+    draft.add([f"checkpoint {resume.name}: every byte"] if resume.read else [], [resume.note])
+
+
+def _code(draft: _Draft) -> None:
+    plan = draft.plan
+    plan.code = plan_code(
+        plan.config,
+        draft.directory,
+        draft.paths,
+        begun=plan.begun,
+        choice=draft.code,
+        known=draft.trees,
+        ask_python=not draft.not_run,
     )
-    unseen = [*unseen, *hooks.notes, *services.notes]
-    notes = [*places.notes, *(text for text in (doubt, *unseen, note, *told, *asked, *notes) if text)]
-    if slurm is not None:
-        notes += machine_notes(config, slurm.conf)
-    if config.checkpoint.encryption is not None:
-        checked.append("key")
-    # An existing run: what it has trained with decides what may change, and no job of it may live.
-    new_run, begun, done = not paths.run_yaml.exists(), False, ""
-    committed: list[CheckpointInfo] = []
-    found = ResumeFound()
-    if new_run and (other := places.run_beside(written.run_dir.replace("{name}", config.name))):
-        word = shell_word(f"run_dir={other}")
-        notes.append(
-            f"a new run, since run_dir goes by where you are: {other} exists beside the YAML; {word} means it"
-        )
-    if new_run and config.checkpoint.resume_from == "auto":
-        notes += [
-            f"a new run, which begins at step 0: tier {tier} has checkpoints of an earlier one of this name, and "
-            f"{shell_word(f'checkpoint.resume_from={step}')} goes on from the newest"
-            for tier, step in namesakes(config).items()
-        ]
-    if not new_run:
-        # Here as well as in the lead: the job would end before its journal could say so.
-        require_run_id(paths)
-        committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
-        check_records(paths, committed)
-        begun = has_begun(paths) or bool(former_checkpoint(paths, config))
-        former = _former(paths, config, begun=begun)
-        # Before the comparison: the path of a built-in holds a hash of its builder, which differs after an upgrade.
-        config = built_before(config, former)
-        resharded = former.distributed.axes != config.distributed.axes
-        # A step has the same number of responses on any number of ranks, so sizes per device follow the devices.
-        if begun and resharded and not config.trainer.is_guest:
-            config = keep_step(former, config)
-            notes.append(reshaped(former, config))
-        changed = _changes(paths, config, begun=begun)
-        # Allowed, and said: in a longer run the rate of each step to come is another one.
-        if begun and "train.steps" in changed and config.train.lr_schedule in _BY_LENGTH:
-            schedule = config.train.lr_schedule
-            notes.append(f"train.steps changes the {schedule} schedule: learning rates differ from here on")
-        refuse_living(paths, ask_for_unknown=chosen == "slurm" and ask_slurm)
-        well = ended_well(paths)
-        done = why_done(config, committed) if well else ""
-        if config.trainer.is_guest and well:
-            notes.append(
-                "the run has ended as done: it ends again at once, unless its program has more to do"
-            )
-        checked.append("the run's former configuration and job")
-        found = find_resume(config, paths, committed, begin_again)
-        checked += [f"checkpoint {found.name}: every byte"] if found.read else []
-        notes += [found.note] if found.note else []
-    caller = base or Path.cwd()
-    taken = plan_code(config, caller, paths, begun=begun, choice=code, known=trees, ask_python=not not_run)
-    notes += taken.notes
-    if taken.record.trees:
-        checked.append(f"code {'; '.join(taken.lines())}")
+    lines = "; ".join(plan.code.lines())
+    draft.add([f"code {lines}"] if plan.code.record.trees else [], plan.code.notes)
+
+
+def _frozen_inputs(draft: _Draft) -> None:
+    config, paths = draft.plan.config, draft.paths
     wanted = config.checkpoint.resume_from
-    if (source_name := found.name if wanted == "auto" else wanted) and not config.trainer.is_guest:
+    resumed = draft.plan.resumes_from if wanted == "auto" else wanted
+    if resumed and not config.trainer.is_guest:
         # With `--code new` a changed reward is a new copy, which the ranks refuse.
-        moved = Moves.of(paths).config(config) if code == "run" else config
-        notes += check_frozen_inputs(moved, paths, source_name)
-    trained = ""
-    if config.trainer.backend == "verl":
-        with python_not_run(not_run):
-            good, doubtful, trained = check_verl(config, paths, committed)
-        checked, notes = [*checked, *good], [*notes, *doubtful]
-    # The newest committed checkpoint tells what one takes, so room and deadlines are asked after the run was looked at.
-    if note := check_room(config, paths.checkpoints, committed, frozen=frozen_to_come(config, paths)):
-        notes.append(note)
-    if slurm is not None:
-        good, doubtful = check_deadlines(config, paths, committed, slurm)
-        checked, notes = [*checked, *good], [*notes, *doubtful]
-    avoids: tuple[str, ...] = ()
-    if slurm is not None:
-        avoids, doubtful = nodes_to_avoid(config, slurm)
-        notes = [*notes, *doubtful]
-    plan = SubmissionPlan(
-        config=config,
-        run_dir=paths.root,
-        cluster=chosen,
-        new_run=new_run,
-        begun=begun,
-        resumes_from=found.name,
-        resume_read=found.read,
-        begins_again=found.lost,
-        inputs=tuple(inputs),
-        code=taken,
-        checked=tuple(checked),
-        slurm="" if slurm is None else slurm.conf.get("ClusterName", ""),
-        avoids=avoids,
-        notes=tuple(notes),
-        trains=trains_line(config, places.given | given_in(source), chosen, trained),
-        done=done,
-    )
-    if slurm is None:
-        return plan
-    # The last question, since sbatch judges the very script that would be queued.
-    said, words = judge_script(config, render_script(plan))
-    checked.append(f"sbatch --test-only: {said}")
-    return msgspec.structs.replace(plan, checked=tuple(checked), notes=(*plan.notes, *words))
+        moved = Moves.of(paths).config(config) if draft.code == "run" else config
+        draft.note(*check_frozen_inputs(moved, paths, resumed))
+
+
+def _verl(draft: _Draft) -> None:
+    if draft.plan.config.trainer.backend == "verl":
+        good, notes, draft.trained = check_verl(draft.plan.config, draft.paths, draft.committed)
+        draft.add(good, notes)
+
+
+def _room(draft: _Draft) -> None:
+    # The newest committed checkpoint tells how much one takes.
+    config, paths = draft.plan.config, draft.paths
+    frozen = frozen_to_come(config, paths)
+    draft.note(check_room(config, paths.checkpoints, draft.committed, frozen=frozen))
+
+
+def _deadlines(draft: _Draft) -> None:
+    if draft.slurm is not None:
+        config, slurm = draft.plan.config, draft.slurm
+        draft.add(*check_deadlines(config, draft.paths, draft.committed, slurm))
+        draft.plan.avoids, notes = nodes_to_avoid(config, slurm)
+        draft.note(*notes)
+
+
+_WHOLE_RUN = ("configuration", "_directory", "_run")
+_LOOKS: dict[Callable[[_Draft], None], tuple[str, ...]] = {
+    _directory: ("name", "run_dir"),
+    _packages: ("trainer", "slurm"),
+    _rank_environment: ("env", "env_from_files", "slurm", "trainer", "_packages"),
+    _hooks: ("hooks",),
+    _services: ("services",),
+    _group: ("group", "hooks"),
+    _inputs: ("model", "data", "trainer", "distributed", "rollout", "_directory"),
+    _resume_from: ("checkpoint", "trainer", "train", "_directory"),
+    _container: ("slurm", "model", "data", "checkpoint"),
+    lambda draft: draft.note(check_surroundings(draft.plan.config)): ("checkpoint", "run_dir", "_directory"),
+    _keys: ("checkpoint",),
+    lambda draft: draft.note(gpu_note(draft.plan.config, draft.plan.cluster)): ("distributed",),
+    lambda draft: draft.note(check_metrics_port(draft.plan.config)): ("observability",),
+    # Local questions come before Slurm's: without slurmctld a command of Slurm takes 9 s to say so.
+    _slurm: ("slurm", "distributed", "run_dir"),
+    _run: ("configuration", "_directory"),
+    _resume_point: _WHOLE_RUN,
+    _code: _WHOLE_RUN,
+    _frozen_inputs: _WHOLE_RUN,
+    _verl: ("verl", "trainer", "model", "data", "distributed", "slurm", "_directory", "_run"),
+    _room: _WHOLE_RUN,
+    _deadlines: _WHOLE_RUN,
+}
+"""The looks at a submission, in order, each with what it goes by: sections of the configuration, and other looks."""
 
 
 def carry_out(
@@ -317,51 +445,17 @@ def carry_out(
     paths = RunPaths(plan.run_dir)
     changed = [] if plan.new_run else _changes(paths, config, begun=plan.begun)
     # Before anything is made or locked: the data may take long to read, and the user may be asked.
-    seen, drift = _confirmed_drift(plan, data_of(config), confirm_drift)
-    notices = list(seen.notices) if seen is not None else []
+    survey, drift = _confirmed_drift(plan, data_of(config), confirm_drift)
+    notices = list(survey.notices) if survey is not None else []
     job_id: str | None = None
     with ExitStack() as held:
         # Callbacks run in reverse order: directories are removed last, when what was made in them is gone.
         with ExitStack() as undo:
             make_root(undo, paths.root)
             held.enter_context(only_submitter(paths))
-            # The plan was made without the lock. Another submit may have made the run since, or taken it back.
-            if paths.run_yaml.exists() is plan.new_run:
-                raise Fenced(
-                    "another submit was faster", where=paths.root, remedy="submit again to see its run"
-                )
-            # As well: between the plan and the lock it may have queued a job.
-            refuse_living(paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
-            # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
-            undo.callback(remove_new, paths.logs, names_in(paths.logs))
-            undo.callback(remove_new, paths.root, names_in(paths.root))
-            private_dir(paths.logs)
-            private_dir(paths.control)
-            for shown in (paths.root, paths.logs):
-                open_to_group(shown, group_id(config))
-            # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
-            replace_content(undo, paths.run_yaml, dump(config))
-            # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
-            if config.checkpoint.resume_from != "auto":
-                make_mark(undo, paths.resume_once)
-            if plan.begins_again:
-                make_mark(undo, paths.from_nothing)
-            # A run that has not begun may change any key. What was saved since the plan was made would not fit the new
-            # ones.
-            if not plan.begun and has_begun(paths):
-                raise Fenced("the run has begun meanwhile", where=paths.root, remedy="submit again")
-            if not plan.begun and paths.orchestration.exists():
-                # A start that came to nothing may have written the layout of the former configuration.
-                keep_content(undo, paths.orchestration)
-                paths.orchestration.unlink()
-            if seen is not None:
-                # Otherwise the record stays: it was read in full, and what is compared with it trusts sizes and dates.
-                if drift is not None or not plan.begun or not paths.fingerprint.exists():
-                    keep_content(undo, paths.fingerprint)
-                    prints.write(paths, seen.found)
-                # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
-                if forgotten := prints.remember(paths.hash_cache, seen):
-                    notices.append(forgotten)
+            _require_as_planned(plan, paths, ask_for_unknown=plan.cluster == "slurm" and not prepare_only)
+            _write_run(undo, plan, config)
+            notices += _write_fingerprint(undo, plan, survey, drift)
             copied = keep_code(undo, paths, plan.code)
             # sbatch comes last, since all before it can be undone and a queued job cannot.
             if not prepare_only:
@@ -372,21 +466,19 @@ def carry_out(
                     raise
                 notices += [note for note in words if note not in plan.notes]
             undo.pop_all()  # a job exists: from here on nothing is undone
-        if drift is not None:
-            # After the job: a confirmed change whose submission failed has changed nothing.
-            _record_drift(paths, drift)
-        if plan.begins_again:
-            append_event(paths, ev.ForceResume(lost=plan.begins_again))
-        for told in copied:
-            append_event(paths, told)
+        # After the job: a confirmed change whose submission failed has changed nothing.
+        events: list[ev.Event] = [] if drift is None else [_accepted(drift)]
+        events += [ev.ForceResume(lost=plan.begins_again)] if plan.begins_again else []
+        events += copied
         if job_id is not None:
             # Still under the lock: the next submit learns of this job from the journal.
-            host = socket.gethostname()
-            append_event(paths, ev.Submitted(plan.cluster, host, plan.slurm, job_id=job_id))
+            events.append(ev.Submitted(plan.cluster, socket.gethostname(), plan.slurm, job_id=job_id))
             if plan.avoids:
                 # Names no node: the user's record says how long. A requeue looks there again, and takes it back.
                 detail = f"the job avoids {', '.join(plan.avoids)}"
-                append_event(paths, ev.Avoid([], detail, told=list(plan.avoids), job_id=job_id))
+                events.append(ev.Avoid([], detail, told=list(plan.avoids), job_id=job_id))
+        for event in events:
+            append_event(paths, event)
     return Submitted(
         run_dir=str(paths.root),
         cluster=plan.cluster,
@@ -395,6 +487,59 @@ def carry_out(
         changed=tuple(changed),
         notes=(*plan.notes, *notices),
     )
+
+
+def _require_as_planned(plan: SubmissionPlan, paths: RunPaths, *, ask_for_unknown: bool) -> None:
+    """Requires that the run is still as the plan found it, which was made without the lock.
+
+    Raises:
+        Fenced: another submit has made the run, taken it back, or queued a job; or the run has begun.
+    """
+    if paths.run_yaml.exists() is plan.new_run:
+        raise Fenced("another submit was faster", where=paths.root, remedy="submit again to see its run")
+    refuse_living(paths, ask_for_unknown=ask_for_unknown)
+    # A run that has not begun may change any key. What was saved since then would not fit the new ones.
+    if not plan.begun and has_begun(paths):
+        raise Fenced("the run has begun meanwhile", where=paths.root, remedy="submit again")
+
+
+def _write_run(undo: ExitStack, plan: SubmissionPlan, config: RunConfig) -> None:
+    """Writes directories, run.yaml and marks of the run."""
+    paths = RunPaths(plan.run_dir)
+    # By the names that are there now: files of an existing run, or of its earlier jobs, survive a refusal.
+    undo.callback(remove_new, paths.logs, names_in(paths.logs))
+    undo.callback(remove_new, paths.root, names_in(paths.root))
+    private_dir(paths.logs)
+    private_dir(paths.control)
+    for shown in (paths.root, paths.logs):
+        open_to_group(shown, group_id(config))
+    # Before sbatch: the child that submits reads run.yaml, and the job may start at once.
+    replace_content(undo, paths.run_yaml, dump(config))
+    # A named checkpoint counts for one start, which removes the mark; a requeued job takes the newest.
+    if config.checkpoint.resume_from != "auto":
+        make_mark(undo, paths.resume_once)
+    if plan.begins_again:
+        make_mark(undo, paths.from_nothing)
+    if not plan.begun and paths.orchestration.exists():
+        # A start that came to nothing may have written the layout of the former configuration.
+        keep_content(undo, paths.orchestration)
+        paths.orchestration.unlink()
+
+
+def _write_fingerprint(
+    undo: ExitStack, plan: SubmissionPlan, survey: prints.Survey | None, drift: prints.Drift | None
+) -> list[str]:
+    """Records what the data was found to be; returns notes for the user."""
+    paths = RunPaths(plan.run_dir)
+    if survey is None:
+        return []
+    # Otherwise the record stays: it was read in full, and what is compared with it trusts sizes and dates.
+    if drift is not None or not plan.begun or not paths.fingerprint.exists():
+        keep_content(undo, paths.fingerprint)
+        prints.write(paths, survey.found)
+    # The cache shortens later looks alone: where it cannot be written, that is said, and the run starts.
+    forgotten = prints.remember(paths.hash_cache, survey)
+    return [forgotten] if forgotten else []
 
 
 def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> None:
@@ -474,8 +619,8 @@ def _run_yaml_of(directory: Path) -> Path:
     return source
 
 
-def _record_drift(paths: RunPaths, drift: prints.Drift) -> None:
-    append_event(paths, ev.ForceResume(list(drift.added), list(drift.removed), list(drift.changed)))
+def _accepted(drift: prints.Drift) -> ev.ForceResume:
+    return ev.ForceResume(list(drift.added), list(drift.removed), list(drift.changed))
 
 
 def plan_verl_run(target: Path, overrides: Sequence[str] = (), *, dry_run: bool = False) -> SubmissionPlan:

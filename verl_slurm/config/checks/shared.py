@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
 from verl_slurm.config.checks import Complaint
 from verl_slurm.config.checks.containers import container_complaints
@@ -44,26 +43,6 @@ _WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:@+*-]{0,127}")
 # These become words of Slurm's commands as well (`slurm.commands.PARTITIONS`).
 _PARTITIONS = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}(?:,[A-Za-z0-9_][A-Za-z0-9_.-]{0,254})*")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,63}")
-
-
-def check(config: RunConfig, source: str) -> None:
-    """Refuses a config whose values do not go together.
-
-    Raises:
-        ConfigError: the first complaint, and the number of others.
-    """
-    found = list(complaints(config))
-    if not found:
-        return
-    first = found[0]
-    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    raise ConfigError(
-        "the values do not go together" + more,
-        where=f"{source}: {first.key}",
-        found=first.found,
-        expected=first.expected,
-        remedy=first.remedy,
-    )
 
 
 def complaints(config: RunConfig) -> list[Complaint]:

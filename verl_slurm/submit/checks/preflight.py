@@ -63,28 +63,32 @@ def source_note(source: Path) -> str:
     return f"the configuration is {os.path.abspath(source)}, which {by}: it can have programs run as you"
 
 
-def check_written(config: RunConfig) -> None:
-    """Checks paths as the user wrote them: a variable that no shell expanded would become a directory's name.
-
-    Raises:
-        ConfigError: a path has a `$`.
+def unexpanded(config: RunConfig) -> list[tuple[str, ConfigError]]:
+    """Returns the keys whose path has a `$` as the user wrote it, each with its error: a variable that no shell
+    expanded would become a directory's name.
     """
-    for key, text in (
-        ("run_dir", config.run_dir),
-        ("model.path", config.model.path),
-        ("data.root", config.data.root),
-        ("data.eval_root", config.data.eval_root or ""),
-        ("observability.token_file", config.observability.token_file or ""),
-        ("observability.targets_dir", config.observability.targets_dir or ""),
-    ):
-        if "$" in text:
-            raise ConfigError(
+    paths = {
+        "run_dir": config.run_dir,
+        "model.path": config.model.path,
+        "data.root": config.data.root,
+        "data.eval_root": config.data.eval_root,
+        "observability.token_file": config.observability.token_file,
+        "observability.targets_dir": config.observability.targets_dir,
+    }
+    return [
+        (
+            key,
+            ConfigError(
                 "variables in paths are not expanded",
                 where=key,
-                found=text,
+                found=path,
                 expected="a path without `$`",
                 remedy=f'write it out, or let the shell do it: {key}="$VARIABLE/..." behind the configuration',
-            )
+            ),
+        )
+        for key, path in paths.items()
+        if path is not None and "$" in path
+    ]
 
 
 def check_keys(config: RunConfig, cluster: Cluster) -> str | None:
