@@ -33,11 +33,15 @@ class Result(NamedTuple):
     @property
     def error(self) -> str:
         """The one line on standard error."""
+        [line] = self.errors
+        return line
+
+    @property
+    def errors(self) -> list[str]:
+        """The lines on standard error, one for each mistake."""
         lines = self.err.splitlines()
-        assert len(lines) == 1, self.err
-        assert lines[0].startswith("verl-slurm: ")
-        assert "Traceback" not in self.err
-        return lines[0]
+        assert all(line.startswith("verl-slurm: ") for line in lines), self.err
+        return lines
 
 
 Cli = Callable[..., Result]

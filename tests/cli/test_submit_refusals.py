@@ -79,7 +79,7 @@ def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(wor
     result = cli("submit", "config.yaml", *words, "--cluster", "local")
     assert result.code == ExitCode.CONFIG
     for part in ("train.stepz", "'often'", "no such data directory", "no program no-such-program"):
-        assert part in result.err
+        assert any(part in line for line in result.errors)
 
 
 @pytest.mark.parametrize(
