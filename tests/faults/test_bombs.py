@@ -41,6 +41,12 @@ RUNTIME_STATES = {
     "a known field that is a million maps in each other": lambda: _of_msgpack(
         b"\x93\x81\xa7history" + b"\x81\xa1x" * 1_000_000 + b"\xc0"
     ),
+    "an unknown field that is a million maps in each other": lambda: _of_msgpack(
+        b"\x93\x81\xa1x" + b"\x81\xa1x" * 1_000_000 + b"\xc0"
+    ),
+    "a million small maps for arrays": lambda: _of_msgpack(
+        b"\x93\x80\xdd\0\x0f\x42\x40" + b"\x80" * 1_000_000
+    ),
     "skippable frames without end": lambda: struct.pack("<II", 0x184D2A50, 0) * 100_000,
 }
 

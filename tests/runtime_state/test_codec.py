@@ -94,14 +94,6 @@ def test_a_state_comes_back_bit_for_bit(state: RuntimeState) -> None:
     assert encode(decode(encode(state))) == encode(state)
 
 
-@pytest.mark.parametrize("dtype", [d for d in DTYPES if d != "bytes"])
-@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 4), (2, 3, 5)])
-def test_every_dtype_and_shape_comes_back(state: RuntimeState, dtype: str, shape: tuple[int, ...]) -> None:
-    raw = np.random.default_rng(0).integers(0, 2, shape).astype(dtype)
-    back = decode(encode(msgspec.structs.replace(state, rewards={"x": raw})))
-    assert same(back.rewards["x"], raw)
-
-
 def test_big_endian_and_strided_arrays_are_stored_by_value(state: RuntimeState) -> None:
     big = np.arange(6, dtype=">i4")
     strided = np.arange(24, dtype=np.float32).reshape(4, 6)[::2, ::3].T
@@ -248,39 +240,6 @@ def test_frames_that_do_not_add_up_are_refused(fields: dict[str, Any]) -> None:
     ):
         with pytest.raises(CheckpointCorrupt):
             decode(in_one(frame(msgspec.msgpack.encode([*claim, sizes])), rest))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"\xdd\xff\xff\xff\xff",  # an array of 2^32 - 1
-        b"\xdf\xff\xff\xff\xff",  # a map of as many
-        b"\xc6\xff\xff\xff\xff",  # a bin of as many bytes
-        b"\xdb\xff\xff\xff\xff",  # a string
-        b"\x91" * 100_000,  # arrays in arrays
-        b"\x81\xa1a" * 100_000,  # maps in maps
-        b"\x80" * 100_000,  # many small maps
-        b"\xc7\x01\x05a",  # an extension type
-        b"\xc0",
-        b"\x01",
-        b"\xc1",
-        b"\x00" * MAX_HEAD_BYTES,
-    ],
-)
-def test_msgpack_that_would_grow_is_refused(content: bytes, fields: dict[str, Any]) -> None:
-    raw = msgspec.msgpack.encode(fields)
-    assert raw[0] & 0xF0 == 0x80
-    at = raw.index(b"\xa7history") + 8
-    for head in (
-        content,
-        b"\x93" + content,
-        # And where the head has room for anything: an unknown key, a row of the history, the name of an array.
-        b"\x93" + bytes([raw[0] + 1]) + raw[1:] + b"\xa1x" + content,
-        b"\x93" + raw[:at] + b"\x91" + content,
-        b"\x93" + raw + b"\x91\x93" + content,
-    ):
-        with pytest.raises(CheckpointCorrupt):
-            decode(in_one(frame(head)))
 
 
 @pytest.mark.parametrize("misreading", [{}, None, {1: object()}, ValueError("truncated")])

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.runtime_state.format import HISTORY_ROWS, ArraySpec, RuntimeState, StateHead
+from verl_slurm.runtime_state.format import HISTORY_ROWS, RuntimeState, StateHead
 from verl_slurm.runtime_state.record import Read, digests, pack, unpack, unpack_head
 
 GROUPS = ("rollouts", "rewards")
@@ -44,8 +44,8 @@ def decode(data: bytes, *, where: object = "runtime state") -> RuntimeState:
     return RuntimeState(**_of_head(head), rollouts=groups["rollouts"], rewards=groups["rewards"])
 
 
-def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, ArraySpec]]]:
-    """Reads the head of a runtime-state file: what it says, and its arrays by group and name, which are not read.
+def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, list[int]]]]:
+    """Reads the head of a runtime-state file: what it says, and the shapes of its arrays by group and name.
 
     Args:
         data: the first HEAD_BYTES of the file. Its arrays may take 2 GiB.
@@ -54,7 +54,7 @@ def peek(data: bytes, *, where: object) -> tuple[StateHead, dict[str, dict[str, 
         CheckpointCorrupt: it is not canonical, or of another version.
     """
     head, specs = unpack_head(data, StateHead, where=where)
-    return head, _by_group({spec.name: spec for spec in specs}, where)
+    return head, _by_group({spec.name: spec.shape for spec in specs}, where)
 
 
 def facts(read: Read, num_bytes: int, *, where: object) -> dict[str, object]:

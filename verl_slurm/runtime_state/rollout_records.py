@@ -98,6 +98,7 @@ def response_entry(position: int, session: int, outputs: Outputs, digest: str) -
     places: list[_Place] = []
     arrays: list[np.ndarray] = []
     plain = []
+    # Packed here and not by the ledger: a response that cannot be held must not cost those that are written with it.
     try:
         for number, output in enumerate(outputs):
             short = dict(output)
@@ -124,6 +125,7 @@ def unpack_outputs(said: Responses, arrays: Arrays, digest: str) -> list[dict[st
     try:
         for (kind, path), array in zip(said.places, arrays.values(), strict=True):
             place: Any = said.outputs
+            # Any path: what does not lead to a place in `outputs` raises, as any other record that is no response.
             for key in path[:-1]:
                 place = place[key]
             place[path[-1]] = _put_back(kind, array)
@@ -312,6 +314,7 @@ def _taken_out(value: Any, path: list[Any], places: list[_Place], arrays: list[n
         kind, value = "torch", value.detach().cpu().numpy()
     if not isinstance(value, np.ndarray | np.generic) or value.dtype.name not in DTYPES:
         raise NotRecordable(f"no record can hold a {type(value).__name__}")
+    # Named by its place in the list: a path may have keys that are no name for an array.
     places.append((kind, path))
     arrays.append(np.asarray(value))
     return None

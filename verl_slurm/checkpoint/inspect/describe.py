@@ -172,14 +172,11 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
         # The head alone: 2 MB of arrays may become 2 GB.
         data = read_file(directory, manifest, entry.path, keys, head=HEAD_BYTES)
         try:
-            state, arrays = peek(data, where=directory / entry.path)
+            state, shapes = peek(data, where=directory / entry.path)
         except CheckpointCorrupt as error:
             # Its bytes are what was committed: another version wrote them.
             found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})
             continue
-        shapes = {
-            group: {name: spec.shape for name, spec in specs.items()} for group, specs in arrays.items()
-        }
         # All ranks of a run have the same window; if they disagree, the newest values count.
         first = first or state.kl_window
         window = first if state.kl_window == first else state.kl_window[-_TAIL:]
