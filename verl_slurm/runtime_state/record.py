@@ -374,19 +374,18 @@ def _decompress(data: memoryview, limit: int) -> bytes:
     bytes."""
     try:
         frame = zstandard.get_frame_parameters(data[:18])  # no frame header is longer
-        size = frame.content_size
-        if size in (zstandard.CONTENTSIZE_UNKNOWN, zstandard.CONTENTSIZE_ERROR):
-            raise ValueError("a zstd frame does not say its content size")
-        # The window is memory, too: a small frame may ask the decoder for gigabytes of it.
-        if not 0 < size <= limit or frame.window_size > max(limit, 1 << 20):
-            raise ValueError(f"a zstd frame of {size} bytes decompressed, at most {limit}")
-        # Without the checksum a flipped bit could pass as content.
-        if not frame.has_checksum or frame.dict_id:
-            raise ValueError("a zstd frame without a checksum, or with a dictionary")
+        # The window is memory, too: a small frame may ask the decoder for gigabytes of it. A size that is not declared
+        # is one beyond all limits; and without the checksum a flipped bit could pass as content.
+        if not (
+            0 < frame.content_size <= limit
+            and frame.window_size <= max(limit, 1 << 20)
+            and frame.has_checksum
+            and not frame.dict_id
+        ):
+            raise ValueError(
+                f"a zstd frame of {frame.content_size} bytes, at most {limit} and a checksum expected"
+            )
         # zstd refuses a declared size that the data does not reach, and one that it exceeds.
-        content = _ZSTD.unpacker.decompress(data, max_output_size=size, allow_extra_data=False)
+        return _ZSTD.unpacker.decompress(data, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ValueError(f"not one whole zstd frame: {error}") from error
-    if len(content) != size:
-        raise ValueError(f"{len(content)} bytes decompressed, {size} declared")
-    return content
