@@ -210,7 +210,7 @@ def test_a_segment_that_cannot_be_opened_says_nothing_but_what_the_system_said(
 
     Ledger(paths, 1, 0).close()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_segment", stale)
+        patch.setattr(segment_files, "open_segment", stale)
         with pytest.raises(OSError, match="Stale"):
             load(paths, from_step=0)
     with monkeypatch.context() as patch:

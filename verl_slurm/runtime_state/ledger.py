@@ -39,7 +39,7 @@ from verl_slurm.runtime_state.segment import (
     open_segment,
     scan,
 )
-from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment, owner, segments
+from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment, owner, segments, walk
 
 _RENEW_EVERY_S = 60.0
 """A full disk stays full for a while, and each try reads all of the file."""
@@ -331,7 +331,7 @@ def records(
     Args:
         fields: the type of what the heads say. Any other record counts as damage.
     """
-    for path, fd, item in _walk(paths, from_step):
+    for path, fd, item in walk(paths, check_from_step=from_step):
         if isinstance(item, Gap):
             _complain(paths, path, item, report)
         # Judged by the frame, before anything is decompressed.
@@ -361,11 +361,11 @@ class Index(Generic[Fields]):
     ) -> None:
         self._paths, self._fields, self._report, self._keys = paths, fields, report, keys
         self._places: dict[Key, tuple[Path, Frame]] = {}
-        for path, _, item in _walk(paths, 0):
+        for path, _, item in walk(paths):
             if isinstance(item, Gap):
                 _complain(paths, path, item, report)
             else:
-                # In the order of `_walk`: the newest epoch comes last and wins.
+                # In the order of `walk`: the newest epoch comes last and wins.
                 self._places[item.step, item.micro_batch] = path, item
 
     def __len__(self) -> int:
@@ -442,16 +442,6 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
         # Once for all: a name that a power cut brings back is removed by the next prune.
         fsync_path(paths.ledger)
     return removed
-
-
-def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
-    for epoch, rank, path in segments(paths):
-        fd = open_segment(path)
-        try:
-            for item in scan(fd, epoch, rank, run_id(paths), check_from_step=from_step):
-                yield path, fd, item
-        finally:
-            os.close(fd)
 
 
 def _complain(paths: RunPaths, path: Path, gap: Gap, report: Callable[[str], None] | None) -> None:
