@@ -135,9 +135,7 @@ def test_any_flipped_bit_and_any_truncation_is_refused(state: RuntimeState) -> N
             decode(data + more)
 
 
-def test_bombs_are_refused_by_what_they_declare(
-    fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bombs_are_refused_by_what_they_declare(fields: dict[str, Any]) -> None:
     bomb = frame(bytes(MAX_FRAME_BYTES + 1))
     huge = b"\x28\xb5\x2f\xfd\xe4" + (1 << 40).to_bytes(8, "little") + bytes(20)
     assert len(bomb) < 200
@@ -145,7 +143,6 @@ def test_bombs_are_refused_by_what_they_declare(
     for broken in (bomb, huge):
         with pytest.raises(CheckpointCorrupt, match="at most"):
             decode(in_one(frame(msgspec.msgpack.encode([*big, [len(broken)]])), broken))
-    monkeypatch.setattr(record, "_ZSTD", None)
     for broken in (frame(bytes(MAX_HEAD_BYTES + 1)), huge):
         with pytest.raises(CheckpointCorrupt, match="at most"):
             decode(in_one(broken))

@@ -53,6 +53,7 @@ _LEVEL = 1
 _LARGE = zstandard.ZstdCompressionParameters.from_level(
     _LEVEL, source_size=MAX_FRAME_BYTES, window_log=19, hash_log=6, min_match=7, write_checksum=True
 )
+# In a smaller frame level 1's own table finds more: a rollout's record would be 2 to 5 % longer without it.
 _LARGE_BYTES = 1 << 18
 
 
@@ -214,7 +215,9 @@ def _packed(
     head = msgspec.msgpack.encode(_Head(fields, specs, [len(frame) for frame in frames]))
     if len(head) > MAX_HEAD_BYTES:
         raise ValueError(f"a head of {len(head)} bytes, at most {MAX_HEAD_BYTES}")
-    _decoder(object).decode(head)  # the limits of `Specs` and `Frames`, which msgspec looks at when it reads
+    # Holds the limits of `Specs` and `Frames`, which msgspec looks at when it reads: without it a record of too many
+    # arrays would be written, and be refused by each reader.
+    _decoder(object).decode(head)
     _require_agreement(head)
     first = _ZSTD.small.compress(head)
     return b"".join([_START.pack(_START_MAGIC, _START.size - 8, _NAME, len(first)), first, *frames])
