@@ -315,7 +315,7 @@ TARGETS = (
     ),
     Target(
         "tokens of unfinished responses",
-        _in_run(_SEGMENT.replace("ledger/", "ledger/tokens/", 1), _tokens),
+        _in_run(f"ledger/tokens/{_SEGMENT}", _tokens),
         of.logged_tokens,
         form="msgpack",
         seal=of.in_segment,
