@@ -26,9 +26,9 @@ import numpy as np
 
 from verl_slurm.base.mounts import file_system
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops.rollout_records import RolloutLedger
-from verl_slurm.loops.token_log import Call, TokenLog, token_paths
 from verl_slurm.runtime_state.ledger import Index
+from verl_slurm.runtime_state.rollout_records import Responses, RolloutLedger
+from verl_slurm.runtime_state.token_log import Call, TokenLog, token_paths
 
 _SESSIONS = 8
 _KINDS = 64
@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
         logged = log_tokens(Path(place, "tokens"), options.responses, options.tokens)
         record(Path(place, "restored"), options.restored, 8)
         began = time.perf_counter()
-        found = len(Index(RunPaths(Path(place, "restored"))))
+        found = len(Index(RunPaths(Path(place, "restored")), Responses))
         restore_s = time.perf_counter() - began
         medium = file_system(Path(place))
     assert found == options.restored

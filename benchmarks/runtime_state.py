@@ -40,7 +40,7 @@ from verl_slurm.runtime_state import codec
 from verl_slurm.runtime_state.format import Arrays, RuntimeState
 
 _VOCABULARY = 151_936
-_OURS = "verl-slurm (planes + zstd-1)"
+_OURS = "verl-slurm (byte shuffle + zstd-1)"
 
 Codec = tuple[Callable[[], bytes], Callable[[bytes], Any]]
 

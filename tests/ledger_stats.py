@@ -35,8 +35,9 @@ def ledger_stats(paths: RunPaths, *, keys: Keyring | None = None) -> LedgerStats
     problems: list[str] = []
     seen: dict[Key, int] = {}
     rollouts = tokens = 0
-    for key, arrays in records(paths, from_step=0, report=problems.append, keys=keys):
-        if not arrays:  # it takes others back
+    # Whatever the heads say: verl's responses count as well.
+    for key, head, arrays in records(paths, object, from_step=0, report=problems.append, keys=keys):
+        if head is None and not arrays:  # it takes others back
             continue
         seen[key] = seen.get(key, 0) + 1
         mask = arrays.get("response_mask")

@@ -6,7 +6,6 @@ which no peer has.
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,7 +61,7 @@ def contents(work: Workload) -> SaveContents:
         episode_id=0,
         kl_coef=0.0,
         kl_window=[],
-        rng={"torch": np.zeros(8, dtype=np.uint8)},
+        rng={"torch": bytes(8)},
     )
     texts = dict.fromkeys(_TEXTS, b"{}\n") | {SCHEMA_VERSION: render_schema(current_schema())}
     return SaveContents(runtime=runtime, texts=texts if ranks.rank == 0 else {})

@@ -29,5 +29,5 @@ def test_a_codec_that_loses_a_bit_is_found() -> None:
 def test_smaller_than_the_peers_on_what_a_step_holds() -> None:
     arrays = runtime_state.rollouts(64, 1000, "int64")
     sizes = {name: len(encode()) for name, (encode, _) in runtime_state.codecs(arrays, False).items()}
-    ours = sizes.pop("verl-slurm (planes + zstd-1)")
+    ours = sizes.pop("verl-slurm (byte shuffle + zstd-1)")
     assert ours < min(sizes.values())

@@ -22,16 +22,16 @@ def _endless_zstd(size: int) -> bytes:
     return b"".join([*pieces, compressor.flush()])
 
 
-def _container(header: bytes, rest: bytes = b"") -> bytes:
-    return struct.pack("<II8sI", 0x184D2A5B, 12, b"VSLRTST2", len(header)) + header + rest
+def _record(head: bytes) -> bytes:
+    return struct.pack("<II8sI", 0x184D2A5B, 12, b"VSRECRD1", len(head)) + head
 
 
 def _of_msgpack(content: bytes) -> bytes:
-    return _container(zstandard.ZstdCompressor(write_checksum=True).compress(content))
+    return _record(zstandard.ZstdCompressor(write_checksum=True).compress(content))
 
 
 RUNTIME_STATES = {
-    "a header that unpacks to a gibibyte and does not say so": lambda: _container(_endless_zstd(GIB)),
+    "a head that unpacks to a gibibyte and does not say so": lambda: _record(_endless_zstd(GIB)),
     "an array of four thousand million": lambda: _of_msgpack(b"\xdd\xff\xff\xff\xff" + bytes(64)),
     "a map of four thousand million": lambda: _of_msgpack(b"\xdf\xff\xff\xff\xff" + bytes(64)),
     "a string of four gibibytes": lambda: _of_msgpack(b"\xdb\xff\xff\xff\xff" + bytes(64)),
@@ -39,7 +39,13 @@ RUNTIME_STATES = {
     "an extension of four gibibytes": lambda: _of_msgpack(b"\xc9\xff\xff\xff\xff\x01" + bytes(64)),
     "a million arrays in each other": lambda: _of_msgpack(b"\x91" * 1_000_000 + b"\xc0"),
     "a known field that is a million maps in each other": lambda: _of_msgpack(
-        b"\x81\xa7history" + b"\x81\xa1x" * 1_000_000 + b"\xc0"
+        b"\x93\x81\xa7history" + b"\x81\xa1x" * 1_000_000 + b"\xc0"
+    ),
+    "an unknown field that is a million maps in each other": lambda: _of_msgpack(
+        b"\x93\x81\xa1x" + b"\x81\xa1x" * 1_000_000 + b"\xc0"
+    ),
+    "a million small maps for arrays": lambda: _of_msgpack(
+        b"\x93\x80\xdd\0\x0f\x42\x40" + b"\x80" * 1_000_000
     ),
     "skippable frames without end": lambda: struct.pack("<II", 0x184D2A50, 0) * 100_000,
 }

@@ -34,10 +34,12 @@ from verl_slurm.config.load import dump, parse_config
 from verl_slurm.dataset.fingerprint import cache as hash_cache
 from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
 from verl_slurm.runtime_state.codec import encode
-from verl_slurm.runtime_state.container import pack, specify
-from verl_slurm.runtime_state.format import Arrays, RecordHeader
+from verl_slurm.runtime_state.format import Arrays
+from verl_slurm.runtime_state.record import pack
+from verl_slurm.runtime_state.rollout_records import response_entry
 from verl_slurm.runtime_state.samples import Sample, StepSamples
 from verl_slurm.runtime_state.segment import frame, head
+from verl_slurm.runtime_state.token_log import Calls
 from verl_slurm.save.writer.protocol import Ready, Written
 from verl_slurm.wire import messages
 from verl_slurm.wire.framing import Framer
@@ -46,6 +48,8 @@ from verl_slurm.wire.reward_plan import RewardPlan, RewardRequest
 
 KEY, EPOCH, RUN_ID = b"k" * 32, 3, "0123456789abcdef"
 _HASH = "ab" * 32
+DIGEST = "c0" * 8
+"""Of what verl's responses answer."""
 FROZEN = "c0" * 32
 """A model's copy in RUN/frozen."""
 
@@ -68,7 +72,7 @@ def states() -> Sequence[bytes]:
         small,
         phase="update",
         kl_window=[0.1, 0.25],
-        rng={"python": b"\x00state", "torch": np.arange(100, dtype=np.uint8)},
+        rng={"python": b"\x00state", "torch": bytes(range(100))},
         rollouts=_batch(),
         rewards={"scores": np.array([0.5, np.nan, -np.inf]), "scalar": np.array(3, np.int32)},
         history=[{"reward": 0.5, "loss": float("nan")}, {"reward": 0.75}],
@@ -76,23 +80,24 @@ def states() -> Sequence[bytes]:
     wide = msgspec.structs.replace(
         small, rollouts={"ids": np.arange(5000, dtype=np.int64), "none": np.zeros((2, 0))}
     )
-    # As empty as the format allows: padded by the writer.
+    # So empty that it is cut into smaller frames.
     empty = msgspec.structs.replace(small, rewards={"zeros": np.zeros(40 << 20, np.uint8)})
     return [encode(state) for state in (small, full, wide, empty)]
 
 
 def state_parts() -> Sequence[bytes]:
-    """The same taken apart: {"header": map, "frames": [content]}; `seal_state` puts them together."""
-    parts = []
-    for data in states()[:3]:
-        (size,) = struct.unpack_from("<I", data, 16)
-        header = msgpack.unpackb(_content(data[20 : 20 + size]))
-        at, contents = 20 + size, []
-        for length in header["frames"]:
-            contents.append(_content(data[at : at + length]))
-            at += length
-        parts.append(bytes(msgpack.packb({"header": header, "frames": contents})))
-    return parts
+    return [taken_apart(data) for data in states()[:3]]
+
+
+def taken_apart(data: bytes) -> bytes:
+    """A record as {"head": list, "frames": [content]}; `seal_record` puts it together."""
+    (size,) = struct.unpack_from("<I", data, 16)
+    head = msgpack.unpackb(_content(data[20 : 20 + size]))
+    at, contents = 20 + size, []
+    for length in head[2]:
+        contents.append(_content(data[at : at + length]))
+        at += length
+    return bytes(msgpack.packb({"head": head, "frames": contents}))
 
 
 def _content(data: bytes) -> bytes:
@@ -103,15 +108,15 @@ def _zstd(content: bytes) -> bytes:
     return bytes(zstandard.ZstdCompressor(level=1, write_checksum=True).compress(content))
 
 
-def seal_state(data: bytes) -> bytes:
+def seal_record(data: bytes) -> bytes:
     parts = _unpacked(data)
     try:
-        header, contents = parts["header"], [_zstd(content) for content in parts["frames"]]
-        if len(data) % 4 and isinstance(header, dict):  # else the frames' sizes stay as they were mutated
-            header["frames"] = [len(content) for content in contents]
-        packed = _zstd(msgpack.packb(header, unicode_errors="surrogatepass"))
-        return b"".join([struct.pack("<II8sI", 0x184D2A5B, 12, b"VSLRTST2", len(packed)), packed, *contents])
-    except (TypeError, KeyError, ValueError, OverflowError):
+        head, contents = parts["head"], [_zstd(content) for content in parts["frames"]]
+        if len(data) % 4 and isinstance(head, list):  # else the frames' sizes stay as they were mutated
+            head[2] = [len(content) for content in contents]
+        packed = _zstd(msgpack.packb(head, unicode_errors="surrogatepass"))
+        return b"".join([struct.pack("<II8sI", 0x184D2A5B, 12, b"VSRECRD1", len(packed)), packed, *contents])
+    except (TypeError, KeyError, IndexError, ValueError, OverflowError):
         return data
 
 
@@ -137,43 +142,65 @@ def generators() -> Sequence[bytes]:
         "numpy": list(struct.unpack("<IId", state["numpy"][4 * 624 :])),
         "torch": [torch[:24], torch[24:-40], torch[-40:]],
     }
-    # As bytes, and as arrays.
-    return [bytes(msgpack.packb({**made, "dtype": dtype})) for dtype in (None, "uint8")]
+    return [bytes(msgpack.packb(made))]
 
 
-def generator_states(data: bytes) -> dict[str, bytes | np.ndarray] | None:
+def generator_states(data: bytes) -> dict[str, bytes] | None:
     """What `generators` stands for, or None where it is nothing that a runtime state could hold."""
     parts = _unpacked(data)
     try:
         version, first, position, spare = parts["python"]
-        torch, dtype = b"".join(parts["torch"]), parts["dtype"]
         return {
             "python": struct.pack("<I625Id", version, *[first] * 624, position, spare),
             "numpy": struct.pack("<624I", *range(624)) + struct.pack("<IId", *parts["numpy"]),
-            "torch": torch if dtype is None else np.frombuffer(torch, dtype),
+            "torch": b"".join(parts["torch"]),
         }
     except (TypeError, KeyError, ValueError, struct.error, OverflowError):
         return None
+
+
+# ---- responses and tokens of verl, by what reads them
+
+
+def responses() -> Sequence[bytes]:
+    """The records of responses, taken apart."""
+    output = {
+        "response_ids": [5, 6, 7],
+        "response_logprobs": [-0.5, -0.25, -0.125],
+        "extra_fields": {"why": "x", "acc": np.float32(0.5), "scores": np.arange(6.0).reshape(2, 3)},
+    }
+    made = [response_entry(0, 0, outputs, DIGEST) for outputs in ([output], [output, {"num_turns": 2}])]
+    return [taken_apart(one.record) for one in made]
+
+
+def logged_tokens() -> Sequence[bytes]:
+    """The record of two calls' tokens, taken apart."""
+    calls = [(position, 0, 0, DIGEST, 0, 2, 3, False) for position in (0, 1)]
+    arrays: Arrays = {"ids": np.arange(4), "log_probs": np.zeros(4, np.float32)}
+    return [taken_apart(pack(Calls(1, calls), arrays))]
+
+
+def in_segment(data: bytes) -> bytes:
+    """A segment with that record."""
+    return head(EPOCH, 0) + frame(RUN_ID, 0, 0, seal_record(data))
 
 
 # ---- ledger
 
 
 @cache
-def _record(step: int, micro_batch: int) -> bytes:
-    batch = _batch()
-    header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify("rollouts", batch), frames=[])
-    return pack(header, batch.values())
+def _record() -> bytes:
+    return pack(None, _batch())
 
 
 def ledgers() -> Sequence[bytes]:
-    records = [frame(RUN_ID, step, micro, _record(step, micro)) for step, micro in ((0, 0), (0, 1), (1, 0))]
+    records = [frame(RUN_ID, step, micro, _record()) for step, micro in ((0, 0), (0, 1), (1, 0))]
     whole = head(EPOCH, 0) + b"".join(records)
     return [whole, head(EPOCH, 0), whole + records[0][:40], whole[:100] + records[1]]
 
 
 def ledger_parts() -> Sequence[bytes]:
-    records = [[step, micro, _record(step, micro)] for step, micro in ((0, 0), (0, 1), (1, 0))]
+    records = [[step, micro, _record()] for step, micro in ((0, 0), (0, 1), (1, 0))]
     return [bytes(msgpack.packb({"epoch": EPOCH, "rank": 0, "records": records}))]
 
 

@@ -54,7 +54,7 @@ from verl_slurm.journal.folds.saves import last_judged
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row, last_steps
 from verl_slurm.runs.record import last_job, steps_done
-from verl_slurm.runtime_state import codec, ledger
+from verl_slurm.runtime_state import codec, ledger, rollout_records, token_log
 from verl_slurm.runtime_state.samples import read_samples
 from verl_slurm.save.writer.protocol import FromSaver
 from verl_slurm.slurm import parse as slurm
@@ -119,6 +119,18 @@ def _ledger(paths: RunPaths) -> object:
 def _ledger_writer(paths: RunPaths) -> object:
     with ledger.Ledger(paths, of.EPOCH, 0):
         return None
+
+
+def _responses(paths: RunPaths) -> object:
+    found = rollout_records.RolloutLedger(paths, of.EPOCH + 1, 0)
+    try:
+        return found.find(0, 0, of.DIGEST)
+    finally:
+        found.close()
+
+
+def _tokens(paths: RunPaths) -> object:
+    return token_log.Prefixes(paths, report=str)
 
 
 def _events(paths: RunPaths) -> object:
@@ -260,7 +272,7 @@ TARGETS = (
         of.state_parts,
         raises=_CORRUPT,
         form="msgpack",
-        seal=of.seal_state,
+        seal=of.seal_record,
         cost=6,
     ),
     Target(
@@ -268,7 +280,12 @@ TARGETS = (
     ),
     Target("runtime state, compared", _facts, of.states, raises=_CORRUPT, cost=4),
     Target(
-        "runtime state, compared, sealed", _facts, of.state_parts, raises=_CORRUPT, seal=of.seal_state, cost=4
+        "runtime state, compared, sealed",
+        _facts,
+        of.state_parts,
+        raises=_CORRUPT,
+        seal=of.seal_record,
+        cost=4,
     ),
     Target(
         "samples.jsonl",
@@ -287,6 +304,22 @@ TARGETS = (
         form="msgpack",
         seal=of.seal_ledger,
         cost=20,
+    ),
+    Target(
+        "responses of verl",
+        _in_run(_SEGMENT, _responses),
+        of.responses,
+        form="msgpack",
+        seal=of.in_segment,
+        cost=20,
+    ),
+    Target(
+        "tokens of unfinished responses",
+        _in_run(f"ledger/tokens/{_SEGMENT}", _tokens),
+        of.logged_tokens,
+        form="msgpack",
+        seal=of.in_segment,
+        cost=10,
     ),
     Target("ledger, its writer", _in_run(_SEGMENT, _ledger_writer), of.ledgers, cost=15),
     Target("manifest.json", _manifest, of.manifests, raises=(CheckpointCorrupt, SchemaMismatch), form="json"),

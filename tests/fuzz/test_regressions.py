@@ -75,11 +75,11 @@ def test_digits_of_other_scripts_make_no_checkpoint_name() -> None:
     assert not CHECKPOINT_NAME.fullmatch("step_٠٠٠٠٠١")
 
 
-def test_a_header_of_empty_lists_is_no_memory_bomb() -> None:
+def test_a_head_of_empty_lists_is_no_memory_bomb() -> None:
     """178 bytes took 312 MB: four million empty lists."""
     count = (4 << 20) - 64
-    header = specimens._zstd(b"\x81\xa1x\xdd" + struct.pack(">I", count) + b"\x90" * count)
-    data = struct.pack("<II8sI", 0x184D2A5B, 12, b"VSLRTST2", len(header)) + header
+    head = specimens._zstd(b"\x93\x81\xa1x\xdd" + struct.pack(">I", count) + b"\x90" * count)
+    data = struct.pack("<II8sI", 0x184D2A5B, 12, b"VSRECRD1", len(head)) + head
 
     def decode() -> None:
         with pytest.raises(CheckpointCorrupt):

@@ -44,7 +44,7 @@ def state() -> RuntimeState:
         episode_id=1500,
         kl_coef=0.02,
         kl_window=[0.1, 0.25],
-        rng={"python": b"\x00state", "torch": np.arange(100, dtype=np.uint8)},
+        rng={"python": b"\x00state", "torch": bytes(range(100))},
         rollouts=batch_of(1),
         rewards={"scores": np.array([0.5, np.nan, -np.inf]), "scalar": np.array(3, np.int32)},
         history=[{"reward": 0.5, "loss": float("nan")}, {"reward": 0.75}],

@@ -210,7 +210,7 @@ def test_a_segment_that_cannot_be_opened_says_nothing_but_what_the_system_said(
 
     Ledger(paths, 1, 0).close()
     with monkeypatch.context() as patch:
-        patch.setattr(module, "open_segment", stale)
+        patch.setattr(segment_files, "open_segment", stale)
         with pytest.raises(OSError, match="Stale"):
             load(paths, from_step=0)
     with monkeypatch.context() as patch:
@@ -517,8 +517,8 @@ def test_records_of_another_run_are_not_used_and_that_run_is_named(
         assert f"run id {run_id(other)}" in line
         assert f"echo {run_id(other)} > {ours.run_id}" in line
     # The reader of single records, and the writer that goes on, pass over them as well.
-    index = Index(ours, keys=keys, report=said.append)
-    assert all(equal(index.read(step, 0) or {}, batch(0)) for step in range(3))
+    index = Index(ours, type(None), keys=keys, report=said.append)
+    assert all(equal((index.read(step, 0) or (None, {}))[1], batch(0)) for step in range(3))
     with Ledger(ours, 1, 0, keys=keys) as ledger:
         ledger.append(3, 0, batch(0))
     assert len(load(ours, from_step=0, keys=keys, report=str)) == 4

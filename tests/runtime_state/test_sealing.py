@@ -54,7 +54,7 @@ def test_nothing_of_a_rollout_is_on_the_disk(paths: RunPaths) -> None:
     fill(paths, lambda seed: {"prompt": text}, KEYS, (0, 1))
     data = paths.ledger_segment(1, 0).read_bytes()
     assert data.count(b"SQUEAMISH") == 1
-    assert data.count(b"VSLRTST2") == 1  # the start of a plain record
+    assert data.count(b"VSRECRD1") == 1  # the start of a plain record
 
 
 @pytest.mark.scenario("M12")

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 from torch import nn
 
@@ -76,7 +75,7 @@ def runtime(step: int = 2, **changes: Any) -> RuntimeState:
     state = runtime_state(
         step=step,
         kl_window=[0.5],
-        rng={"torch": np.arange(4, dtype=np.uint8), "python": b"abc"},
+        rng={"torch": bytes(range(4)), "python": b"abc"},
         history=[{"reward": 0.5}],
     )
     return msgspec.structs.replace(state, **changes)

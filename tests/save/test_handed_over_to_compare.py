@@ -70,7 +70,7 @@ def test_a_hole_in_the_place_of_a_state_is_not_read_into_memory(tmp_path: Path, 
     put(a, STATE, None)
     done = measured("compare", a, b)
     assert done.code == ExitCode.CORRUPT
-    assert "does not begin as a container" in one_line(done)
+    assert "does not begin as a record" in one_line(done)
     assert done.peak_mb < good.peak_mb + ROOM_MB
 
 

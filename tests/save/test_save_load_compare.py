@@ -98,7 +98,7 @@ def test_one_changed_bit_is_found_and_named(tmp_path: Path) -> None:
         changed.model.scale[0] = float(np.nextafter(np.float32(1.5), np.float32(2)))
     changed.optimizer.state[changed.model.inner.bias]["exp_avg"][1] *= -1.0
     _save(tmp_path / "a", Parts(updates=2))
-    _save(tmp_path / "b", changed, runtime(rng={"torch": np.arange(1, 5, dtype=np.uint8), "python": b"abc"}))
+    _save(tmp_path / "b", changed, runtime(rng={"torch": bytes(range(1, 5)), "python": b"abc"}))
     result = compare(_directory(tmp_path / "a"), _directory(tmp_path / "b"))
     assert result.differing == (
         "actor/scale",

@@ -24,7 +24,7 @@ from tests.verl.same import differences
 from tests.verl.tiny import make_critic, make_model
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.loops.rollout_records import session_seed
+from verl_slurm.runtime_state.rollout_records import session_seed
 
 pytestmark = [
     pytest.mark.slurm,

@@ -18,7 +18,7 @@ from tests.verl.tiny import make_model
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import fail_node, preempt, restore_node
-from verl_slurm.loops.rollout_records import session_seed
+from verl_slurm.runtime_state.rollout_records import session_seed
 
 pytestmark = [pytest.mark.slurm, pytest.mark.torch, pytest.mark.verl, pytest.mark.timeout(1500)]
 

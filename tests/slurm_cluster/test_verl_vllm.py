@@ -22,7 +22,7 @@ from tests.slurm_cluster.vllm_runs import (
 )
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
-from verl_slurm.loops.token_log import token_paths
+from verl_slurm.runtime_state.token_log import token_paths
 
 pytestmark = [
     pytest.mark.slurm,

@@ -4,7 +4,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-import msgpack
 import yaml
 
 from tests.harness import LiveRun
@@ -12,8 +11,8 @@ from tests.processes import python_path
 from tests.verl.grpo import MODULES, grpo_words, make_prompts, write_config
 from tests.verl.tiny import make_model
 from verl_slurm.devcluster.cluster import DevCluster
-from verl_slurm.loops.token_log import token_paths
 from verl_slurm.runtime_state.ledger import records
+from verl_slurm.runtime_state.token_log import Calls, token_paths
 
 PATIENCE_S = 600.0
 SESSIONS = 32
@@ -68,9 +67,8 @@ def make_run(cluster: DevCluster, place: Path, *, length: int, **more: str) -> L
 def logged(run: LiveRun) -> list[tuple[tuple[int, int, int], int, int]]:
     """Call, tokens before, and new tokens, in the order in which they were sampled."""
     found = []
-    for _, arrays in records(token_paths(run.paths), from_step=0):
-        _, calls = msgpack.unpackb(arrays["calls"].tobytes())
-        found += [((call[0], call[1], call[2]), call[4], call[5]) for call in calls]
+    for _, said, _ in records(token_paths(run.paths), Calls, from_step=0):
+        found += [(call[:3], call[4], call[5]) for call in said.calls]
     return found
 
 

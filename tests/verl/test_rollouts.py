@@ -155,4 +155,4 @@ def test_records_go_when_no_kept_checkpoint_needs_them(tmp_path: Path) -> None:
         commit_step(paths, step, positions)
         found.step_end(manager)
     assert manager.forgot == [5, 24], "what the older of two kept checkpoints needs, with what it left open"
-    assert len(Index(paths)) == 0, "the segment of a former attempt is removed"
+    assert len(Index(paths, object)) == 0, "the segment of a former attempt is removed"

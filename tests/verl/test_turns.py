@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops.token_log import Call, TokenLog, call_of
+from verl_slurm.runtime_state.token_log import Call, TokenLog, call_of
 
 pytestmark = [pytest.mark.verl, pytest.mark.torch]
 

@@ -15,10 +15,10 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import guest_directory
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_own
-from verl_slurm.loops.rollout_records import turn_paths
 from verl_slurm.loops.session import Session
-from verl_slurm.loops.token_log import token_paths
 from verl_slurm.runtime_state.ledger import prune
+from verl_slurm.runtime_state.rollout_records import turn_paths
+from verl_slurm.runtime_state.token_log import token_paths
 from verl_slurm.verl.positions import Positions, positions_file, read_positions
 
 

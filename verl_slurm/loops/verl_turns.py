@@ -28,14 +28,14 @@ from verl.tools.schemas import ToolResponse
 from verl.workers.rollout.replica import TokenOutput
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops.rollout_records import (
+from verl_slurm.runtime_state.rollout_records import (
     NotRecordable,
     RolloutLedger,
     digest_of,
     session_seed,
     turn_paths,
 )
-from verl_slurm.loops.token_log import Call, Prefix, Prefixes
+from verl_slurm.runtime_state.token_log import Call, Prefix, Prefixes
 
 _PROBES = 64
 _PROBE_TOKENS = 32

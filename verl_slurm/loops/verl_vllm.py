@@ -16,7 +16,7 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops.token_log import Call, TokenLog, call_of
+from verl_slurm.runtime_state.token_log import Call, TokenLog, call_of
 from verl_slurm.wire.environment import EPOCH_VARIABLE, RUN_VARIABLE
 
 

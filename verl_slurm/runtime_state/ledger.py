@@ -19,18 +19,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import numpy as np
+from typing import Generic, NamedTuple, Self, TypeVar
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.files import fsync_path, private_dir, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import run_id
-from verl_slurm.runtime_state.container import pack, specify, unpack
-from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays, RecordHeader
+from verl_slurm.runtime_state.format import MAX_RECORD_BYTES, Arrays
+from verl_slurm.runtime_state.record import pack, unpack
 from verl_slurm.runtime_state.sealing import OVERHEAD_BYTES, open_record, seal_record
 from verl_slurm.runtime_state.segment import (
     HEAD_BYTES,
@@ -42,13 +39,34 @@ from verl_slurm.runtime_state.segment import (
     open_segment,
     scan,
 )
-from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment, owner, segments
+from verl_slurm.runtime_state.segment_files import BackgroundSync, lock_segment, owner, segments, walk
 
-_GROUP = "rollouts"
 _RENEW_EVERY_S = 60.0
 """A full disk stays full for a while, and each try reads all of the file."""
 
 Key = tuple[int, int]
+Fields = TypeVar("Fields")
+
+
+class Entry(NamedTuple):
+    """What is appended: a packed record and its key."""
+
+    step: int
+    micro_batch: int
+    record: bytes
+
+
+def entry(step: int, micro_batch: int, arrays: Arrays, fields: object = None) -> Entry:
+    """Packs a record.
+
+    Args:
+        fields: what its head says besides its arrays; None for a rollout.
+
+    Raises:
+        ValueError: an array the format does not know, or a record above MAX_RECORD_BYTES.
+    """
+    # The limit leaves room for the seal: whether a record fits must not depend on whether the run has a key.
+    return Entry(step, micro_batch, pack(fields, arrays, limit=MAX_RECORD_BYTES - OVERHEAD_BYTES))
 
 
 class Ledger:
@@ -100,22 +118,19 @@ class Ledger:
                 fsync of the previous record the kernel may have dropped its pages: what can be read goes into a new
                 file first, which is tried once a minute.
         """
-        return self.append_many([(step, micro_batch, arrays)])
+        return self.append_many([entry(step, micro_batch, arrays)])
 
-    def append_many(self, records: Sequence[tuple[int, int, Arrays]]) -> int:
-        """Writes several finished rollouts as `append` does one: with a single write, and a single fdatasync for all.
-
-        Args:
-            records: step, number in the step, and arrays of each.
+    def append_many(self, entries: Sequence[Entry]) -> int:
+        """Writes several records as `append` does one: with a single write, and a single fdatasync for all.
 
         Returns:
             The bytes written.
 
         Raises:
-            ValueError, OSError: as `append`; then none of them is written.
+            OSError: as `append`; then none of them is written.
         """
         with self._writing:
-            return self._append(records)
+            return self._append(entries)
 
     def settle(self) -> None:
         """Waits until every record is durable.
@@ -134,11 +149,10 @@ class Ledger:
             self._broken = True
             raise
 
-    def _append(self, records: Sequence[tuple[int, int, Arrays]]) -> int:
-        # Before packing: a file that takes nothing should not cost a compression for each record.
+    def _append(self, entries: Sequence[Entry]) -> int:
         if self._broken:
             self._renew()
-        record = memoryview(b"".join(self._framed(*one) for one in records))
+        record = memoryview(b"".join(map(self._framed, entries)))
         self._settle()  # not earlier: the sync runs while all this is packed
         written = 0
         try:
@@ -158,15 +172,13 @@ class Ledger:
         self._sync.begin(self._fd)
         return len(record)
 
-    def _framed(self, step: int, micro_batch: int, arrays: Arrays) -> bytes:
-        header = RecordHeader(step=step, micro_batch=micro_batch, arrays=specify(_GROUP, arrays), frames=[])
-        # The limit leaves room for the seal: whether a record fits must not depend on whether the run has a key.
-        payload = pack(header, arrays.values(), limit=MAX_RECORD_BYTES - OVERHEAD_BYTES)
+    def _framed(self, one: Entry) -> bytes:
+        payload = one.record
         if self._keys is not None:
             # Authenticated with the record: one that is moved to another place in the ledger does not open there.
-            place = (self._run, self._epoch, self._rank, step, micro_batch)
+            place = (self._run, self._epoch, self._rank, one.step, one.micro_batch)
             payload = seal_record(self._keys.current, place, payload)
-        return frame(self._run, step, micro_batch, payload, sealed=self._keys is not None)
+        return frame(self._run, one.step, one.micro_batch, payload, sealed=self._keys is not None)
 
     def _renew(self) -> None:
         now = time.monotonic()
@@ -226,12 +238,7 @@ class Ledger:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> int:
@@ -295,7 +302,8 @@ def load(
         KeyRefused: a record is sealed, and there is no key or another one; with a `report`, too.
     """
     rollouts: dict[Key, Arrays] = {}
-    for key, arrays in records(paths, from_step=from_step, wanted=wanted, report=report, keys=keys):
+    found = records(paths, type(None), from_step=from_step, wanted=wanted, report=report, keys=keys)
+    for key, _, arrays in found:
         # In the order of `records`: the newest epoch comes last and wins. A record without arrays takes back what older
         # ones said.
         if arrays:
@@ -310,54 +318,61 @@ def load(
 
 def records(
     paths: RunPaths,
+    fields: type[Fields],
     *,
     from_step: int,
     wanted: Callable[[int, int], bool] = lambda step, micro_batch: True,
     report: Callable[[str], None] | None = None,
     keys: Keyring | None = None,
-) -> Iterator[tuple[Key, Arrays]]:
-    """Yields every whole record of the steps from `from_step` on, the newest epoch's last; arguments and errors as
-    `load`.
+) -> Iterator[tuple[Key, Fields, Arrays]]:
+    """Yields every whole record of the steps from `from_step` on, the newest epoch's last: its key, what its head says,
+    and its arrays. Arguments and errors as `load`.
 
-    Returns:
-        (step, global micro-batch) and arrays. Without arrays the record takes back those before it.
+    Args:
+        fields: the type of what the heads say. Any other record counts as damage.
     """
-    for path, fd, item in _walk(paths, from_step):
+    for path, fd, item in walk(paths, check_from_step=from_step):
         if isinstance(item, Gap):
             _complain(paths, path, item, report)
         # Judged by the frame, before anything is decompressed.
         elif item.step >= from_step and wanted(item.step, item.micro_batch):
-            arrays = _arrays(path, item, item.payload(fd), report, keys)
-            if arrays is not None:
-                yield (item.step, item.micro_batch), arrays
+            found = _record(path, item, item.payload(fd), fields, report, keys)
+            if found is not None:
+                yield (item.step, item.micro_batch), *found
 
 
-class Index:
+class Index(Generic[Fields]):
     """Finds single records without loading the others: where the newest record of each key lies. Reads the segments
     when it is made, and one again that was compacted since; later records are not in it.
 
     Args:
+        fields: as for `records`.
         report: called with one line for each damaged region, and for a record that cannot be read later.
         keys: as for `load`.
     """
 
     def __init__(
-        self, paths: RunPaths, *, report: Callable[[str], None] | None = None, keys: Keyring | None = None
+        self,
+        paths: RunPaths,
+        fields: type[Fields],
+        *,
+        report: Callable[[str], None] | None = None,
+        keys: Keyring | None = None,
     ) -> None:
-        self._paths, self._report, self._keys = paths, report, keys
+        self._paths, self._fields, self._report, self._keys = paths, fields, report, keys
         self._places: dict[Key, tuple[Path, Frame]] = {}
-        for path, _, item in _walk(paths, 0):
+        for path, _, item in walk(paths):
             if isinstance(item, Gap):
                 _complain(paths, path, item, report)
             else:
-                # In the order of `_walk`: the newest epoch comes last and wins.
+                # In the order of `walk`: the newest epoch comes last and wins.
                 self._places[item.step, item.micro_batch] = path, item
 
     def __len__(self) -> int:
         return len(self._places)
 
-    def read(self, step: int, micro_batch: int) -> Arrays | None:
-        """Returns the arrays of a record; None: there is none, it was taken back, or it cannot be read any more.
+    def read(self, step: int, micro_batch: int) -> tuple[Fields, Arrays] | None:
+        """Returns what a record's head says, and its arrays; None: there is none, or it cannot be read any more.
 
         Raises:
             CheckpointCorrupt, KeyRefused: as `load`.
@@ -379,7 +394,7 @@ class Index:
                     return None
                 _, item = place
                 payload = item.payload(fd)
-            return _arrays(path, item, payload, self._report, self._keys) or None
+            return _record(path, item, payload, self._fields, self._report, self._keys)
         finally:
             os.close(fd)
 
@@ -429,16 +444,6 @@ def prune(paths: RunPaths, before_step: int, *, current_epoch: int | None = None
     return removed
 
 
-def _walk(paths: RunPaths, from_step: int) -> Iterator[tuple[Path, int, Frame | Gap]]:
-    for epoch, rank, path in segments(paths):
-        fd = open_segment(path)
-        try:
-            for item in scan(fd, epoch, rank, run_id(paths), check_from_step=from_step):
-                yield path, fd, item
-        finally:
-            os.close(fd)
-
-
 def _complain(paths: RunPaths, path: Path, gap: Gap, report: Callable[[str], None] | None) -> None:
     # The end of a killed process's file, as expected: at most the record that was being written.
     if gap.torn:
@@ -465,14 +470,16 @@ def _complain(paths: RunPaths, path: Path, gap: Gap, report: Callable[[str], Non
     report(error.one_line())
 
 
-def _arrays(
+def _record(
     path: Path,
     item: Frame,
     payload: bytes | None,
+    fields: type[Fields],
     report: Callable[[str], None] | None,
     keys: Keyring | None,
-) -> Arrays | None:
-    """Returns the arrays of a record that the scan found whole; None: they cannot be read, and `report` was told."""
+) -> tuple[Fields, Arrays] | None:
+    """Returns head and arrays of a record that the scan found whole; None: they cannot be read, and `report` was
+    told."""
     try:
         # Its checksum was right when it was scanned: the storage gives different bytes now.
         if payload is None:
@@ -481,16 +488,9 @@ def _arrays(
         # `KeyRefused` passes through: with the wrong key every record would count as damaged, and all rollouts be
         # sampled again.
         payload = open_record(keys, place, payload, sealed=item.sealed, where=f"{path}@{item.offset}")
-        header, groups = unpack(payload, RecordHeader, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
-        # Frame and header name the place twice. The frame's is what was filtered by, so it must be the header's.
-        if (header.step, header.micro_batch) != (item.step, item.micro_batch) or set(groups) - {_GROUP}:
-            raise CheckpointCorrupt("a ledger record and its frame disagree", where=f"{path}@{item.offset}")
-        arrays = {k: v for k, v in groups.get(_GROUP, {}).items() if isinstance(v, np.ndarray)}
-        if len(arrays) != len(header.arrays):
-            raise CheckpointCorrupt("a ledger record holds bytes for arrays", where=f"{path}@{item.offset}")
+        return unpack(payload, fields, where=f"{path}@{item.offset}", limit=MAX_RECORD_BYTES)
     except CheckpointCorrupt as error:
         if report is None:
             raise
         report(error.one_line())
         return None
-    return arrays

@@ -2,7 +2,7 @@
 
 ```
 {"time": ..., "run": "...", "epoch": 3, "step": 12, "responses": 512, "samples": [{...}, ...]}     a step
-{"time": ..., "run": "...", "epoch": 3, "step": 12, "sealed": "..."}                 the same of a run with a key
+{"time": ..., "run": "...", "epoch": 3, "step": 12, "responses": 512, "sealed": "..."}    the same of a run with a key
 ```
 
 `run` is the run's id (`RUN/run_id`), `epoch` the attempt. `responses` counts the candidates for the samples: what
@@ -13,8 +13,6 @@ A step that is repeated after an interruption has one line per attempt; the newe
 `samples.old.jsonl` and replaces the previous one, so the older half of the kept lines goes.
 """
 
-import base64
-import binascii
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +27,7 @@ from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.run_id import RUN_ID, run_id
-from verl_slurm.runtime_state.sealing import open_record, seal_record
+from verl_slurm.runtime_state.sealing import Place, open_record, seal_record
 
 MAX_FILE_BYTES = 8 << 20
 _MAX_LINE_BYTES = 4 << 20
@@ -52,29 +50,19 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     response_tokens: int
 
 
-class StepSamples(msgspec.Struct, frozen=True, kw_only=True):
-    """The samples of one step, the best first."""
+class StepSamples(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The samples of one step, the best first; as a line of a run with a key, `sealed` in their place."""
 
     time: str
     run: _RunId
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
     step: _Step
     responses: int
-    samples: list[Sample]
+    samples: list[Sample] = []
+    sealed: bytes = b""
 
 
-class _Sealed(msgspec.Struct, frozen=True, kw_only=True):
-    time: str
-    run: _RunId
-    epoch: Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
-    step: _Step
-    sealed: str
-
-
-# Raw: the form of a line is told by its keys, before anything in it becomes an object.
-_EITHER = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _STEP = msgspec.json.Decoder(StepSamples)
-_SEALED = msgspec.json.Decoder(_Sealed)
 
 
 def best_and_worst(samples: Sequence[Sample], best: int, worst: int) -> tuple[list[Sample], list[Sample]]:
@@ -113,12 +101,11 @@ def append_samples(
         OSError: it was not written whole.
     """
     now, run = datetime.now(UTC).isoformat(timespec="milliseconds"), run_id(paths)
-    plain = msgspec.json.encode(
-        StepSamples(time=now, run=run, epoch=epoch, step=step, responses=responses, samples=list(samples))
-    )
+    told = StepSamples(time=now, run=run, epoch=epoch, step=step, responses=responses, samples=list(samples))
+    plain = msgspec.json.encode(told)
     if keys is not None:
-        sealed = base64.b64encode(seal_record(keys.current, (run, epoch, _NO_RANK, step, 0), plain)).decode()
-        plain = msgspec.json.encode(_Sealed(time=now, run=run, epoch=epoch, step=step, sealed=sealed))
+        sealed = seal_record(keys.current, _place(told), plain)
+        plain = msgspec.json.encode(msgspec.structs.replace(told, samples=[], sealed=sealed))
     try:
         # Before the append: so a file stays within the limit.
         if paths.samples.stat().st_size + len(plain) > MAX_FILE_BYTES:
@@ -170,8 +157,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 def _parse(line: bytes, keys: Keyring | None, path: Path, own: str | None) -> StepSamples | None:
     try:
-        sealed = "sealed" in _EITHER.decode(line)
-        outside = (_SEALED if sealed else _STEP).decode(line)
+        outside = _STEP.decode(line)
         # Before the seal: the key of another run is not this one's, and that would name the wrong cause.
         if own is not None and outside.run != own:
             raise NotFound(
@@ -181,18 +167,16 @@ def _parse(line: bytes, keys: Keyring | None, path: Path, own: str | None) -> St
                 expected=f"run id {own}, as {path.with_name('run_id')} says",
                 remedy=f"move the file out of the run: mv {shell_word(path)} ELSEWHERE",
             )
-        if isinstance(outside, StepSamples):
+        if not outside.sealed:
             # With a key, any writer of the file could have made a line without a seal.
             return outside if keys is None else None
-        # validate: without it characters outside of the alphabet are skipped.
-        data = base64.b64decode(outside.sealed, validate=True)
-        place = (outside.run, outside.epoch, _NO_RANK, outside.step, 0)
-        inside = _STEP.decode(open_record(keys, place, data, sealed=True, where=path))
+        data = open_record(keys, _place(outside), outside.sealed, sealed=True, where=path)
+        inside = _STEP.decode(data)
         # What is shown outside the seal is not trusted: the step orders the lines.
         return inside if _place(inside) == _place(outside) else None
-    except (*UNREADABLE, binascii.Error, CheckpointCorrupt):
+    except (*UNREADABLE, CheckpointCorrupt):
         return None
 
 
-def _place(step: StepSamples | _Sealed) -> tuple[str, int, int]:
-    return step.run, step.epoch, step.step
+def _place(step: StepSamples) -> Place:
+    return step.run, step.epoch, _NO_RANK, step.step, 0

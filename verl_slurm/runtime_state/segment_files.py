@@ -1,5 +1,5 @@
 """A rank's ledger segment as a file: found by its name (`format.py`, section 3), locked by one writer, made durable.
-Knows names and descriptors, and nothing of the content.
+Knows names and descriptors; what is in one is `segment`'s.
 
 The kernel drops the lock when its holder dies. `BackgroundSync` runs one fdatasync while the writer continues.
 """
@@ -11,12 +11,15 @@ import stat
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from queue import SimpleQueue
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
+from verl_slurm.runtime_state.segment import Frame, Gap, open_segment, scan
 
 # ASCII: without it `\d` matches the digits of all scripts, and one segment could have two names.
 # At most nine: the head of a segment has 32 bits for each number.
@@ -42,6 +45,25 @@ def segments(paths: RunPaths) -> list[tuple[int, int, Path]]:
         for entry in entries
         if _SEGMENT.fullmatch(entry.name) and stat.S_ISREG(entry.stat(follow_symlinks=False).st_mode)
     )
+
+
+def walk(
+    paths: RunPaths, *, run: str | None = None, check_from_step: int = 0
+) -> Iterator[tuple[Path, int, Frame | Gap]]:
+    """Yields path, open descriptor and `scan`'s items of every segment, oldest epoch first.
+
+    Args:
+        run: the id that the records must have; None: the run's own.
+    """
+    for epoch, rank, path in segments(paths):
+        fd = open_segment(path)
+        try:
+            # Here and not before: without a segment a reader must not make an id.
+            own = run_id(paths) if run is None else run
+            for item in scan(fd, epoch, rank, own, check_from_step=check_from_step):
+                yield path, fd, item
+        finally:
+            os.close(fd)
 
 
 _PATIENCE_S = 10.0

@@ -20,7 +20,7 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, SchemaMismatch
 from verl_slurm.checkpoint.format.manifest import canonical
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, Manifest, Topology
-from verl_slurm.runtime_state.format import ArraySpec, RecordHeader, RuntimeState, StateHeader
+from verl_slurm.runtime_state.format import ArraySpec, RuntimeState
 
 # Describes what the trainer saves beside these structs. Change the text when the meaning or layout changes: every older
 # checkpoint is then refused instead of being misread.
@@ -47,9 +47,7 @@ _STRUCTS: tuple[type[msgspec.Struct], ...] = (
     ArraySpec,
     FileEntry,
     Manifest,
-    RecordHeader,
     RuntimeState,
-    StateHeader,
     Topology,
 )
 

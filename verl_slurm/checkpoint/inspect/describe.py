@@ -24,7 +24,7 @@ from verl_slurm.checkpoint.inspect.contents import (
     read_indexes,
     read_json,
 )
-from verl_slurm.runtime_state.format import GROUPS, RUNTIME_STATE_FILE
+from verl_slurm.runtime_state.format import RUNTIME_STATE_FILE
 
 _TAIL = 32
 """Steps of history that are shown."""
@@ -159,7 +159,9 @@ def _tensors(domain: str, index: TensorIndex | FileEntry) -> Iterable[dict[str, 
 
 def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -> list[dict[str, Any]]:
     """Returns position, queue and buffers of each rank; for a state of another version, why it cannot be read."""
-    from verl_slurm.runtime_state.codec import HEAD_BYTES, peek  # numpy, only where a state is opened
+    # They import numpy: only where a state is opened.
+    from verl_slurm.runtime_state.codec import peek
+    from verl_slurm.runtime_state.record import HEAD_BYTES
 
     found: list[dict[str, Any]] = []
     first: list[float] = []
@@ -170,12 +172,11 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
         # The head alone: 2 MB of arrays may become 2 GB.
         data = read_file(directory, manifest, entry.path, keys, head=HEAD_BYTES)
         try:
-            state = peek(data, where=directory / entry.path)
+            state, shapes = peek(data, where=directory / entry.path)
         except CheckpointCorrupt as error:
             # Its bytes are what was committed: another version wrote them.
             found.append({"rank": int(match[1]), "bytes": entry.size, "problem": error.one_line()})
             continue
-        shapes = {group: {s.name: s.shape for s in state.arrays if s.group == group} for group in GROUPS}
         # All ranks of a run have the same window; if they disagree, the newest values count.
         first = first or state.kl_window
         window = first if state.kl_window == first else state.kl_window[-_TAIL:]
@@ -196,7 +197,7 @@ def _runtime_states(directory: Path, manifest: Manifest, keys: Keyring | None) -
                     for name, shape in shapes["rewards"].items()
                     if "." not in name and name != "switch"
                 },
-                "generators": sorted(shapes["rng"]),
+                "generators": sorted(state.rng),
             }
         )
     return found

@@ -11,7 +11,6 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from verl_slurm.base.bounded import RECORD, SMALL, TooMuch, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE, CheckpointsAbsent, CheckpointsLost, TierError, VerlSlurmError
@@ -30,8 +29,8 @@ from verl_slurm.journal.files import read_events
 from verl_slurm.journal.folds.saves import newest_save
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
-from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap, open_segment, scan
-from verl_slurm.runtime_state.segment_files import segments
+from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap
+from verl_slurm.runtime_state.segment_files import segments, walk
 
 _RANK_LOG = re.compile(r"epoch_(\d{6,})\.gen_", re.ASCII)
 _NAME = re.compile(rb"step_\d{6}")
@@ -78,14 +77,10 @@ def require_run_id(paths: RunPaths) -> None:
     else:
         refused = None
     named = ""
-    for epoch, rank, path in segments(paths):
-        fd = open_segment(path)
-        try:
-            # No record bears an empty id, so each one is told with the id that it has.
-            gaps = scan(fd, epoch, rank, "", check_from_step=_NO_PAYLOAD)
-            named = next((item.run for item in gaps if isinstance(item, Gap) and item.run), named)
-        finally:
-            os.close(fd)
+    # No record bears an empty id, so each one is told with the id that it has.
+    for _, _, item in walk(paths, run="", check_from_step=_NO_PAYLOAD):
+        if isinstance(item, Gap) and item.run:
+            named = item.run
     copies = in_tiers(paths)
     if named:
         raise TierError(
@@ -198,7 +193,7 @@ def lost_rollouts(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event]
                 last = None
     if last is None or not paths.run_id.exists():
         return ""
-    records = {(item.step, item.micro_batch) for item in _frames(paths, segments(paths))}
+    records = {(item.step, item.micro_batch) for item in _frames(paths)}
     at_work = any(event.attempt == last.attempt for event in reached)
     if config.trainer.is_guest:
         # Other loops, and a recipe's own main, need not keep one.
@@ -399,7 +394,7 @@ def _by_progress(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event])
             return f"attempt {attempt} went on after step {step - 1:g} ({paths.steps.name})"
     found = segments(paths)
     # A guest numbers its records in its own way, and they come in any order.
-    if not config.trainer.is_guest and (step := _first_step(_frames(paths, found))) > 0:
+    if not config.trainer.is_guest and (step := _first_step(_frames(paths))) > 0:
         return f"the ledger begins after step {step}"
     if not any(path.stat().st_size > HEAD_BYTES for _, _, path in found):
         for event in events:
@@ -419,18 +414,12 @@ def data_digest(paths: RunPaths) -> str:
     return ""
 
 
-def _frames(paths: RunPaths, found: Iterable[tuple[int, int, Path]]) -> Iterator[Frame]:
+def _frames(paths: RunPaths) -> Iterator[Frame]:
     """Yields the headers of the run's own records."""
-    if not paths.run_id.exists():  # `run_id` would make one, and no record bears it
-        return
-    for epoch, rank, path in found:
-        fd = open_segment(path)
-        try:
-            for item in scan(fd, epoch, rank, run_id(paths), check_from_step=_NO_PAYLOAD):
-                if isinstance(item, Frame):
-                    yield item
-        finally:
-            os.close(fd)
+    if paths.run_id.exists():  # else one would be made, and no record bears it
+        for _, _, item in walk(paths, check_from_step=_NO_PAYLOAD):
+            if isinstance(item, Frame):
+                yield item
 
 
 def _first_step(frames: Iterable[Frame]) -> int:

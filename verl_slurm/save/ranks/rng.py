@@ -59,23 +59,24 @@ def capture() -> Generators:
     return state
 
 
-def restore(state: Mapping[str, bytes | np.ndarray]) -> None:
-    """Put back what `capture` gave. Former versions saved torch's as arrays.
+def restore(state: Mapping[str, bytes]) -> None:
+    """Put back what `capture` gave.
 
     Raises:
         CheckpointCorrupt: a generator is missing from `state` or its bytes are not of this format.
     """
     try:
-        version, *words, spare = _PYTHON.unpack(bytes(state["python"]))
+        tensors = to_tensors(state)
+        version, *words, spare = _PYTHON.unpack(state["python"])
         random.setstate((version, tuple(words), None if math.isnan(spare) else spare))
-        *keys, position, has_gauss, gauss = _NUMPY.unpack(bytes(state["numpy"]))
+        *keys, position, has_gauss, gauss = _NUMPY.unpack(state["numpy"])
         if position > len(keys) or has_gauss > 1:
             # numpy takes any position, and then reads from outside of its table.
             raise ValueError(f"numpy: position {position} of {len(keys)}, {has_gauss} spare deviates")
         np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), position, has_gauss, gauss))
-        torch.set_rng_state(_bytes_of(state["torch"]))
+        torch.set_rng_state(tensors["torch"])
         if torch.cuda.is_initialized() and "cuda" in state:  # type: ignore[no-untyped-call]
-            torch.cuda.set_rng_state(_bytes_of(state["cuda"]))
+            torch.cuda.set_rng_state(tensors["cuda"])
     except (KeyError, ValueError, TypeError, OverflowError, struct.error, RuntimeError) as error:
         raise CheckpointCorrupt(
             "the state of the random generators cannot be put back",
@@ -85,7 +86,7 @@ def restore(state: Mapping[str, bytes | np.ndarray]) -> None:
         ) from error
 
 
-def to_tensors(state: Generators) -> dict[str, torch.Tensor]:
+def to_tensors(state: Mapping[str, bytes]) -> dict[str, torch.Tensor]:
     """Returns a state as `torch.load(weights_only=True)` takes it: uint8 [bytes] for each generator."""
     return {name: torch.frombuffer(bytearray(data), dtype=torch.uint8) for name, data in state.items()}
 
@@ -93,10 +94,3 @@ def to_tensors(state: Generators) -> dict[str, torch.Tensor]:
 def from_tensors(tensors: Mapping[str, torch.Tensor]) -> Generators:
     """Returns the argument of `to_tensors`."""
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-
-
-def _bytes_of(state: bytes | np.ndarray) -> torch.Tensor:
-    """A copy of a state, uint8 [bytes]."""
-    if isinstance(state, np.ndarray) and (state.dtype != np.uint8 or state.ndim != 1):
-        raise ValueError("a state that is no array of bytes")
-    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

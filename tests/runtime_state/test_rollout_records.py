@@ -6,21 +6,22 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 
-from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.loops.rollout_records import (
+from verl_slurm.runtime_state import ledger as ledger_module
+from verl_slurm.runtime_state.ledger import Ledger, entry
+from verl_slurm.runtime_state.record import unpack
+from verl_slurm.runtime_state.rollout_records import (
     NotRecordable,
+    Outputs,
+    Responses,
     RolloutLedger,
     digest_of,
-    pack_outputs,
+    response_entry,
     unpack_outputs,
 )
-from verl_slurm.runtime_state import ledger as ledger_module
-from verl_slurm.runtime_state.ledger import Ledger
 
 OUTPUT: dict[str, Any] = {
     "prompt_ids": [5, 6, 7],
@@ -55,8 +56,14 @@ def recorded(paths: RunPaths, *keys: tuple[int, int], epoch: int = 1, digest: st
     ledger.close()
 
 
-def test_a_response_comes_back_as_it_was(paths: RunPaths) -> None:
-    [found] = unpack_outputs(pack_outputs([OUTPUT], "d"), "d") or []
+def again(outputs: Outputs) -> list[dict[str, Any]]:
+    """Packed and read."""
+    record = response_entry(0, 0, outputs, "d").record
+    return unpack_outputs(*unpack(record, Responses, where="x"), "d") or []
+
+
+def test_a_response_comes_back_as_it_was() -> None:
+    [found] = again([OUTPUT])
     arrays = found["extra_fields"].pop("scores")
     expected = OUTPUT["extra_fields"]["scores"]
     assert (arrays.dtype, arrays.tolist()) == (expected.dtype, expected.tolist())
@@ -66,15 +73,22 @@ def test_a_response_comes_back_as_it_was(paths: RunPaths) -> None:
 
 
 def test_log_probabilities_that_need_64_bits_keep_them() -> None:
-    arrays = pack_outputs([OUTPUT, OUTPUT | {"response_logprobs": [0.1, 0.2]}], "d")
-    assert arrays["0.response_logprobs"].dtype == np.float32
-    assert arrays["1.response_logprobs"].tolist() == [0.1, 0.2]
+    few, wide = ([float(np.float32(0.1 * n)) for n in range(999)], [0.1 * n for n in range(999)])
+    assert [one["response_logprobs"] for one in again([{"response_logprobs": few}] * 2)] == [few, few]
+    [found] = again([{"response_logprobs": wide}])
+    assert found["response_logprobs"] == wide
+    noise = np.random.default_rng(0).random(999)
+    sizes = [
+        len(response_entry(0, 0, [{"log_probs": numbers.tolist()}], "d").record)
+        for numbers in (noise.astype(np.float32), noise)
+    ]
+    assert sizes[0] < sizes[1] / 1.5
 
 
 @pytest.mark.parametrize("thing", [object(), {1, 2}, np.array([object()]), 1 << 70])
 def test_what_msgpack_cannot_hold_is_refused_and_not_pickled(thing: object) -> None:
     with pytest.raises(NotRecordable):
-        pack_outputs([OUTPUT | {"extra_fields": {"mine": thing}}], "d")
+        response_entry(0, 0, [OUTPUT | {"extra_fields": {"mine": thing}}], "d")
     with pytest.raises(NotRecordable):
         digest_of("agent", {"prompt": thing})
 
@@ -123,21 +137,32 @@ def test_a_record_of_our_own_trainer_is_no_response(paths: RunPaths) -> None:
         ledger.append(0, 0, {"tokens": np.zeros(3, dtype=np.int64)})
     later = RolloutLedger(paths, 2, 0)
     assert later.find(0, 0, "d") is None
-    assert "holds no responses" in later.news()[0]
-    with pytest.raises(CheckpointCorrupt):
-        unpack_outputs({"meta": np.frombuffer(b"\xc1", dtype=np.uint8)}, "d")
+    assert "cannot be read" in later.news()[0]
 
 
 @pytest.mark.parametrize(
-    "meta",
-    [[], {"digest": "d", "outputs": 3}, {"digest": "d", "outputs": [[]]}, {"digest": ["d"], "outputs": []}],
+    "head",
+    [
+        [],
+        {"digest": "d", "outputs": 3, "places": []},
+        {"digest": "d", "outputs": [[]], "places": []},
+        {"digest": ["d"], "outputs": [], "places": []},
+        {"digest": "d", "outputs": [{}], "places": []},  # an array without a place
+        {"digest": "d", "outputs": [{}], "places": [["pickle", [0, "x"]]]},
+        *(
+            {"digest": "d", "outputs": [{"x": 1}], "places": [["list", path]]}
+            for path in ([], [1, "x"], ["x"])
+        ),
+        {"digest": "d", "outputs": [{"x": 1}], "places": [["list", [0, "x", "y"]]]},
+    ],
 )
-def test_a_record_whose_fields_have_other_types_is_told_and_sampled_again(paths: RunPaths, meta: Any) -> None:
+def test_a_record_whose_fields_have_other_types_is_told_and_sampled_again(paths: RunPaths, head: Any) -> None:
     with Ledger(paths, 1, 0) as ledger:
-        ledger.append(0, 0, {"meta": np.frombuffer(msgpack.packb(meta), dtype=np.uint8)})
+        ledger.append_many([entry(0, 0, {"0": np.zeros(3)}, head)])
     later = RolloutLedger(paths, 2, 0)
     assert later.find(0, 0, "d") is None
-    assert "holds no responses" in later.news()[0]
+    [line] = later.news()
+    assert "holds no responses" in line or "cannot be read" in line
 
 
 def test_a_record_that_makes_no_response_is_told_and_sampled_again(paths: RunPaths) -> None:
@@ -197,7 +222,7 @@ def test_a_full_disk_costs_the_record_and_not_the_response(
     "numbers", [[True, 2], [1.5, 2], [1, 2.5], [0.1, 0.5], [float("nan"), 0.5], [-(2**63), 1], []]
 )
 def test_numbers_of_any_kind_come_back_as_numpy_would_keep_them(numbers: list[Any]) -> None:
-    [found] = unpack_outputs(pack_outputs([{"response_logprobs": numbers}], "d"), "d") or []
+    [found] = again([{"response_logprobs": numbers}])
     assert np.array_equal(found["response_logprobs"], np.asarray(numbers), equal_nan=True)
 
 
@@ -208,6 +233,8 @@ def test_numbers_of_any_kind_come_back_as_numpy_would_keep_them(numbers: list[An
         {"response_logprobs": [0.5, None]},
         {"response_ids": [0.5, 10**400]},
         {"response_ids": [2**63]},
+        {"extra_fields": {"log": "x" * (5 << 20)}},
+        {"extra_fields": {"tensors": [np.zeros(1)] * 5000}},
     ],
 )
 def test_one_response_that_cannot_be_held_spoils_no_other(paths: RunPaths, odd: dict[str, Any]) -> None:
@@ -220,4 +247,4 @@ def test_one_response_that_cannot_be_held_spoils_no_other(paths: RunPaths, odd: 
     asyncio.run(run())
     assert ledger.recorded == 2
     [line] = ledger.news()
-    assert line.startswith("responses are not recorded, and would be sampled again: no ")
+    assert line.startswith("responses are not recorded, and would be sampled again: ")

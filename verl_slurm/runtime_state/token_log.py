@@ -9,9 +9,9 @@ A call is one request to the engine: a turn of a session of a prompt. It is name
 puts into the engine's request id. The process of the engine writes:
 
 ```
-record   calls      msgpack: [attempt, calls], of each call that has new tokens: [position, session, turn, digest,
-                    start, number of new tokens, version of the weights or nil, whether the response ended here]
-         ids        int64: the new tokens of all these calls, one after the other
+head     [attempt, calls], of each call that has new tokens: [position, session, turn, digest, start, number of new
+         tokens, version of the weights or nil, whether the response ended here]
+arrays   ids        int64: the new tokens of all these calls, one after the other
          log_probs  float32: theirs, with which they were sampled; absent if the engine gave none
 ```
 
@@ -35,7 +35,7 @@ import numpy as np
 from verl_slurm.base.errors import UNREADABLE, CheckpointCorrupt
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Ledger, records
+from verl_slurm.runtime_state.ledger import Ledger, entry, records
 
 _EVERY_S = 0.25
 """Between two writes: what SIGKILL may cost. Each is one write and one fdatasync, whatever the number of responses."""
@@ -91,9 +91,14 @@ class _Logged:
 
 
 _Whole = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
-_Calls = tuple[_Whole, list[tuple[_Whole, _Whole, _Whole, str, _Whole, _Whole, int | None, bool]]]
-# Typed: any process that can write the file could have made it.
-_CALLS = msgspec.msgpack.Decoder(_Calls)
+_NewTokens = tuple[_Whole, _Whole, _Whole, str, _Whole, _Whole, int | None, bool]
+
+
+class Calls(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What the head of a record says."""
+
+    attempt: _Whole
+    calls: list[_NewTokens]
 
 
 class TokenLog:
@@ -167,9 +172,9 @@ class TokenLog:
         self._needed.update((call, now if one.ended else None) for call, one in new.items())
         self._number = (self._number + 1) & 0xFFFFFFFF  # distinguishes records of one position
         try:
-            self._written += self._ledger.append(
-                max(call.position for call in new), self._number, _record(self._epoch, list(new.values()))
-            )
+            calls, arrays = _record(self._epoch, list(new.values()))
+            position = max(call.position for call in new)
+            self._written += self._ledger.append_many([entry(position, self._number, arrays, calls)])
             if self._written > _COMPACT_BYTES:
                 self._compact(now)
         except (OSError, ValueError) as error:
@@ -246,26 +251,25 @@ class Prefixes:
 
 def _read(paths: RunPaths, report: Callable[[str], None]) -> Iterator[tuple[int, _Logged]]:
     """Yields what is logged, with the attempt that has logged it."""
-    for _, arrays in records(token_paths(paths), from_step=0, report=report):
+    for _, said, arrays in records(token_paths(paths), Calls, from_step=0, report=report):
         try:
-            epoch, found = _unpack(arrays)
+            found = _unpack(said.calls, arrays)
         except (KeyError, *UNREADABLE) as error:
             report(
                 CheckpointCorrupt(
                     "a record of the token log cannot be read",
                     where=token_paths(paths).ledger,
                     found=error,
-                    expected="calls, ids and log_probs as loops/token_log.py specifies",
+                    expected="calls, ids and log_probs as runtime_state/token_log.py specifies",
                     remedy="its tokens are sampled again; check the storage",
                 ).one_line()
             )
         else:
-            yield from ((epoch, one) for one in found)
+            yield from ((said.attempt, one) for one in found)
 
 
-def _unpack(arrays: Arrays) -> tuple[int, list[_Logged]]:
+def _unpack(calls: list[_NewTokens], arrays: Arrays) -> list[_Logged]:
     at, found = 0, []
-    epoch, calls = _CALLS.decode(arrays["calls"].tobytes())
     ids, log_probs = _column(arrays["ids"], np.int64), None
     if "log_probs" in arrays:
         log_probs = _column(arrays["log_probs"], np.float32)
@@ -279,7 +283,7 @@ def _unpack(arrays: Arrays) -> tuple[int, list[_Logged]]:
         found.append(_Logged((position, session, turn), digest, start, new, their, version, ended))
     if at != len(ids):
         raise ValueError(f"{at} tokens belong to its calls, and it has {len(ids)}")
-    return epoch, found
+    return found
 
 
 def _column(array: np.ndarray, dtype: type[np.generic]) -> list[Any]:
@@ -289,15 +293,14 @@ def _column(array: np.ndarray, dtype: type[np.generic]) -> list[Any]:
     return values
 
 
-def _record(epoch: int, new: Sequence[_Logged]) -> Arrays:
-    calls = [[*one.key, one.digest, one.start, len(one.ids), one.version, one.ended] for one in new]
-    arrays: Arrays = {
-        "calls": np.frombuffer(msgspec.msgpack.encode([epoch, calls]), dtype=np.uint8),
-        "ids": np.array([token for one in new for token in one.ids], dtype=np.int64),
-    }
+def _record(epoch: int, new: Sequence[_Logged]) -> tuple[Calls, Arrays]:
+    calls: list[_NewTokens] = [
+        (*one.key, one.digest, one.start, len(one.ids), one.version, one.ended) for one in new
+    ]
+    arrays: Arrays = {"ids": np.array([token for one in new for token in one.ids], dtype=np.int64)}
     # All calls of an engine are asked for them, or none: verl's setting is one for the run.
     if all(one.log_probs is not None for one in new):
         arrays["log_probs"] = np.array(
             [value for one in new for value in one.log_probs or ()], dtype=np.float32
         )
-    return arrays
+    return Calls(epoch, calls), arrays

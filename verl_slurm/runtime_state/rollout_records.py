@@ -1,56 +1,59 @@
 """The responses of a loop that is not ours as records of the ledger: packed, looked up and written in groups. No verl.
 
 A response is one session of one prompt. Its key is the prompt's position in the order in which the data gave it out,
-and the number of the session (`runtime_state.ledger`: step and micro-batch). The record also holds a digest of what was
-asked: the prompt, the agent, and the sampling parameters. A record of another digest is not used.
-
-```
-record   meta            msgpack: {"digest", "outputs": [fields of each output that are not below]}
-         <i>.<field>     int64 or float32 (float64 where 32 bits would lose some), one array for each long field
-```
-
-msgpack has no tensors and no numpy: they are extension 1, a msgpack of [kind, dtype, shape, bytes].
+and the number of the session (`runtime_state.ledger`: step and micro-batch). Its record's head is `Responses`: a digest
+of what was asked (the prompt, the agent, and the sampling parameters), and the fields of each output. A record of
+another digest is not used. What msgpack cannot hold, and each long list of numbers, is an array of the record, and
+`places` says where in `outputs` it belongs; None is there meanwhile.
 """
 
 import asyncio
 import hashlib
 import struct
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal
 
-import msgpack
 import msgspec
 import numpy as np
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.runtime_state.format import Arrays
-from verl_slurm.runtime_state.ledger import Index, Ledger
+from verl_slurm.runtime_state.format import DTYPES, Arrays
+from verl_slurm.runtime_state.ledger import Entry, Index, Ledger, entry
 
 Outputs = Sequence[Mapping[str, Any]]
 
-_META = "meta"
 _LONG = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "token_ids", "log_probs")
 """Fields of verl's `AgentLoopOutput` and `TokenOutput` that have a number for each token."""
-_ARRAY = 1
-_DTYPES = {"b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"}
+_Kind = Literal["list", "numpy", "scalar", "torch"]
+_Place = tuple[_Kind, list[Any]]
+"""What an array was, and the keys and indices that lead to it."""
+_PLAIN = frozenset((type(None), bool, int, float, str, bytes))
+"""Exact types: a subclass would come back as another type."""
 _NO_RESPONSE = (KeyError, ValueError, TypeError, IndexError, OverflowError, AttributeError)
 """Errors of reading fields that have other names, types or sizes than a response's; pydantic's is a ValueError."""
+_NOT_HELD = (ValueError, TypeError, OverflowError, RecursionError)
+"""Errors of msgspec, numpy and torch for what they cannot write."""
 _MOST_IN_GROUP = 256
 """Records of one write: bounds the memory, and what the first of them waits for."""
 
 
-class _Meta(msgspec.Struct):
+class Responses(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the head of a record says."""
+
     digest: str
     outputs: list[dict[str, Any]]
+    places: list[_Place]
+    """One for each array, in their order."""
 
 
 class NotRecordable(Exception):
-    """A response has something in it that msgpack cannot hold, such as an image or an object of the user's."""
+    """A response has something in it that no record can hold, such as an image or an object of the user's."""
 
 
 def digest_of(*asked: Any) -> str:
@@ -59,7 +62,17 @@ def digest_of(*asked: Any) -> str:
     Raises:
         NotRecordable: it holds something without a representation of its own, such as an image.
     """
-    return hashlib.sha256(_encode(asked)).hexdigest()
+    places: list[_Place] = []
+    arrays: list[np.ndarray] = []
+    try:
+        plain = _taken_out(asked, [], places, arrays)
+        forms = [(array.dtype.str, array.shape) for array in arrays]
+        digest = hashlib.sha256(msgspec.msgpack.encode([plain, places, forms]))
+    except _NOT_HELD as error:
+        raise NotRecordable(str(error)) from error
+    for array in arrays:
+        digest.update(array.tobytes())
+    return digest.hexdigest()
 
 
 def turn_paths(paths: RunPaths) -> RunPaths:
@@ -73,8 +86,8 @@ def session_seed(seed: int, position: int, session: int) -> int:
     return int.from_bytes(digest[:4], "big") >> 1
 
 
-def pack_outputs(outputs: Outputs, digest: str) -> Arrays:
-    """Returns the arrays of a record.
+def response_entry(position: int, session: int, outputs: Outputs, digest: str) -> Entry:
+    """Packs a record.
 
     Args:
         outputs: of one session: the set fields of each, by name.
@@ -82,46 +95,50 @@ def pack_outputs(outputs: Outputs, digest: str) -> Arrays:
     Raises:
         NotRecordable: some field cannot be held.
     """
-    arrays: Arrays = {}
-    rest = []
-    for number, output in enumerate(outputs):
-        short = dict(output)
-        for name in _LONG:
-            if short.get(name) is not None:
-                arrays[f"{number}.{name}"] = _numbers(short.pop(name))
-        rest.append(short)
-    arrays[_META] = np.frombuffer(_encode({"digest": digest, "outputs": rest}), dtype=np.uint8)
-    return arrays
+    places: list[_Place] = []
+    arrays: list[np.ndarray] = []
+    plain = []
+    # Packed here and not by the ledger: a response that cannot be held must not cost those that are written with it.
+    try:
+        for number, output in enumerate(outputs):
+            short = dict(output)
+            for name in _LONG:
+                if short.get(name) is not None:
+                    arrays.append(_numbers(short[name]))
+                    places.append(("list", [number, name]))
+                    short[name] = None
+            plain.append(_taken_out(short, [number], places, arrays))
+        by_number = {str(number): array for number, array in enumerate(arrays)}
+        return entry(position, session, by_number, Responses(digest, plain, places))
+    except _NOT_HELD as error:
+        raise NotRecordable(str(error)) from error
 
 
-def unpack_outputs(arrays: Arrays, digest: str) -> list[dict[str, Any]] | None:
+def unpack_outputs(said: Responses, arrays: Arrays, digest: str) -> list[dict[str, Any]] | None:
     """Returns the fields of each output; None: the record answers another question.
 
     Raises:
         CheckpointCorrupt: it is no record of responses.
     """
+    if said.digest != digest:
+        return None
     try:
-        said = msgpack.unpackb(
-            arrays[_META].tobytes(), ext_hook=_decode_array, strict_map_key=False, use_list=True
-        )
-        meta = msgspec.convert(said, _Meta)
-        if meta.digest != digest:
-            return None
-        outputs = meta.outputs
-        for name, values in arrays.items():
-            number, _, field = name.partition(".")
-            if field in _LONG:
-                outputs[int(number)][field] = values.tolist()
+        for (kind, path), array in zip(said.places, arrays.values(), strict=True):
+            place: Any = said.outputs
+            # Any path: what does not lead to a place in `outputs` raises, as any other record that is no response.
+            for key in path[:-1]:
+                place = place[key]
+            place[path[-1]] = _put_back(kind, array)
     except _NO_RESPONSE as error:
         raise _no_responses(error) from error
-    return outputs
+    return said.outputs
 
 
 def _no_responses(error: Exception) -> CheckpointCorrupt:
     return CheckpointCorrupt(
         "a ledger record holds no responses",
         found=f"{type(error).__name__}: {error}",
-        expected="what loops/rollout_records.py specifies",
+        expected="what runtime_state/rollout_records.py specifies",
         remedy="its responses are sampled again; check the storage",
     )
 
@@ -143,7 +160,7 @@ class RolloutLedger:
         self.replayed = self.recorded = 0
         self._told: dict[str, bool] = {}
         # Before the segment is opened: that of an earlier restart of this attempt is among the files to read.
-        self._index = Index(paths, report=self.tell, keys=keys)
+        self._index = Index(paths, Responses, report=self.tell, keys=keys)
         self._ledger = Ledger(paths, epoch, rank, keys=keys)
         self._todo: SimpleQueue[tuple[_Record, _Done] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="rollout-ledger", daemon=True)
@@ -161,8 +178,8 @@ class RolloutLedger:
             made: makes an output of its fields. What it refuses is no record of a response.
         """
         try:
-            arrays = self._index.read(position, session)
-            outputs = None if arrays is None else unpack_outputs(arrays, digest)
+            record = self._index.read(position, session)
+            outputs = None if record is None else unpack_outputs(*record, digest)
             try:
                 found = None if outputs is None else [made(fields) for fields in outputs]
             except _NO_RESPONSE as error:
@@ -170,7 +187,7 @@ class RolloutLedger:
         except CheckpointCorrupt as error:
             self.tell(error.one_line())
             return None
-        if arrays is not None and outputs is None:
+        if record is not None and outputs is None:
             self.tell(f"prompt {position} is another one than in the ledger: its responses are sampled again")
         self.replayed += found is not None
         return found
@@ -226,13 +243,13 @@ class RolloutLedger:
                     self._todo.put(None)
                     break
                 group.append(more)
-            ready: list[tuple[int, int, Arrays]] = []
+            ready: list[Entry] = []
             errors: list[Exception | None] = []
             for (position, session, outputs, digest), _ in group:
                 try:
-                    ready.append((position, session, pack_outputs(outputs, digest)))
+                    ready.append(response_entry(position, session, outputs, digest))
                     errors.append(None)
-                except (NotRecordable, ValueError) as error:
+                except NotRecordable as error:
                     errors.append(error)  # this one alone
             failure = self._append(ready)
             answers = [(done, error or failure) for (_, done), error in zip(group, errors, strict=True)]
@@ -241,11 +258,11 @@ class RolloutLedger:
             with suppress(RuntimeError):
                 group[0][1].get_loop().call_soon_threadsafe(_answer, answers)
 
-    def _append(self, ready: Sequence[tuple[int, int, Arrays]]) -> Exception | None:
+    def _append(self, ready: Sequence[Entry]) -> Exception | None:
         try:
             self._ledger.append_many(ready)
             self._ledger.settle()
-        except (OSError, ValueError) as error:
+        except OSError as error:
             return error
         return None
 
@@ -281,47 +298,34 @@ def _array(values: Any) -> np.ndarray:
     return np.asarray(values)
 
 
-def _encode(value: Any) -> bytes:
-    try:
-        packed: bytes = msgpack.packb(_plain(value), default=_encode_array, strict_types=True)
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise NotRecordable(str(error)) from error
-    return packed
-
-
-def _plain(value: Any) -> Any:
-    """Returns tuples as lists, and mappings of any kind as dicts: msgpack packs exact types."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+def _taken_out(value: Any, path: list[Any], places: list[_Place], arrays: list[np.ndarray]) -> Any:
+    """Returns `value` with None in the place of each array, which is appended; tuples as lists, and mappings of any
+    kind as dicts."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _encode_array(value: Any) -> msgpack.ExtType:
-    kind = "numpy"
+        if _PLAIN.issuperset(map(type, value)):
+            return list(value)  # token ids: item by item they would take ten times as long
+        return [_taken_out(item, [*path, at], places, arrays) for at, item in enumerate(value)]
+    if isinstance(value, Mapping) and _PLAIN.issuperset(map(type, value)):
+        return {key: _taken_out(item, [*path, key], places, arrays) for key, item in value.items()}
+    kind: _Kind = "scalar" if isinstance(value, np.generic) else "numpy"
     if type(value).__module__ == "torch" and hasattr(value, "detach"):
-        # Without an import of torch: the command line reads ledgers, too.
         kind, value = "torch", value.detach().cpu().numpy()
-    if not isinstance(value, np.ndarray | np.generic) or value.dtype.str[1:] not in _DTYPES:
-        raise TypeError(f"no record can hold a {type(value).__name__}")
-    if isinstance(value, np.generic):
-        kind = "scalar"
-    fields = [kind, value.dtype.str[1:], list(value.shape), value.tobytes()]
-    return msgpack.ExtType(_ARRAY, msgpack.packb(fields))
+    if not isinstance(value, np.ndarray | np.generic) or value.dtype.name not in DTYPES:
+        raise NotRecordable(f"no record can hold a {type(value).__name__}")
+    # Named by its place in the list: a path may have keys that are no name for an array.
+    places.append((kind, path))
+    arrays.append(np.asarray(value))
+    return None
 
 
-def _decode_array(code: int, data: bytes) -> Any:
-    if code != _ARRAY:
-        raise ValueError(f"no extension {code} in a record")
-    kind, dtype, shape, content = msgpack.unpackb(data)
-    if dtype not in _DTYPES:
-        raise ValueError(f"no dtype {dtype!r} in a record")
-    array = np.frombuffer(content, dtype=f"<{dtype}" if dtype[1:] != "1" else dtype).reshape(shape).copy()
+def _put_back(kind: _Kind, array: np.ndarray) -> Any:
+    if kind == "list":
+        return array.tolist()
     if kind == "scalar":
         return array[()]
     if kind == "torch":
-        import torch
-
-        return torch.from_numpy(array)
+        # Not imported: what asks for a tensor has loaded it, and the command line works without.
+        return sys.modules["torch"].from_numpy(array)
     return array
