@@ -19,9 +19,9 @@ import msgspec
 
 from verl_slurm.base.errors import TierError
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_new
+from verl_slurm.base.tree import list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
-from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.backend import ObjectInfo, Source
 
