@@ -17,6 +17,7 @@ def file_system(path: Path) -> str:
             told = Path(f"/proc/self/fdinfo/{fd}").read_text()
         finally:
             os.close(fd)
+        # Read anew each time: an automounter may have mounted it just now.
         mounted = parse_mounts(_MOUNTINFO.read_text(errors="replace"))
     except OSError:
         return ""

@@ -167,6 +167,7 @@ def list_tree(
                     continue  # removed since: left out, since ENOENT would mean that the tree is gone
                 if keep is None or keep(entry):
                     entries.append(entry)
+        # After all names of this directory: so one directory of each level is open, and no listing.
         for entry in entries[begin:]:
             if not stat.S_ISDIR(entry.info.st_mode) or entry.is_too_deep:
                 continue
@@ -196,8 +197,22 @@ def list_tree(
     return sorted(entries, key=_path)
 
 
+def files_below(root: Path, *, follow: bool = False) -> dict[str, os.stat_result]:
+    """Returns the regular files below a directory by their relative paths, sorted.
+
+    Args:
+        follow: the directory, and what is in it, may be links.
+
+    Raises:
+        OSError: see `open_directory` and `list_tree`.
+    """
+    with open_directory(root, follow=follow) as fd:
+        return {entry.path: entry.info for entry in list_tree(fd, follow=follow) if entry.kind == "file"}
+
+
 def _entry(name: "os.DirEntry[str]", prefix: str, follow: bool, numbers: bool) -> Entry:
     link = follow and name.is_symlink()
+    # By the type that comes with the name: no call to the kernel.
     if not numbers and not link:
         if name.is_file(follow_symlinks=False):
             return Entry(prefix + name.name, _A_FILE)

@@ -51,6 +51,7 @@ def _read(root: Path, names: Iterable[str], text_of: Callable[[Path, Path], str]
     Args:
         text_of: the text of the link of that path in `root`.
     """
+    # Links by themselves: what they lead to is no part of the tree, or is one already.
     plain, files = [], {}
     for name in names:
         if (root / name).is_symlink():

@@ -154,11 +154,13 @@ class _Rule:
             if os.path.basename(entry.path).startswith("."):
                 return False
             if entry.kind == "directory":
+                # Else what is in it would be missing on the nodes, without a word.
                 if entry.is_too_deep:
                     raise OSError(errno.ELOOP, f"more than {DEEPEST} directories in each other", entry.path)
                 return self._has_code(entry.path)
             if self._is_code(entry.path):
                 found.append(entry.path)
+            # While it walks: a directory that is no program may hold millions.
             if len(found) > MOST_FILES:
                 raise _too_many(self._root, found)
             return False

@@ -101,6 +101,7 @@ def parse(data: bytes, limit: Limit) -> Fingerprint:
     Raises:
         ValueError, RecursionError: it is none, or is not whole.
     """
+    # Bounded: runs are handed over, and this file with them.
     found = decode_json(data, Fingerprint, limit)
     if found.format != FORMAT:
         raise ValueError(f"format {found.format}, expected {FORMAT}")

@@ -127,6 +127,7 @@ def survey(
         raise _data_error(
             "the data set changes while it is read", place_of(place), "files come and go", "files at rest"
         )
+    # Their stamps agree, so a change went past the file system, or the cache was forged.
     wrong = [
         path
         for path, one in (old.items() if full else ())
@@ -282,6 +283,7 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Entry], list[
             files[entry.path] = entry
         elif stat.S_ISDIR(entry.info.st_mode) and not entry.is_too_deep:
             folders.append(entry.path)
+        # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
         else:
             kind = entry.kind
             found = f"a {'broken link' if kind == 'link' else kind}, mode {entry.info.st_mode:o}"
@@ -305,10 +307,11 @@ def _below(root: Path, *, numbers: bool = True) -> list[Entry]:
 
 
 def _named(places: tuple[str, ...]) -> Iterator[Entry]:
-    """Yields the files of verl's data by their paths without the first slash. Of directories, the files alone count."""
+    """Yields the files of verl's data by their paths without the first slash."""
     for place in places:
         path, info = place.lstrip("/"), os.stat(place)
         if stat.S_ISDIR(info.st_mode):
+            # Of directories that verl names, the files alone are data: pandas reads them as one table.
             inside = _below(Path(place))
             yield from (
                 Entry(f"{path}/{one.path}", one.info, one.followed)
