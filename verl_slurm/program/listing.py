@@ -101,7 +101,10 @@ def list_code(
     sizes: dict[str, int] = {}
     special, outside = [], []
     for name in names:
-        info = os.lstat(root / name)
+        try:
+            info = os.lstat(root / name)
+        except FileNotFoundError:  # removed since it was listed
+            continue
         if stat.S_ISLNK(info.st_mode):
             sizes[name] = 0
             if not Path(os.path.realpath(root / name)).is_relative_to(root):

@@ -27,7 +27,6 @@ are not written back in that time (tmpfs, or `vm.dirty_expire_centisecs` raised)
 than `acregmax` ago (60 s), because `stat` answers from the node's own cache.
 """
 
-import errno
 import hashlib
 import os
 import stat
@@ -36,7 +35,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl_slurm.base.bounded import Limit, decode_json, open_regular, read_fd
+from verl_slurm.base.bounded import Limit, check_json, decode_json, open_regular, read_fd
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.mounts import keeps_ctime
@@ -84,8 +83,8 @@ def save(path: Path, cache: Mapping[str, Hashed]) -> str | None:
     """Stores the cache; returns a failure instead of raising it, because it costs nothing but time."""
     try:
         data = encode(cache)
-        if len(data) > _LIMIT.num_bytes:
-            raise OSError(errno.EFBIG, f"{len(data)} bytes, at most {_LIMIT.num_bytes}")
+        # More than the next look would read: it would say at each one that the cache is damaged.
+        check_json(data, _LIMIT)
         # A cache below RUN goes with the run; those of commands without one would pile up.
         if path.suffix == ".hashes":
             _make_room(private_dir(path.parent), path)
