@@ -271,7 +271,17 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Entry], list[
     """Returns the files by path, and the paths of directories. Raises as `survey`."""
     files: dict[str, Entry] = {}
     folders: list[str] = []
-    for entry in _named(place) if isinstance(place, tuple) else _below(Path(place), numbers=numbers):
+    try:
+        entries = [*_named(place)] if isinstance(place, tuple) else _below(Path(place), numbers=numbers)
+    except OSError as error:
+        # Of one that is away by its name alone nobody knows whether it will be back: the caller may wait.
+        if isinstance(place, tuple):
+            raise
+        where = Path(place) / os.fsdecode(error.filename or "")
+        raise _data_error(
+            "the data set cannot be read", where, error.strerror, "a directory of files"
+        ) from error
+    for entry in entries:
         if not entry.path.isascii():
             try:
                 entry.path.encode()
@@ -295,15 +305,9 @@ def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Entry], list[
 
 
 def _below(root: Path, *, numbers: bool = True) -> list[Entry]:
-    try:
-        # The way to it may have links, and it may be one.
-        with open_directory(root, follow=True) as fd:
-            return list_tree(fd, follow=True, numbers=numbers)
-    except OSError as error:
-        where = root / os.fsdecode(error.filename or "")
-        raise _data_error(
-            "the data set cannot be read", where, error.strerror, "a directory of files"
-        ) from error
+    # The way to it may have links, and it may be one.
+    with open_directory(root, follow=True) as fd:
+        return list_tree(fd, follow=True, numbers=numbers)
 
 
 def _named(places: tuple[str, ...]) -> Iterator[Entry]:
