@@ -152,34 +152,35 @@ def list_tree(
         OSError: a directory cannot be read, or is entered from within itself (ELOOP); `filename` is relative.
         TooMuch: there are more than `most`; no more of them were read.
     """
-    entries: list[Entry] = []
+    walk = _Walk(most, follow, numbers, keep)
+    info = os.fstat(root)
+    walk.descend(root, "", ((info.st_dev, info.st_ino),))
+    # A directory sorts before what is in it, so the reverse order can remove trees.
+    return sorted(walk.entries, key=_path)
 
-    def take(fd: int, prefix: str) -> None:
-        with os.scandir(fd) as names:
-            for name in names:
-                # Before the entry is made: a directory may hold millions of names.
-                if len(entries) == most:
-                    raise TooMuch(f"more than {most} files and directories")
-                try:
-                    entry = _entry(name, prefix, follow, numbers)
-                except FileNotFoundError:
-                    continue  # removed since: left out, since ENOENT would mean that the tree is gone
-                except OSError as error:
-                    error.filename = prefix + name.name
-                    raise
-                if keep is None or keep(entry):
-                    entries.append(entry)
 
-    def descend(fd: int, prefix: str, above: tuple[tuple[int, int], ...]) -> None:
-        begin = len(entries)
+class _Walk:
+    """See `list_tree`."""
+
+    def __init__(self, most: int, follow: bool, numbers: bool, keep: Callable[[Entry], bool] | None) -> None:
+        self._most, self._follow, self._numbers, self._keep = most, follow, numbers, keep
+        self.entries: list[Entry] = []
+
+    def descend(self, fd: int, prefix: str, above: tuple[tuple[int, int], ...]) -> None:
+        """Takes the entries of the directory `fd` and of those below it.
+
+        Args:
+            above: device and inode of it, and of each that contains it.
+        """
+        begin = len(self.entries)
         try:
-            take(fd, prefix)
+            self._take(fd, prefix)
         except OSError as error:
             # Of the listing itself it is a number.
             error.filename = error.filename if isinstance(error.filename, str) else prefix
             raise
         # After all names of this directory: so one directory of each level is open, and no listing.
-        for entry in entries[begin:]:
+        for entry in self.entries[begin:]:
             if not stat.S_ISDIR(entry.info.st_mode) or entry.is_too_deep:
                 continue
             try:
@@ -191,21 +192,29 @@ def list_tree(
                 error.filename = entry.path
                 raise
             try:
-                way = above
-                if follow:
-                    info = os.fstat(below)
-                    # By device and inode, not by path: a loop of links has a new path in each round.
-                    way = (*above, (info.st_dev, info.st_ino))
-                    if way[-1] in above:
-                        raise OSError(errno.ELOOP, "a link to a directory above it", entry.path)
-                descend(below, entry.path + "/", way)
+                info = os.fstat(below)
+                # By device and inode, not by path: a loop of links has a new path in each round.
+                if self._follow and (info.st_dev, info.st_ino) in above:
+                    raise OSError(errno.ELOOP, "a link to a directory above it", entry.path)
+                self.descend(below, entry.path + "/", (*above, (info.st_dev, info.st_ino)))
             finally:
                 os.close(below)
 
-    info = os.fstat(root)
-    descend(root, "", ((info.st_dev, info.st_ino),))
-    # A directory sorts before what is in it, so the reverse order can remove trees.
-    return sorted(entries, key=_path)
+    def _take(self, fd: int, prefix: str) -> None:
+        with os.scandir(fd) as names:
+            for name in names:
+                # Before the entry is made: a directory may hold millions of names.
+                if len(self.entries) == self._most:
+                    raise TooMuch(f"more than {self._most} files and directories")
+                try:
+                    entry = _entry(name, prefix, self._follow, self._numbers)
+                except FileNotFoundError:
+                    continue  # removed since: left out, since ENOENT would mean that the tree is gone
+                except OSError as error:
+                    error.filename = prefix + name.name
+                    raise
+                if self._keep is None or self._keep(entry):
+                    self.entries.append(entry)
 
 
 def files_below(root: Path, *, follow: bool = False) -> dict[str, os.stat_result]:

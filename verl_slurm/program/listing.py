@@ -93,14 +93,12 @@ def list_code(
     names = list(rule.kept(files_in(root, closed))) if of_git else rule.walked()
     for pattern in include:
         names += _included(root, pattern, left_out)
-    names = sorted(set(names))
     outputs: list[str] = []
     if former is not None:
-        outputs = [name for name in names if name not in former and not name.endswith(_SOURCE)]
-        names = sorted(set(names) - set(outputs))
+        outputs = sorted(name for name in {*names} if name not in former and not name.endswith(_SOURCE))
     sizes: dict[str, int] = {}
     special, outside = [], []
-    for name in names:
+    for name in sorted({*names} - {*outputs}):
         try:
             info = os.lstat(root / name)
         except FileNotFoundError:  # removed since it was listed

@@ -106,8 +106,7 @@ def step_bytes(path: Path) -> int:
     """Returns the bytes that reading a step takes, for a progress bar; 0 if unknown."""
     try:
         with open_directory(path) as root:
-            entries = list_tree(root, MAX_FILES)
-            return sum(entry.info.st_size for entry in entries if entry.kind == "file")
+            return sum(entry.info.st_size for entry in list_tree(root, MAX_FILES) if entry.kind == "file")
     except (OSError, TooMuch):
         return 0
 
