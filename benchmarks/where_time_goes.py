@@ -22,10 +22,10 @@ import stringzilla
 from benchmarks.save.machine import drop_caches
 from benchmarks.save.reading import read_all
 from verl_slurm.base.digest import num_threads
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.hashing import Hasher, process_hasher, reading_hasher
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, read_checked
-from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.protocol import ArenaFile
 from verl_slurm.save.writer.writing import write_and_hash

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.decide.retention import PrunePlan, Reasoned, plan_prune
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.store import pruning
@@ -15,7 +16,6 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import sweep
 from verl_slurm.checkpoint.store.pruning import apply_prune
 from verl_slurm.checkpoint.store.recover import choose_resume
-from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.checkpoint.store.verify import verify
 
 Save = Callable[..., Path]

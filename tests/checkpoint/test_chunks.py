@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.store.chunks import (
     Reading,
@@ -20,7 +21,6 @@ from verl_slurm.checkpoint.store.chunks import (
     leaf_problem,
     read_checked,
 )
-from verl_slurm.checkpoint.store.tree import open_directory
 
 Problems = list[tuple[str, str | OSError]]
 

@@ -15,13 +15,13 @@ import stringzilla
 
 from tests.checkpoint.conftest import FILES, manifest_of, owns_it, stage
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint import hashing
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, process_hasher, reading_hasher
 from verl_slurm.checkpoint.store import chunks
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, make_entry, read_checked
 from verl_slurm.checkpoint.store.commit import commit
-from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.save.writer.arena import Arena
 from verl_slurm.save.writer.protocol import ArenaFile

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Kind
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES
 from verl_slurm.checkpoint.store import chunks
 from verl_slurm.checkpoint.store.chunks import Reading, entry_of, read_checked
 from verl_slurm.checkpoint.store.scrub import next_due
-from verl_slurm.checkpoint.store.tree import open_directory
 
 
 def _info(step: int, kind: Kind = "committed") -> CheckpointInfo:

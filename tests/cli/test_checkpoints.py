@@ -29,10 +29,10 @@ from verl_slurm.cli.checkpoint.verify import FIRST_TO_GO, checkpoints_table
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
-from verl_slurm.dataset.fingerprint.cache import HashCache, default_path, save as save_cache, text_of
+from verl_slurm.dataset.fingerprint.cache import default_path, save as save_cache
 from verl_slurm.dataset.fingerprint.entries import sealed
+from verl_slurm.dataset.fingerprint.hashing import Hashed, stamp_of
 from verl_slurm.dataset.fingerprint.record import fingerprint
-from verl_slurm.dataset.fingerprint.walk import walk
 from verl_slurm.runtime_state.codec import encode
 
 Cli = Callable[..., Any]
@@ -265,7 +265,8 @@ def test_fingerprint_full_names_what_no_stamp_shows(
         {name: msgspec.structs.replace(entry, sha256="0" * 64) for name, entry in true.files.items()}
     )
     path.parent.mkdir(parents=True)
-    save_cache(path, HashCache(fingerprint=lie, text=text_of(walk(root)), whole=True))
+    stamps = {name: stamp_of((root / name).stat()) for name in lie.files}
+    save_cache(path, {name: Hashed(stamps[name], "0" * 64, 0) for name in lie.files})
     cached = cli("fingerprint", root, "--json").json
     assert (cached["digest"], cached["num_read"]) == (lie.digest, 0)
     result = cli("fingerprint", root, "--full", "--json")

@@ -16,8 +16,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import scrub as scrub_module
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.verify import read_manifest
+from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.dataset.fingerprint.record import fingerprint, write
+from verl_slurm.dataset.fingerprint.record import fingerprint, survey, write
 
 Cli = Callable[..., Any]
 
@@ -56,6 +57,17 @@ def test_changed_data_is_found_unless_it_is_left_out(cli: Cli, run: RunPaths) ->
     assert result.code == ExitCode.DATASET_DRIFT
     assert "data: changed a.jsonl" in result.out
     assert cli("scrub", run.root, "--no-data").code == ExitCode.OK
+
+
+def test_the_data_of_verl_are_the_files_that_it_names(cli: Cli, run: RunPaths) -> None:
+    rows = run.root / "rows.parquet"
+    rows.write_text("rows")
+    settings = f"trainer: {{backend: verl}}\nverl:\n  data.train_files: {rows}\n  data.val_files: {rows}\n"
+    write_config(run, parse_config(settings.encode(), "run.yaml"))
+    write(run, survey((str(rows),)).found)
+    assert cli("scrub", run.root).code == ExitCode.OK
+    rows.write_text("other")
+    assert cli("scrub", run.root).code == ExitCode.DATASET_DRIFT
 
 
 def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(

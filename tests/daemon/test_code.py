@@ -42,7 +42,7 @@ def test_a_damaged_copy_is_refused_and_a_further_module_is_told(paths: RunPaths,
     assert isinstance(told, ev.Warned)
     assert "1 file beside the submitted ones that Python may import: random.py" in told.text
     (paths.code_tree(digest) / "train.py").unlink()
-    with pytest.raises(DataError, match=r"train\.py is missing"):
+    with pytest.raises(DataError, match=r"1 removed \(train\.py\)"):
         check_code(paths, RunConfig())
 
 

@@ -2,27 +2,19 @@ import hashlib
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from verl_slurm.base import mounts
 from verl_slurm.base.errors import DatasetDrift
-from verl_slurm.base.mounts import Mount, mount_of, mounts, parse_mounts
+from verl_slurm.base.mounts import file_system, keeps_ctime, parse_mounts
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.dataset.fingerprint import cache as hash_cache, record as prints, walk as data_walk
-from verl_slurm.dataset.fingerprint.cache import (
-    HashCache,
-    decode,
-    default_path,
-    encode,
-    here,
-    is_settled,
-    text_of,
-)
-from verl_slurm.dataset.fingerprint.entries import FileDigest, sealed
-from verl_slurm.dataset.fingerprint.hashing import Digests
+from verl_slurm.base.tree import Entry
+from verl_slurm.dataset.fingerprint import cache as hash_cache, record as prints
+from verl_slurm.dataset.fingerprint.cache import decode, default_path, encode, settled
+from verl_slurm.dataset.fingerprint.hashing import Hashed
 from verl_slurm.dataset.fingerprint.record import (
     Survey,
     check_dataset,
@@ -32,15 +24,16 @@ from verl_slurm.dataset.fingerprint.record import (
     survey,
     write,
 )
-from verl_slurm.dataset.fingerprint.walk import Line, glance, line_of, lines_of, parse_line, walk
 
 SECOND = 1_000_000_000
-EXT4 = Mount("ext4", "/dev/sda")
 
 
 def later() -> int:
     """A clock by which every file here has been at rest for long."""
     return 1 << 62
+
+
+Look = Callable[..., Survey]
 
 
 @pytest.fixture
@@ -70,9 +63,6 @@ def look(root: Path, cache: Path) -> Callable[..., Survey]:
         return seen
 
     return run
-
-
-Look = Callable[..., Survey]
 
 
 def test_an_unchanged_tree_is_not_read_again_and_is_the_same(root: Path, cache: Path, look: Look) -> None:
@@ -129,8 +119,8 @@ def test_full_finds_what_no_stamp_can_show_and_names_it(root: Path, cache: Path,
     # Nothing but the kernel sets ctime, so the record is forged instead: as if `a` had been of other content.
     look()
     known = decode(cache.read_bytes())
-    wrong = dict(known.fingerprint.files) | {"a.jsonl": FileDigest(size=2, sha256="0" * 64)}
-    assert hash_cache.save(cache, replace(known, fingerprint=sealed(wrong))) is None
+    wrong = known | {"a.jsonl": msgspec.structs.replace(known["a.jsonl"], sha256="0" * 64)}
+    assert hash_cache.save(cache, wrong) is None
     assert look().found.files["a.jsonl"].sha256 == "0" * 64
     full = look(full=True)
     assert (full.unnoticed, full.num_read) == (("a.jsonl",), 4)
@@ -159,21 +149,32 @@ def test_a_file_that_was_too_young_to_keep_is_gone_when_it_goes(root: Path, look
     assert look().num_read == 0
 
 
-def test_when_a_stamp_is_old_enough() -> None:
-    young = Line("file", "a", 1, 2, 3, mtime_ns=100 * SECOND, ctime_ns=100 * SECOND)
-    assert not is_settled(young, EXT4, 100 * SECOND)
-    assert not is_settled(young, EXT4, 160 * SECOND)
-    assert is_settled(young, EXT4, 160 * SECOND + 1)
-    assert not is_settled(young._replace(mtime_ns=900 * SECOND), EXT4, 200 * SECOND)  # from the future
-    assert not is_settled(young._replace(ctime_ns=900 * SECOND), EXT4, 200 * SECOND)
+def kept(root: Path, mtime_s: int, ctime_s: int, began_ns: int) -> bool:
+    numbers = [0, 2, 3, 1, 0, 0, 3, 0, mtime_s, ctime_s, 0.0, 0.0, 0.0, 0, mtime_s * SECOND, ctime_s * SECOND]
+    files = {"a.jsonl": Entry("a.jsonl", os.stat_result(numbers))}
+    hashed = {"a.jsonl": Hashed((2, 3, mtime_s * SECOND, ctime_s * SECOND), "0" * 64, 0)}
+    return bool(settled(root, files, hashed, {"a.jsonl"}, began_ns))
 
 
-def test_where_ctime_proves_nothing_no_stamp_is_ever_old_enough() -> None:
-    old = Line("file", "a", 1, 2, 3, mtime_ns=SECOND, ctime_ns=SECOND)
-    for kind in ("fuse.sshfs", "vfat", "cifs", "squashfs", "something new"):
-        assert not is_settled(old, Mount(kind, "x"), later())
-    assert not is_settled(old, None, later())
-    assert is_settled(old, Mount("nfs4", "server:/data"), later())
+def test_when_a_stamp_is_old_enough(root: Path) -> None:
+    assert not kept(root, 100, 100, 100 * SECOND)
+    assert not kept(root, 100, 100, 160 * SECOND)
+    assert kept(root, 100, 100, 160 * SECOND + 1)
+    assert not kept(root, 900, 100, 200 * SECOND)  # from the future
+    assert not kept(root, 100, 900, 200 * SECOND)
+
+
+@pytest.mark.parametrize("kind", ["fuse.sshfs", "vfat", "cifs", "squashfs", "something new", ""])
+def test_where_ctime_proves_nothing_no_stamp_is_ever_old_enough_nor_any_cache_believed(
+    root: Path, look: Look, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look()
+    monkeypatch.setattr(mounts, "file_system", lambda path: kind)
+    assert look().num_read == 4, "cached where it was known"
+    assert look().num_read == 4
+    monkeypatch.setattr(mounts, "file_system", lambda path: "nfs4")
+    assert look().num_read == 4
+    assert look().num_read == 0
 
 
 @pytest.mark.parametrize(
@@ -182,8 +183,8 @@ def test_where_ctime_proves_nothing_no_stamp_is_ever_old_enough() -> None:
         lambda data: b"",
         lambda data: data[:-1],
         lambda data: data + b" ",
-        lambda data: data.replace(b"cache 1", b"cache 2"),
-        lambda data: data.replace(b'"size":2', b'"size":3', 1),
+        lambda data: data.replace(b"cache 2", b"cache 1"),
+        lambda data: data.replace(b",2,", b",3,", 1),
         lambda data: b"\xff" * 300,
     ],
 )
@@ -215,20 +216,12 @@ def test_a_cache_that_others_could_have_written_is_ignored(cache: Path, look: Lo
 
 
 def test_a_whole_body_of_the_wrong_shape_is_no_cache() -> None:
-    whole = encode(HashCache(fingerprint=sealed({"a": FileDigest(size=1, sha256="0" * 64)})))
-    assert decode(whole).fingerprint.files["a"].size == 1
-    for body in (b"{}", b"[" * 100_000, b'{"tree":1}', b"null"):
-        head = b"verl-slurm hash cache 1\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
-        with pytest.raises(ValueError, match=r"\w"):
+    rows = {"a": Hashed((1, 2, 3, 4), "0" * 64, 5)}
+    assert decode(encode(rows)) == rows
+    for body in (b"[]", b"[" * 100_000, b'{"a":[[1,2,3],"0",5]}', b"null"):
+        head = b"verl-slurm hash cache 2\n" + hashlib.sha256(body).hexdigest().encode() + b"\n"
+        with pytest.raises((ValueError, RecursionError), match=r"\w"):
             decode(head + body)
-
-
-def test_lines_that_do_not_fit_their_digest_are_not_known() -> None:
-    files = sealed({"a": FileDigest(size=1, sha256="0" * 64)})
-    good = "f 1 2 1 5.0000000000 5.0000000000 a"
-    bad = ["f 1 2 7 5.0000000000 5.0000000000 a", "l 1 2 1 5.0000000000 5.0000000000 a", "f x", "", "d a"]
-    cache = HashCache(fingerprint=files, text=text_of([good, *bad]))
-    assert set(cache.known()) == {good}
 
 
 def test_a_cache_that_cannot_be_kept_is_said_and_nothing_else(root: Path, tmp_path: Path) -> None:
@@ -237,74 +230,16 @@ def test_a_cache_that_cannot_be_kept_is_said_and_nothing_else(root: Path, tmp_pa
     assert "cannot be kept" in told
 
 
-def test_find_and_the_walk_of_our_own_say_the_same(root: Path) -> None:
-    (root / "a name\nwith \\ and \u00e9 d 1").write_text("x")
-    os.utime(root / "b.jsonl", ns=(1, 1_234_567_891))
-    seen, other = glance(root, lambda: 7)
-    assert other == 7
-    assert sorted(lines_of(root, seen) or ()) == sorted(walk(root))
-    info = (root / "b.jsonl").stat()
-    assert parse_line(line_of("f", info, "b.jsonl")) == Line(
-        "file", "b.jsonl", info.st_dev, info.st_ino, 2, 1_234_567_891, info.st_ctime_ns
-    )
-
-
-@pytest.mark.parametrize(
-    "fault", ["missing find", "pipe", "link to a folder", "broken link", "not utf-8", "no root"]
-)
-def test_what_find_cannot_tell_is_left_to_the_walk(
-    root: Path, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    if fault == "missing find":
-        monkeypatch.setattr(data_walk, "_FIND", "/nowhere/find")
-    elif fault == "pipe":
-        os.mkfifo(root / "p")
-    elif fault == "link to a folder":
-        (root / "x").symlink_to("part")
-    elif fault == "broken link":
-        (root / "x").symlink_to("nowhere")
-    elif fault == "not utf-8":
-        (root / os.fsdecode(b"\xff")).write_bytes(b"")
-    else:
-        root = root / "nowhere"
-    assert lines_of(root, glance(root, lambda: None)[0]) is None
-
-
-def test_without_find_the_cache_still_serves(root: Path, look: Look, monkeypatch: pytest.MonkeyPatch) -> None:
-    look()
-    monkeypatch.setattr(data_walk, "_FIND", "/nowhere/find")
-    again = look()
-    assert (again.num_read, again.found) == (0, fingerprint(root))
-
-
 def test_mounts_are_read_and_lines_that_are_none_passed_over(tmp_path: Path) -> None:
     text = (
         "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue\n"
         "37 35 0:45 / /data rw - nfs4 server:/a\\040b rw,vers=4.2\n"
-        "nonsense\n38 35 x:y / / rw - ext4 /dev/a rw\n39 35 1:2 - \n"
+        "nonsense\n"
     )
-    listed = parse_mounts(text)
-    assert [(number, mount.kind) for number, _, mount in listed] == [("36", "ext3"), ("37", "nfs4")]
-    assert [mount.name for _, _, mount in listed] == [None, "nfs4 server:/a b"]
-    proc = mount_of("/proc/self/status")
-    assert proc is not None
-    assert (proc.kind, proc.keeps_ctime) == ("proc", False)
-    assert mounts()[os.stat("/proc").st_dev] == proc
-    assert mount_of(tmp_path / "nowhere") is None
-
-
-def test_a_shared_file_system_has_another_number_on_each_node_and_one_mounted_twice_has_none() -> None:
-    share = Mount("nfs4", "server:/data")
-    lines = frozenset(
-        ["d part", "f 45 2 1 5.0000000000 5.0000000000 a", "f 9 2 1 5.0000000000 5.0000000000 b"]
-    )
-    cache = HashCache(fingerprint=sealed({}), text=text_of(lines), devices={"45": "nfs4 server:/data"})
-    moved = here(cache, {77: share, 9: EXT4})
-    assert "f 77 2 1 5.0000000000 5.0000000000 a" in moved.lines()
-    assert lines - set(moved.lines()) == {"f 45 2 1 5.0000000000 5.0000000000 a"}
-    assert moved.devices == {"77": "nfs4 server:/data"}
-    assert here(cache, {45: share}) == cache
-    assert here(cache, {77: share, 78: share}) == cache
+    assert parse_mounts(text) == {"36": "ext3", "37": "nfs4"}
+    assert file_system(Path("/proc/self/status")) == "proc"
+    assert not keeps_ctime(Path("/proc/self/status"))
+    assert file_system(tmp_path / "nowhere") == ""
 
 
 def test_trees_without_a_run_are_kept_in_a_private_folder_and_the_oldest_go(
@@ -332,7 +267,7 @@ def test_a_run_reads_all_before_it_records_and_only_what_changed_after_that(
     reads: list[int] = []
     real = prints.hash_files
 
-    def counted(*args: object, **kwargs: object) -> Digests:
+    def counted(*args: object, **kwargs: object) -> dict[str, Hashed]:
         found = real(*args, **kwargs)  # type: ignore[arg-type]
         reads.append(len(found))
         return found

@@ -2,39 +2,38 @@ import hashlib
 import os
 import subprocess
 import sys
-from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verl_slurm.base.errors import DataError
-from verl_slurm.dataset.fingerprint import hashing as data_hash, small_files
-from verl_slurm.dataset.fingerprint.hashing import hash_files
+from verl_slurm.dataset.fingerprint import hashing, small_files
+from verl_slurm.dataset.fingerprint.hashing import Hashed, hash_files, stamp_of
 from verl_slurm.dataset.fingerprint.record import fingerprint
-from verl_slurm.dataset.fingerprint.walk import parse_line, walk
+from verl_slurm.dataset.fingerprint.small_files import NO_DIGEST, RECORD, read_files
+
+PROGRAM = [sys.executable, "-I", "-S", "-X", "utf8", small_files.__file__]
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Files of every size that matters: none, small, as large as small may be, one byte more, of some blocks."""
     monkeypatch.setattr(small_files, "SMALL_BYTES", 4096)
-    monkeypatch.setattr(data_hash, "_PROBE", 3)
-    monkeypatch.setattr(data_hash, "_BATCH", 2)
-    for index, size in enumerate([0, 1, 5, 4095, 4096, 4097, 100_000, 2, 2, 2, 2, 2]):
+    for index, size in enumerate([0, 1, 5, 4095, 4096, 4097, 100_000, 2, 2, 2, 2]):
         (tmp_path / f"{index:02d}").write_bytes(bytes([index]) * size)
+    (tmp_path / "a name\nof two lines and \u00e9").write_text("x")
     return tmp_path
 
 
-def alone(root: Path) -> data_hash.Digests:
-    return {
-        line: hashlib.sha256((root / parse_line(line).path).read_bytes()).hexdigest() for line in walk(root)
-    }
-
-
-@pytest.mark.parametrize("threads", [None, 1, 5])
-def test_large_and_small_files_hash_to_what_they_hold(root: Path, threads: int | None) -> None:
-    assert hash_files(root, walk(root), threads=threads) == alone(root)
+def alone(root: Path) -> dict[str, Hashed]:
+    found = {}
+    for name in os.listdir(root):
+        info = (root / name).stat()
+        digest = hashlib.sha256((root / name).read_bytes()).hexdigest()
+        found[name] = Hashed(stamp_of(info), digest, info.st_mode)
+    return found
 
 
 @pytest.fixture
@@ -47,34 +46,27 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
         started.append(real(*args, **kwargs))
         return started[-1]
 
-    monkeypatch.setattr(data_hash, "_FILES_A_PROCESS", 1)
-    monkeypatch.setattr(data_hash, "_voluntary_waits", lambda: 0)
+    monkeypatch.setattr(hashing, "_FILES_A_PROCESS", 1)
+    monkeypatch.setattr(hashing, "num_threads", lambda: 3)
     monkeypatch.setattr(subprocess, "Popen", start)
     return started
 
 
-def test_files_in_memory_are_hashed_by_processes_too_and_none_is_left(
+def test_large_and_small_files_hash_to_what_they_hold_and_few_start_no_process(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert hash_files(root, os.listdir(root)) == alone(root)
+
+
+def test_many_files_are_hashed_by_processes_too_and_none_is_left(
     root: Path, processes: list[subprocess.Popen[bytes]]
 ) -> None:
-    assert hash_files(root, walk(root), threads=3) == alone(root)
-    assert len(processes) == 2
-    assert [process.poll() is not None for process in processes] == [True, True]
+    assert hash_files(root, os.listdir(root)) == alone(root)
+    assert [process.returncode for process in processes] == [0, 0]
 
 
-def test_one_thread_starts_no_process(root: Path, processes: list[subprocess.Popen[bytes]]) -> None:
-    assert hash_files(root, walk(root), threads=1) == alone(root)
-    assert not processes
-
-
-def test_a_process_does_what_it_is_asked(root: Path) -> None:
-    lines = [line for line in walk(root) if parse_line(line).size < 4096]
-    with data_hash._process(f"{root}/") as process:
-        assert process is not None
-        found = data_hash._have_done("/nowhere/", process, deque([[line] for line in lines]))
-    assert dict(found) == {line: digest for line, digest in alone(root).items() if line in lines}
-
-
-@pytest.mark.parametrize("program", ["raise SystemExit(1)", "print('0' * 63)", "input(); input()"])
+@pytest.mark.parametrize("program", ["raise SystemExit(1)", "print('0' * 63)"])
 def test_what_a_process_that_fails_leaves_undone_is_done_here(
     root: Path,
     processes: list[subprocess.Popen[bytes]],
@@ -85,7 +77,7 @@ def test_what_a_process_that_fails_leaves_undone_is_done_here(
     path = tmp_path_factory.mktemp("program") / "program.py"
     path.write_text(program)
     monkeypatch.setattr(small_files, "__file__", str(path))
-    assert hash_files(root, walk(root), threads=3) == alone(root)
+    assert hash_files(root, os.listdir(root)) == alone(root)
     assert len(processes) == 2
 
 
@@ -93,60 +85,86 @@ def test_where_no_process_can_be_started_all_is_done_here(
     root: Path, processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert hash_files(root, walk(root), threads=3) == alone(root)
+    assert hash_files(root, os.listdir(root)) == alone(root)
     assert not processes
 
 
-def test_where_storage_has_to_be_waited_for_threads_read_in_the_order_of_inodes(
+def test_a_process_that_hangs_ends_with_the_look(
     root: Path, processes: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken: list[str] = []
-    real = data_hash._work
+    def fails(*_: Any, **__: Any) -> bytes:
+        raise OSError("storage")
 
-    def work(base: str, batches: deque[list[str]]) -> object:
-        taken.extend(line for batch in list(batches) for line in batch)
-        return real(base, batches)
+    monkeypatch.setattr(hashing, "read_files", fails)
+    monkeypatch.setattr(small_files, "__file__", "/dev/stdin")  # it waits for a program that never comes
+    with pytest.raises(OSError, match="storage"):
+        hash_files(root, os.listdir(root))
+    assert None not in [process.returncode for process in processes]
 
-    monkeypatch.setattr(data_hash, "_voluntary_waits", iter((0, 99)).__next__)
-    monkeypatch.setattr(data_hash, "_work", work)
-    lines = walk(root)
-    assert hash_files(root, lines, threads=1) == alone(root)
-    inodes = [parse_line(line).inode for line in taken]
-    assert len(inodes) == 12 - 3
-    assert inodes == sorted(inodes)
-    assert not processes
+
+def test_where_storage_has_to_be_waited_for_eight_threads_read(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: set[int] = set()
+    real = os.open
+
+    def noted(*args: Any) -> int:
+        import threading
+
+        threads.add(threading.get_ident())
+        return real(*args)
+
+    class Usage:
+        waits = 0
+
+        @property
+        def ru_nvcsw(self) -> int:
+            Usage.waits += 99
+            return Usage.waits
+
+    monkeypatch.setattr(small_files, "_PROBE", 3)
+    monkeypatch.setattr(small_files.resource, "getrusage", lambda who: Usage())
+    monkeypatch.setattr(os, "open", noted)
+    names = os.listdir(root)
+    found = [record[-1].hex() for record in RECORD.iter_unpack(read_files(f"{root}/", names, follow=True))]
+    expected = alone(root)
+    assert [
+        digest in (expected[name].sha256, NO_DIGEST.hex()) for name, digest in zip(names, found, strict=True)
+    ] == [True] * 12
+    assert found.count(NO_DIGEST.hex()) == 2
+    assert len(threads) > 1
 
 
 @pytest.mark.parametrize("name", ["02", "06"])
-def test_what_changed_since_the_walk_comes_back_as_it_is_now(root: Path, name: str) -> None:
-    lines = walk(root)
-    size = (root / name).stat().st_size
-    (root / name).write_bytes(b"x" * size)
-    found = hash_files(root, lines)
-    digests = {parse_line(line).path: digest for line, digest in found.items()}
-    assert digests[name] == hashlib.sha256(b"x" * size).hexdigest()
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path: path.unlink(),
+        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: (path.unlink(), path.mkdir()),
+        lambda path: (path.unlink(), path.symlink_to(path.name)),
+    ],
+)
+def test_what_is_gone_or_no_file_any_more_is_left_out(
+    root: Path, name: str, change: Callable[[Path], Any]
+) -> None:
+    names = os.listdir(root)
+    expected = alone(root)
+    change(root / name)
+    del expected[name]
+    assert hash_files(root, names, follow=False) == expected
 
 
-@pytest.mark.parametrize("name", ["02", "06"])
-def test_what_is_gone_since_the_walk_is_a_data_error(root: Path, name: str) -> None:
-    lines = walk(root)
-    (root / name).unlink()
-    with pytest.raises(DataError, match="changes while it is read"):
-        hash_files(root, lines)
-
-
-def test_a_file_that_became_a_pipe_is_no_trap(root: Path) -> None:
-    lines = walk(root)
-    (root / "06").unlink()
-    os.mkfifo(root / "06")
-    with pytest.raises(DataError, match="changes while it is read"):
-        hash_files(root, lines)
+def test_a_link_is_followed_where_it_is_asked(root: Path) -> None:
+    (root / "link").symlink_to("02")
+    assert hash_files(root, ["link"])["link"].sha256 == alone(root)["02"].sha256
+    assert hash_files(root, ["link"], follow=False) == {}
 
 
 def test_a_large_file_that_is_written_at_each_look_is_given_up(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = data_hash.hash_fd
+    real = hashing.hash_fd
 
     def slow(fd: int) -> tuple[int, str]:
         result = real(fd)
@@ -154,6 +172,27 @@ def test_a_large_file_that_is_written_at_each_look_is_given_up(
             file.write("more\n")
         return result
 
-    monkeypatch.setattr(data_hash, "hash_fd", slow)
+    monkeypatch.setattr(hashing, "hash_fd", slow)
     with pytest.raises(DataError, match="changes while it is read"):
         fingerprint(root)
+
+
+def test_a_file_that_cannot_be_read_is_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(fd: int) -> tuple[int, str]:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(hashing, "hash_fd", broken)
+    with pytest.raises(DataError, match="cannot be read.*/06.*Input/output error"):
+        fingerprint(root)
+
+
+def test_the_program_says_what_the_function_says_and_imports_nothing_that_takes_long(root: Path) -> None:
+    names = [name for name in os.listdir(root) if name not in ("05", "06")]
+    argv = [*PROGRAM[:1], "-X", "importtime", *PROGRAM[1:], "follow"]
+    done = subprocess.run(
+        argv, cwd=root, input=os.fsencode("\0".join(names)), capture_output=True, check=True
+    )
+    assert done.stdout == read_files(f"{root}/", names, follow=True)
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.decode().splitlines()}
+    assert "hashlib" in imported
+    assert not imported & {"typing", "collections", "re", "enum", "subprocess", "threading", "site"}

@@ -32,7 +32,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
 from verl_slurm.checkpoint.store.chunks import entry_of
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.dataset.fingerprint import cache as hash_cache
-from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
+from verl_slurm.dataset.fingerprint.hashing import Hashed
 from verl_slurm.runtime_state.codec import encode
 from verl_slurm.runtime_state.format import Arrays
 from verl_slurm.runtime_state.record import pack
@@ -357,11 +357,6 @@ def quarantine_reasons() -> Sequence[bytes]:
     return [json.dumps(record).encode()]
 
 
-def find_lines() -> Sequence[bytes]:
-    times = b"1700000000.1234567890 1700000000.1234567890"
-    return [b"d b\0f 1 2 3 %b a.jsonl\0l 1 2 3 %b b/c.jsonl\0" % (times, times)]
-
-
 def lead_addresses() -> Sequence[bytes]:
     return [
         msgspec.json.encode(
@@ -591,7 +586,4 @@ def samples() -> Sequence[bytes]:
 
 def hash_caches() -> Sequence[bytes]:
     """Of a tree of one file."""
-    tree = Fingerprint(digest="0" * 64, files={"a": FileDigest(size=3, sha256="1" * 64)})
-    line = "f 1 2 3 4.000000000 5.000000000 a"
-    text = hash_cache.text_of([line, line])
-    return [hash_cache.encode(hash_cache.HashCache(fingerprint=tree, text=text, whole=True))]
+    return [hash_cache.encode({"a": Hashed((2, 3, 4_000_000_000, 5_000_000_000), "1" * 64, 0o100600)})]

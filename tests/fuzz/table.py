@@ -41,8 +41,6 @@ from verl_slurm.config import strict_yaml
 from verl_slurm.config.load import dump, parse_config
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.fingerprint import cache as hash_cache, record as fingerprint
-from verl_slurm.dataset.fingerprint.small_files import parse_answer
-from verl_slurm.dataset.fingerprint.walk import lines_of, parse_line
 from verl_slurm.dataset.prompts.rows import prompts_of
 from verl_slurm.journal.files import parse_event, read_events, to_json
 from verl_slurm.journal.folds.goodput import RunNumbers
@@ -156,10 +154,6 @@ def _steps(paths: RunPaths) -> object:
     for row in every_row(paths):
         numbers.feed_row(row)
     return steps_table(rows)
-
-
-def _found(data: bytes) -> object:
-    return [parse_line(line) for line in lines_of(scratch(), data) or () if line[:2] == "l "]
 
 
 def _status(paths: RunPaths) -> object:
@@ -350,13 +344,6 @@ TARGETS = (
         of.quarantine_reasons,
         form="json",
     ),
-    Target(
-        "answers of what hashes small files",
-        lambda data: parse_answer(data, 2),
-        lambda: [b"c0" * 32 + b" " * 64],
-        raises=(ValueError,),
-    ),
-    Target("what find says of a data set", _found, of.find_lines),
     Target(
         "reward_request.json",
         _in_run("control/reward_request.json", read_reward_request),

@@ -8,8 +8,9 @@ import pytest
 
 from verl_slurm.base.errors import ConfigError, DataError, Fenced
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.dataset.fingerprint.entries import FileDigest, render, sealed
 from verl_slurm.program.copying import check_copy, copy_tree, read_tree
-from verl_slurm.program.record import CodeFile, files_of, tree_digest
+from verl_slurm.program.record import files_of
 
 NAMES = ["data", "link", "parts/loop.py", "run.sh", "train.py"]
 
@@ -68,13 +69,13 @@ def test_the_same_content_has_one_copy_and_other_content_another(paths: RunPaths
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        ("echo >> parts/loop.py", "parts/loop.py was changed"),
-        ("rm parts/loop.py", "parts/loop.py is missing"),
-        ("rm -r parts; touch parts", "parts/loop.py is missing"),
-        ("chmod -x run.sh", "run.sh was changed"),
-        ("ln -sf run.sh link", "link was changed"),
-        ("rm train.py; mkfifo train.py", "train.py: no regular file"),
-        ("rm train.py; ln -s run.sh train.py", "train.py was changed"),
+        ("echo >> parts/loop.py", r"1 changed \(parts/loop\.py\)"),
+        ("rm parts/loop.py", r"1 removed \(parts/loop\.py\)"),
+        ("rm -r parts; touch parts", r"1 removed \(parts/loop\.py\)"),
+        ("chmod -x run.sh", r"1 changed \(run\.sh\)"),
+        ("ln -sf run.sh link", r"1 changed \(link\)"),
+        ("rm train.py; mkfifo train.py", r"1 removed \(train\.py\)"),
+        ("rm train.py; ln -s run.sh train.py", r"1 changed \(train\.py\)"),
     ],
 )
 def test_a_damaged_copy_is_found_and_copied_again(
@@ -92,7 +93,8 @@ def test_a_damaged_copy_is_found_and_copied_again(
 
 def test_a_list_that_was_changed_proves_nothing(paths: RunPaths, root: Path) -> None:
     digest = copied(paths, root)
-    paths.code_files(digest).write_text('[{"path": "x", "content": "y"}]')
+    other = sealed({"x": FileDigest(size=1, sha256="0" * 64)})
+    paths.code_files(digest).write_bytes(render(other))
     with pytest.raises(DataError, match="list of the run's code was changed"):
         check_copy(paths, digest)
     paths.code_files(digest).unlink()
@@ -102,12 +104,11 @@ def test_a_list_that_was_changed_proves_nothing(paths: RunPaths, root: Path) -> 
 
 @pytest.mark.parametrize("path", ["../x", "/x", "a//b", "./a", "a/../b"])
 def test_a_list_with_a_name_that_leads_out_is_refused(paths: RunPaths, path: str) -> None:
-    files = [CodeFile(path=path, content="0")]
-    digest = tree_digest(files)
+    tree = sealed({path: FileDigest(size=1, sha256="0" * 64)})
     paths.code.mkdir()
-    paths.code_files(digest).write_text(f'[{{"path": "{path}", "content": "0"}}]')
+    paths.code_files(tree.digest).write_bytes(render(tree))
     with pytest.raises(DataError, match="changed"):
-        files_of(paths, digest)
+        files_of(paths, tree.digest)
 
 
 def test_further_files_are_told_only_if_python_could_import_them(paths: RunPaths, root: Path) -> None:

@@ -16,13 +16,13 @@ from tests.program.repos import git, new_repo
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.program import git as git_module, listing
 from verl_slurm.program.git import commit_of, diff_of
-from verl_slurm.program.listing import Listing, list_tree
+from verl_slurm.program.listing import Listing, list_code
 
 pytestmark = pytest.mark.slow  # git
 
 
 def listed(root: Path, **options: Any) -> Listing:
-    return list_tree(root, **{"max_mb": 1, **options})
+    return list_code(root, **{"max_mb": 1, **options})
 
 
 def test_of_a_work_tree_git_says_what_belongs_to_it(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_tree_that_is_too_large_is_refused_with_its_largest_files(tmp_path: Pa
         file.truncate(3_000_000)
     with pytest.raises(ConfigError, match=r"3 MB; the largest: rows\.bin 3\.0 MB"):
         listed(tmp_path)
-    assert listed(tmp_path, max_mb=4).num_bytes == 3_000_000
+    assert listed(tmp_path, max_mb=4).names == ["rows.bin", "train.py"]
 
 
 @pytest.mark.parametrize("of_git", [True, False])

@@ -207,7 +207,7 @@ def test_secrets_of_the_configuration_the_run_and_its_data_are_never_copied(plac
     place.submit(*words)
     place.submit(*words)  # the run lies in the tree now
     [tree] = place.record().trees
-    assert [file.path for file in place.plan(*words).code.files[0]] == ["parts/loop.py", "train.py"]
+    assert [*place.plan(*words).code.contents[0].fingerprint.files] == ["parts/loop.py", "train.py"]
     assert tree.diff == ""
     for folder, _, names in os.walk(place.paths.code):
         assert all(b"sesame" not in Path(folder, name).read_bytes() for name in names)
@@ -283,14 +283,14 @@ def test_the_runs_of_a_sweep_have_the_same_code(tmp_path: Path) -> None:
         run = RunPaths(tmp_path / f"run{number}")
         plans.append(plan_code(config, tmp_path, run, begun=False, known=known))
         (repo / "train.py").write_text("edited meanwhile")
-    assert plans[0].files[0] is plans[1].files[0]
+    assert plans[0].contents[0] is plans[1].contents[0]
 
 
 def test_a_reward_outside_of_a_work_tree_is_copied_by_itself(tmp_path: Path) -> None:
     for name in ("score.py", "huge.bin"):
         (tmp_path / name).write_text("")
     plan = planned(config_of(tmp_path, f"model: {{reward: 'python:{tmp_path}/score.py:f'}}"), tmp_path)
-    assert [[file.path for file in files] for files in plan.files] == [["score.py"]]
+    assert [[*content.fingerprint.files] for content in plan.contents] == [["score.py"]]
 
 
 def test_files_of_verls_settings_are_programs(tmp_path: Path) -> None:

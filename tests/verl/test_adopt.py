@@ -11,9 +11,9 @@ from tests.verl.verl_steps import make_directory, make_step
 from verl_slurm.base.errors import Fenced, NoRoom
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import Entry, list_tree
 from verl_slurm.checkpoint.decide.storage import Need, Room
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.tree import Entry, list_tree
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.verl import adopt as module, copying, shards
 from verl_slurm.verl.adopt import Row, adopt_steps, is_adopted, plan_adoption

@@ -15,7 +15,7 @@ import msgspec
 
 from verl_slurm.base.bounded import MODEL_CONFIG, TOKENIZER, Limit, check_json, decode_json, read_fd
 from verl_slurm.base.errors import UNREADABLE, DataError
-from verl_slurm.checkpoint.store.tree import open_below, open_directory
+from verl_slurm.base.tree import open_below, open_directory
 
 # The files of a transformers tokenizer.
 TOKENIZER_FILES = (

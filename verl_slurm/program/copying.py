@@ -5,58 +5,64 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
-
 from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.digest import hash_fd, num_threads
+from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import ConfigError, DataError, Fenced
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
-from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.program.record import CodeFile, files_of, tree_digest
+from verl_slurm.base.tree import list_tree, open_directory
+from verl_slurm.dataset.fingerprint.entries import Drift, FileDigest, Fingerprint, Kind, render, sealed
+from verl_slurm.dataset.fingerprint.hashing import hash_files
+from verl_slurm.program.record import files_of
 
 _BLOCK = 1 << 20
 _IMPORTED = (".py", ".pyc", ".so", ".pth")
 """Ends of names that Python may import."""
 
 
-def read_tree(root: Path, names: Sequence[str]) -> list[CodeFile]:
+def read_tree(root: Path, names: Sequence[str]) -> Fingerprint:
     """Reads and hashes these files.
 
     Raises:
         ConfigError: one cannot be read.
     """
-
-    def one(name: str) -> CodeFile:
-        try:
-            return _read(root, name)
-        except (OSError, TooMuch) as error:
-            raise ConfigError(
-                "a file of the code cannot be read",
-                where=root / name,
-                found=getattr(error, "strerror", None) or error,
-                remedy="make it readable, or name it in code.exclude",
-            ) from None
-
-    with ThreadPoolExecutor(num_threads()) as pool:
-        return sorted(pool.map(one, names), key=lambda file: file.path)
-
-
-def _read(root: Path, name: str) -> CodeFile:
-    path = root / name
-    if path.is_symlink():
-        return CodeFile(path=name, kind="link", content=_link_text(root, path))
-    fd = open_regular(path)
     try:
-        executable = os.fstat(fd).st_mode & stat.S_IXUSR
-        size, digest = hash_fd(fd)
-    finally:
-        os.close(fd)
-    return CodeFile(path=name, kind="program" if executable else "file", content=digest, size=size)
+        files = _read(root, names, _link_text)
+        unread = next((name for name in names if name not in files), None)
+        if unread is not None:
+            raise FileNotFoundError(0, "it is gone, or no file any more", str(root / unread))
+    except OSError as error:
+        raise ConfigError(
+            "a file of the code cannot be read",
+            where=error.filename,
+            found=error.strerror,
+            remedy="make it readable, or name it in code.exclude",
+        ) from None
+    return sealed(files)
+
+
+def _read(root: Path, names: Iterable[str], text_of: Callable[[Path, Path], str]) -> dict[str, FileDigest]:
+    """Reads these files; those that are gone or no files any more are left out.
+
+    Args:
+        text_of: the text of the link of that path in `root`.
+    """
+    # Links by themselves: what they lead to is no part of the tree, or is one already.
+    plain, files = [], {}
+    for name in names:
+        if (root / name).is_symlink():
+            text = os.fsencode(text_of(root, root / name))
+            files[name] = FileDigest(kind="link", size=len(text), sha256=hashlib.sha256(text).hexdigest())
+        else:
+            plain.append(name)
+    for name, found in hash_files(root, plain, follow=False).items():
+        kind: Kind = "program" if found.mode & stat.S_IXUSR else "file"
+        files[name] = FileDigest(kind=kind, size=found.size, sha256=found.sha256)
+    return files
 
 
 def _link_text(root: Path, path: Path) -> str:
@@ -68,18 +74,18 @@ def _link_text(root: Path, path: Path) -> str:
     return str(target)
 
 
-def copy_tree(paths: RunPaths, root: Path, files: Sequence[CodeFile]) -> str:
+def copy_tree(paths: RunPaths, root: Path, tree: Fingerprint) -> str:
     """Copies these files into the run, and returns the digest. A copy that is there already stays if it is whole,
     and is set aside if it is not.
 
     Args:
-        files: from `read_tree`.
+        tree: from `read_tree`.
 
     Raises:
         Fenced: a file has changed since it was read.
         OSError: no room, or no permission.
     """
-    digest = tree_digest(files)
+    digest = tree.digest
     private_dir(paths.code)
     final = paths.code_tree(digest)
     if final.is_dir():
@@ -95,26 +101,22 @@ def copy_tree(paths: RunPaths, root: Path, files: Sequence[CodeFile]) -> str:
     staging = private_dir(paths.code / f".{digest}.{secrets.token_hex(4)}.tmp")
     try:
         folders = {staging}
-        for file in files:
-            folders |= {folder for folder in (staging / file.path).parents if folder.is_relative_to(staging)}
+        for name in tree.files:
+            folders |= {folder for folder in (staging / name).parents if folder.is_relative_to(staging)}
         for folder in sorted(folders):
             folder.mkdir(mode=0o700, exist_ok=True)
         # Threads: each file is synced by itself, which is a round trip to a file server.
         with ThreadPoolExecutor(num_threads()) as pool:
-            for changed in pool.map(lambda file: _copy(root, staging, file), files):
-                if changed:
-                    raise Fenced(
-                        "the code has changed while it was copied",
-                        where=root / changed,
-                        remedy="submit again",
-                    )
+            copied = pool.map(lambda name: _copy(root, staging, name, tree.files[name]), tree.files)
+            for name, is_same in zip(tree.files, copied, strict=True):
+                if not is_same:
+                    what = "the code has changed while it was copied"
+                    raise Fenced(what, where=root / name, remedy="submit again")
         # Bottom up: a directory is synced after everything in it.
         for folder in sorted(folders, reverse=True):
             fsync_path(folder)
         # Before the rename, so that no copy stands without what it is judged by.
-        write_file(
-            paths.code_files(digest), msgspec.json.encode(sorted(files, key=lambda file: file.path)) + b"\n"
-        )
+        write_file(paths.code_files(digest), render(tree))
         rename(staging, final)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
@@ -122,12 +124,9 @@ def copy_tree(paths: RunPaths, root: Path, files: Sequence[CodeFile]) -> str:
     return digest
 
 
-def _copy(root: Path, staging: Path, file: CodeFile) -> str:
-    """Returns the name of the file if it is not what was read before."""
-    source, target = root / file.path, staging / file.path
-    if file.kind == "link":
-        os.symlink(file.content, target)
-        return ""
+def _copy(root: Path, staging: Path, name: str, file: FileDigest) -> bool:
+    """Returns whether the file is what was read before."""
+    source, target = root / name, staging / name
     digest = hashlib.sha256()
 
     def blocks() -> Iterator[bytes]:
@@ -137,13 +136,20 @@ def _copy(root: Path, staging: Path, file: CodeFile) -> str:
                 digest.update(block)
                 yield block
 
+    if source.is_symlink() != (file.kind == "link"):
+        return False
     try:
-        write_new(target, blocks())
+        if file.kind == "link":
+            text = _link_text(root, source)
+            digest.update(os.fsencode(text))
+            os.symlink(text, target)
+        else:
+            write_new(target, blocks())
+            # Read-only: a program that writes into its own source fails at once, and not at the next start.
+            target.chmod(0o500 if file.kind == "program" else 0o400)
     except (FileNotFoundError, TooMuch):  # removed, or something else by now
-        return file.path
-    # Read-only: a program that writes into its own source fails at once, and not at the next start.
-    target.chmod(0o500 if file.kind == "program" else 0o400)
-    return "" if digest.hexdigest() == file.content else file.path
+        return False
+    return digest.hexdigest() == file.sha256
 
 
 def check_copy(paths: RunPaths, digest: str) -> list[str]:
@@ -157,47 +163,28 @@ def check_copy(paths: RunPaths, digest: str) -> list[str]:
         OSError: storage does not answer.
     """
     files, root = files_of(paths, digest), paths.code_tree(digest)
-
-    def one(file: CodeFile) -> str:
-        try:
-            found = _read_back(root, file)
-        except (FileNotFoundError, NotADirectoryError):
-            return f"{file.path} is missing"
-        except TooMuch as error:
-            return f"{file.path}: {error}"
-        return "" if (found.kind, found.content) == (file.kind, file.content) else f"{file.path} was changed"
-
-    with ThreadPoolExecutor(num_threads()) as pool:
-        wrong = [problem for problem in pool.map(one, files) if problem]
-    if wrong:
+    difference = Drift.between(files, _read(root, files, lambda root, path: os.readlink(path)))
+    if difference:
         raise DataError(
             "the run's copy of the code is not what was submitted",
             where=root,
-            found=f"{counted(len(wrong), 'file')}: {'; '.join(wrong[:3])}",
+            found=difference.one_line(),
             remedy="verl-slurm submit RUN --code new copies the code again",
         )
-    return _further(root, {file.path for file in files})
+    return _further(root, files)
 
 
-def _read_back(root: Path, file: CodeFile) -> CodeFile:
-    path = root / file.path
-    if path.is_symlink():
-        return CodeFile(path=file.path, kind="link", content=os.readlink(path))
-    return _read(root, file.path)
-
-
-def _further(root: Path, known: set[str]) -> list[str]:
+def _further(root: Path, known: Collection[str]) -> list[str]:
     found = []
-    for folder, folders, names in os.walk(root):
-        is_cache = os.path.basename(folder) == "__pycache__"
-        links = [name for name in folders if name == "__pycache__" and os.path.islink(f"{folder}/{name}")]
-        for name in [*names, *links]:
-            path = os.path.relpath(os.path.join(folder, name), root)
-            if path in known or not name.endswith((*_IMPORTED, "__pycache__")):
-                continue
-            # Python may take a module from a cache whatever its source says. It makes a cache anew.
-            if is_cache:
-                os.unlink(root / path)
-            else:
-                found.append(path)
-    return sorted(found)
+    with open_directory(root) as top:
+        entries = list_tree(top)
+    for entry in entries:
+        *_, folder, name = ["", *entry.path.split("/")]
+        if entry.path in known or entry.kind == "directory" or not name.endswith((*_IMPORTED, "__pycache__")):
+            continue
+        # Python may take a module from a cache whatever its source says. It makes a cache anew.
+        if folder == "__pycache__":
+            os.unlink(root / entry.path)
+        else:
+            found.append(entry.path)
+    return found

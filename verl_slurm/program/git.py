@@ -22,9 +22,9 @@ from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.digest import hash_fd
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.processes import stat_fields
+from verl_slurm.dataset.fingerprint.hashing import hash_files
 
 _TIMEOUT_S = 120.0
 STILL_S = 10.0
@@ -203,7 +203,7 @@ def _changed(ask: Callable[..., bytes], root: Path, head: str) -> list[str]:
                 continue
             # The filter of git LFS is not run. In its commits a file's digest stands in the place of the file.
             pointer = _POINTER.match(ask("cat-file", "blob", blob.decode()))
-            if pointer and _digest(root / os.fsdecode(raw)) == pointer[1].decode():
+            if pointer and _holds(root, os.fsdecode(raw), pointer[1].decode()):
                 same.add(os.fsdecode(raw))
     return [name for name in names if name not in same]
 
@@ -225,15 +225,12 @@ def is_lfs_pointer(path: Path) -> bool:
         return False
 
 
-def _digest(path: Path) -> str:
+def _holds(root: Path, name: str, digest: str) -> bool:
     try:
-        fd = open_regular(path)
-    except (OSError, TooMuch):
-        return ""
-    try:
-        return hash_fd(fd)[1]
-    finally:
-        os.close(fd)
+        found = hash_files(root, [name], follow=False).get(name)
+    except OSError:
+        return False
+    return found is not None and found.sha256 == digest
 
 
 @contextmanager

@@ -5,6 +5,7 @@ or by the configuration, and what the user excludes. Links are kept as links, an
 devices are no code.
 """
 
+import errno
 import os
 import stat
 from collections.abc import Collection, Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
+from verl_slurm.base.tree import DEEPEST, Entry, list_tree, open_directory
 from verl_slurm.program.git import WorkTree, files_in, work_tree
 
 MOST_FILES = 20_000
@@ -42,14 +44,19 @@ _SHOWN = 3
 class Listing(NamedTuple):
     """The files of one tree."""
 
+    root: Path
+    """Without links."""
     names: list[str]
     """Relative, sorted."""
-    num_bytes: int
-    of_git: bool
     notes: list[str]
+    of_git: bool
+
+    def has(self, program: Path) -> bool:
+        place = program.resolve()
+        return place.is_relative_to(self.root) and place.relative_to(self.root).as_posix() in self.names
 
 
-def list_tree(
+def list_code(
     root: Path,
     *,
     include: Sequence[str] = (),
@@ -86,15 +93,16 @@ def list_tree(
     names = list(rule.kept(files_in(root, closed))) if of_git else rule.walked()
     for pattern in include:
         names += _included(root, pattern, left_out)
-    names = sorted(set(names))
     outputs: list[str] = []
     if former is not None:
-        outputs = [name for name in names if name not in former and not name.endswith(_SOURCE)]
-        names = sorted(set(names) - set(outputs))
+        outputs = sorted(name for name in {*names} if name not in former and not name.endswith(_SOURCE))
     sizes: dict[str, int] = {}
     special, outside = [], []
-    for name in names:
-        info = os.lstat(root / name)
+    for name in sorted({*names} - {*outputs}):
+        try:
+            info = os.lstat(root / name)
+        except FileNotFoundError:  # removed since it was listed
+            continue
         if stat.S_ISLNK(info.st_mode):
             sizes[name] = 0
             if not Path(os.path.realpath(root / name)).is_relative_to(root):
@@ -117,7 +125,7 @@ def list_tree(
     ):
         if found:
             notes.append(f"{what}: {_some(found)}")
-    return Listing(sorted(sizes), sum(sizes.values()), of_git, notes)
+    return Listing(root, sorted(sizes), notes, of_git)
 
 
 def holds_other_things(root: Path) -> bool:
@@ -143,26 +151,27 @@ class _Rule:
         """Lists what lies below the root, without hidden names."""
         found: list[str] = []
 
-        def failed(error: OSError) -> None:
-            raise ConfigError("the code cannot be read", where=error.filename, found=error.strerror) from None
-
-        for folder, folders, files in os.walk(self._root, onerror=failed):
-            here = os.path.relpath(folder, self._root)
-            below = "" if here == "." else f"{here}/"
-            # A link to a directory is a link here, not a directory.
-            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-            folders[:] = sorted(
-                name
-                for name in folders
-                if name not in links and not name.startswith(".") and self._has_code(below + name)
-            )
-            found += [
-                below + name
-                for name in [*files, *links]
-                if not name.startswith(".") and self._is_code(below + name)
-            ]
+        def is_code(entry: Entry) -> bool:
+            if os.path.basename(entry.path).startswith("."):
+                return False
+            if entry.kind == "directory":
+                # Else what is in it would be missing on the nodes, without a word.
+                if entry.is_too_deep:
+                    raise OSError(errno.ELOOP, f"more than {DEEPEST} directories in each other", entry.path)
+                return self._has_code(entry.path)
+            if self._is_code(entry.path):
+                found.append(entry.path)
+            # While it walks: a directory that is no program may hold millions.
             if len(found) > MOST_FILES:
                 raise _too_many(self._root, found)
+            return False
+
+        try:
+            with open_directory(self._root) as top:
+                list_tree(top, numbers=False, keep=is_code)
+        except OSError as error:
+            where = self._root / os.fsdecode(error.filename or "")
+            raise ConfigError("the code cannot be read", where=where, found=error.strerror) from None
         return found
 
     def _has_code(self, folder: str) -> bool:

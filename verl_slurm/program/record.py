@@ -3,22 +3,18 @@
 ```
 RUN/code.json            what the attempts run: a `CodeRecord`; replaced by `submit` alone
 RUN/code/<digest>/       a copy of a tree: directories 0700, files 0400, programs 0500
-RUN/code/<digest>.json   its files: a list of `CodeFile`, sorted by path
+RUN/code/<digest>.json   its files: a `Fingerprint` of this digest (`dataset/fingerprint/entries.py`)
 RUN/code/<sha256>.diff   the difference from the commit, 0600
 ```
 
-The digest of a tree is the SHA-256 of one line for each file, sorted by path: the JSON array [path, kind, content]. The
-kind is `file`, `program` (the owner may execute it) or `link`. The content is the file's SHA-256, or the text of the
-link. Owner and times do not count. So a list of files proves itself by its digest, and a copy by its list.
+So a list of files proves itself by its digest, and a copy by its list.
 
 A copy may get further files: the program's working directory can lie in it. They are no part of it.
 """
 
-import hashlib
 import os
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -27,22 +23,12 @@ from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import require_own
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.dataset.fingerprint.entries import FileDigest, parse
 
 FORMAT = 1
 # They become names of directories.
 _Digest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{64}\Z")]
 _DigestOrNone = Annotated[str, msgspec.Meta(pattern=r"^([0-9a-f]{64})?\Z")]
-
-
-class CodeFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One file of a tree."""
-
-    path: str
-    """Relative, with slashes."""
-    kind: Literal["file", "program", "link"] = "file"
-    content: str
-    """SHA-256 (hex), or the text of a link."""
-    size: int = 0
 
 
 class CodeTree(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -90,12 +76,6 @@ class CodeRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             )
             found.append(f"{tree.root}{commit}{changed}, {counted(tree.num_files, 'file')}, {size}")
         return found
-
-
-def tree_digest(files: Iterable[CodeFile]) -> str:
-    """Returns the digest of a tree with these files."""
-    rows = sorted((file.path, file.kind, file.content) for file in files)
-    return hashlib.sha256(b"".join(msgspec.json.encode(row) + b"\n" for row in rows)).hexdigest()
 
 
 def package_drift(old: CodeRecord, new: CodeRecord) -> list[str]:
@@ -148,31 +128,28 @@ def read_record(paths: RunPaths, *, to_look: bool = False) -> CodeRecord | None:
     return record
 
 
-def files_of(paths: RunPaths, digest: str) -> list[CodeFile]:
-    """Returns the list of a copy's files, which its digest proves.
+def files_of(paths: RunPaths, digest: str) -> dict[str, FileDigest]:
+    """Returns the files of a copy by relative path, from its list, which its digest proves.
 
     Raises:
         DataError: it is missing, or not the list of this digest.
     """
     path = paths.code_files(digest)
     try:
-        data = bounded.read_regular(path, bounded.DATA_FILES)
-        files = bounded.decode_json(data, list[CodeFile], bounded.DATA_FILES)
+        found = parse(bounded.read_regular(path, bounded.DATA_FILES), bounded.DATA_FILES)
     except FileNotFoundError:
         raise _damaged("the run's copy of the code is gone", path, "no such file") from None
     except (ValueError, RecursionError) as error:
         raise _damaged("the list of the run's code cannot be read", path, error) from None
-    if tree_digest(files) != digest:
-        raise _damaged("the list of the run's code was changed", path, "another digest")
     # Names come from a file: one that leads out of the copy is none of ours, whatever its digest.
-    for file in files:
-        if (
-            file.path.startswith("/")
-            or ".." in file.path.split("/")
-            or os.path.normpath(file.path) != file.path
-        ):
-            raise _damaged("the list of the run's code was changed", path, file.path)
-    return files
+    odd = [
+        name
+        for name in found.files
+        if name.startswith("/") or ".." in name.split("/") or os.path.normpath(name) != name
+    ]
+    if found.digest != digest or odd:
+        raise _damaged("the list of the run's code was changed", path, odd[0] if odd else "another digest")
+    return found.files
 
 
 def _damaged(what: str, where: Path, found: object) -> DataError:

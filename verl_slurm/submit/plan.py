@@ -10,19 +10,28 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.program.record import CodeFile, CodeRecord
+from verl_slurm.dataset.fingerprint.entries import Fingerprint
+from verl_slurm.program.record import CodeRecord, CodeTree
 
 Cluster = Literal["slurm", "local"]
+
+
+class CodeContent(msgspec.Struct, frozen=True, kw_only=True):
+    """One tree of code, as it was read."""
+
+    tree: CodeTree
+    fingerprint: Fingerprint
+    diff: bytes
+    """Its difference from its commit."""
+    notes: tuple[str, ...]
 
 
 class CodePlan(msgspec.Struct, frozen=True, kw_only=True):
     """What the attempts of the run will run of the user's code."""
 
     record: CodeRecord = CodeRecord()
-    files: tuple[tuple[CodeFile, ...], ...] = ()
+    contents: tuple[CodeContent, ...] = ()
     """Of each tree of the record."""
-    diffs: tuple[bytes, ...] = ()
-    """The difference of each tree from its commit."""
     notes: tuple[str, ...] = ()
     kept: bool = False
     """The run has this record and its copies already."""

@@ -553,21 +553,21 @@ def check_drift(plan: SubmissionPlan, confirm_drift: Confirm | None = None) -> N
 
 
 def _confirmed_drift(
-    plan: SubmissionPlan, root: Path | tuple[str, ...] | None, confirm_drift: Confirm | None
+    plan: SubmissionPlan, place: prints.DataPlace | None, confirm_drift: Confirm | None
 ) -> tuple[prints.Survey | None, prints.Drift | None]:
     """Returns the changes in the data of a run that has begun; a run that has not may start on other data."""
-    if root is None:
+    if place is None:
         return None, None
     paths = RunPaths(plan.run_dir)
     # A run that has not begun may start on other data: nothing in it depends on them yet.
     old = prints.read(paths) if plan.begun else None
     # A change that may be accepted is read in full, since the record is what later looks are compared with.
-    seen = prints.look(paths, root, old, may_record=confirm_drift is not None)
+    seen = prints.look(paths, place, old, may_record=confirm_drift is not None)
     drift = (prints.drift(old, seen.found) or None) if old is not None else None
     # Without its record a run still knows what its newest checkpoint was trained on, if not which files these were.
     if old is None and plan.begun and (trained := data_digest(paths)) and trained != seen.found.digest:
         if confirm_drift is None:
-            prints.require_trained_on(seen.found, trained, root)
+            prints.require_trained_on(seen.found, trained, place)
         digests = f"digest {seen.found.digest[:16]} now, {trained[:16]} in the newest checkpoint"
         drift = prints.Drift(
             changed=(f"{digests}; which files differ is not known: {paths.fingerprint} is lost",)
@@ -575,7 +575,7 @@ def _confirmed_drift(
     if drift is not None and (confirm_drift is None or not confirm_drift(drift)):
         raise DatasetDrift(
             "the data has changed since the run started",
-            where=prints.place_of(root),
+            where=prints.place_of(place),
             found=drift.one_line(),
             expected="the files of the first start",
             remedy="restore them, start a new run, or accept the change with --force-resume",

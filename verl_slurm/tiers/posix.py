@@ -19,9 +19,9 @@ import msgspec
 
 from verl_slurm.base.errors import TierError
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_new
+from verl_slurm.base.tree import files_below, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.specification import FileEntry
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
-from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
 from verl_slurm.config.tiers import TierConfig
 from verl_slurm.tiers.backend import ObjectInfo, Source
 
@@ -42,14 +42,13 @@ class PosixBackend:
         with self._errors(prefix):
             self._require_root()
             try:
-                with open_directory(base) as root:
-                    entries = list_tree(root)
+                files = files_below(base)
             except FileNotFoundError:
                 return
-        for entry in entries:
+        for path, info in files.items():
             # Unfinished parts are no objects: `~` is in no path that a manifest may hold.
-            if entry.kind == "file" and not entry.path.rpartition("/")[2].startswith("~"):
-                yield _info(prefix.rstrip("/") + "/" + entry.path, entry.info)
+            if not path.rpartition("/")[2].startswith("~"):
+                yield _info(prefix.rstrip("/") + "/" + path, info)
 
     def stat(self, key: str) -> ObjectInfo | None:
         with self._errors(key):

@@ -12,10 +12,10 @@ from typing import Protocol
 
 from verl_slurm.base.errors import CheckpointCorrupt, TierError
 from verl_slurm.base.keys import Keyring
+from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.checkpoint.format.manifest import parse
 from verl_slurm.checkpoint.format.signature import authenticate, signature_problem
 from verl_slurm.checkpoint.format.specification import MANIFEST, MAX_MANIFEST_BYTES, FileEntry, Manifest
-from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.tiers.backend import Backend, Source
 from verl_slurm.tiers.digest import ContentCheck
 from verl_slurm.tiers.layout import checkpoint_prefix, manifest_key, object_key

@@ -20,7 +20,7 @@ from typing import Literal
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.files import open_new
 from verl_slurm.base.one_line import shell_word
-from verl_slurm.checkpoint.store.tree import open_below, open_directory
+from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.verl.shards import Identity, identity_of, trust_problem
 
 How = Literal["clone", "copy", "link"]

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.dataset.fingerprint.record import DataPlace
 from verl_slurm.verl.overrides import Setting, judged, value_at
 from verl_slurm.verl.releases import Entry
 
@@ -83,7 +84,7 @@ def inputs_of(entry: Entry, settings: Mapping[str, Any], said: Mapping[str, Sett
     ]
 
 
-def data_of(config: RunConfig) -> Path | tuple[str, ...] | None:
+def data_of(config: RunConfig) -> DataPlace | None:
     """Returns the data whose fingerprint tells whether it is still that of the first start: `data.root`, or the files
     that the settings of a run of verl name. None: a program of the user's without a declared data set.
     """

@@ -27,10 +27,10 @@ from verl_slurm.base.bounded import Limit, TooMuch, read_fd
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.one_line import printable
+from verl_slurm.base.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind
 from verl_slurm.checkpoint.format.specification import MAX_FILES, path_problem
 from verl_slurm.checkpoint.store.safetensors_file import safetensors_problem
-from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.verl.layout import Layout, missing_beside, read_layout, step_of
 from verl_slurm.verl.torch_zip import zip_problem
 
@@ -106,8 +106,7 @@ def step_bytes(path: Path) -> int:
     """Returns the bytes that reading a step takes, for a progress bar; 0 if unknown."""
     try:
         with open_directory(path) as root:
-            entries = list_tree(root, MAX_FILES)
-            return sum(entry.info.st_size for entry in entries if entry.kind == "file")
+            return sum(entry.info.st_size for entry in list_tree(root, MAX_FILES) if entry.kind == "file")
     except (OSError, TooMuch):
         return 0
 

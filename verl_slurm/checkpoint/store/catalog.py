@@ -8,10 +8,10 @@ import msgspec
 
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import STAGING_NAME
-from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.checkpoint.store.verify import read_manifest
 
 _RANKS = {"committed": 0, "torn": 1, "quarantined": 2, "foreign": 3}

@@ -27,10 +27,10 @@ import msgspec
 
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt
+from verl_slurm.base.tree import open_below
 from verl_slurm.checkpoint.format.encryption import TAG_BYTES, ChunkOpener
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import FEWEST, LANES, Hasher, reading_hasher
-from verl_slurm.checkpoint.store.tree import open_below
 
 _HUGE_PAGE = 2 << 20
 

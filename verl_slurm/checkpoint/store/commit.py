@@ -27,6 +27,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, VerlSlurmError
 from verl_slurm.base.files import fsync_path, private_dir, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, parse, render, sealed
 from verl_slurm.checkpoint.format.signature import sign
 from verl_slurm.checkpoint.format.specification import (
@@ -39,7 +40,6 @@ from verl_slurm.checkpoint.format.specification import (
 )
 from verl_slurm.checkpoint.store.chunks import hash_file
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine, put_back, put_back_unfinished
-from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 

@@ -21,16 +21,14 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
-import msgspec
-
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import DataError
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import list_tree, names_in, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, Verdict
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
-from verl_slurm.checkpoint.store.tree import names_in
-from verl_slurm.dataset.fingerprint.entries import sealed
+from verl_slurm.dataset.fingerprint.entries import parse, render, sealed
 from verl_slurm.dataset.fingerprint.record import FileDigest, Fingerprint, fingerprint
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -49,7 +47,7 @@ def record_frozen(paths: RunPaths, seen: Fingerprint) -> None:
     """Records the expected content of the copy of that digest, durably; does nothing if the record exists."""
     # Written once: the record proves itself by its digest, and the source may have changed since.
     if recorded_model(paths, seen.digest) is None:
-        write_file(_record_path(paths, seen.digest), msgspec.json.encode(seen, order="sorted") + b"\n")
+        write_file(_record_path(paths, seen.digest), render(seen))
 
 
 def check_frozen(
@@ -96,26 +94,20 @@ def check_frozen(
 
 def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Iterator[tuple[str, int, str]]:
     """Yields (path, size, SHA-256) of every file, and of every empty directory; follows no link."""
-
-    def failed(error: OSError) -> None:
-        # os.walk passes over directories that it cannot read; the copy would seem to lack their files.
-        raise error
-
     began, total = time.monotonic(), 0
-    for folder, folders, names in os.walk(root, onerror=failed):
-        here = os.path.relpath(folder, root)
+    with open_directory(root) as top:
+        entries = list_tree(top)
         # Empty directories belong to the tree that the digest describes.
-        if not folders and not names and here != ".":
-            yield here, 0, ""
-        # os.walk lists a link to a directory among the folders and does not enter it. A copy has no links, so it is
-        # reported.
-        for name in sorted(names + [f for f in folders if os.path.islink(os.path.join(folder, f))]):
-            path = os.path.normpath(os.path.join(here, name))
+        parents = {entry.path.rpartition("/")[0] for entry in entries}
+        for entry in entries:
+            if entry.kind == "directory":
+                if entry.path not in parents:
+                    yield entry.path, 0, ""
+                continue
             digest, size = hashlib.sha256(), 0
             try:
-                # O_NONBLOCK: a FIFO in the place of a file must not hang the start.
-                fd = os.open(root / path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-                with os.fdopen(fd, "rb", buffering=0) as file:
+                # A copy has no links, so one is reported.
+                with open_below(top, entry.path) as fd, open(fd, "rb", buffering=0, closefd=False) as file:
                     # Cached pages say nothing about the medium.
                     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                     while block := file.read(_BLOCK):
@@ -124,9 +116,9 @@ def _read(root: Path, problems: list[Problem], bytes_per_s: float | None) -> Ite
                         if bytes_per_s:  # only elapsed time can show a speed limit
                             time.sleep(max(0.0, began + total / bytes_per_s - time.monotonic()))
             except OSError as error:
-                problems.append(_unreadable(path, error))
+                problems.append(_unreadable(entry.path, error))
                 continue
-            yield path, size, digest.hexdigest()
+            yield entry.path, size, digest.hexdigest()
 
 
 def _unreadable(path: str, error: OSError) -> Problem:
@@ -159,11 +151,10 @@ def recorded_model(paths: RunPaths, digest: str) -> Fingerprint | None:
     """Returns the record; None if it is missing or does not have the digest."""
     try:
         data = bounded.read_regular(_record_path(paths, digest), bounded.FINGERPRINT)
-        record = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
-        # Its digest is computed again: a record that was changed or mixed up describes no copy.
-        return record if sealed(record.files).digest == digest else None
+        record = parse(data, bounded.FINGERPRINT)
+        return record if record.digest == digest else None
     # No record is no fault: the copy itself is checked.
-    except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

@@ -34,12 +34,12 @@ from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import fsync_path, private_dir, rename, require_own, require_safe_way, write_file
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.base.tree import files_below, list_tree, open_directory
 from verl_slurm.checkpoint.format.info import Verdict
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, render
 from verl_slurm.checkpoint.format.specification import MANIFEST, STAGING_NAME, Manifest
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
 from verl_slurm.checkpoint.store.quarantine import fill, set_aside_copies
-from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 
 _NONCE_HEX = 16
@@ -199,8 +199,7 @@ def send_home(part: LocalPart, paths: RunPaths) -> Path:
     private_dir(target)
     # A file that the manifest does not name would make the whole directory fail its verification.
     ours = {entry.path for entry in part.manifest.files} | {MANIFEST}
-    with open_directory(part.path) as root:
-        names = [entry.path for entry in list_tree(root) if entry.kind == "file" and entry.path in ours]
+    names = sorted(ours & files_below(part.path).keys())
     for name in names:
         to = target / name
         to.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

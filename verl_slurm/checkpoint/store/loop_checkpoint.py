@@ -21,6 +21,7 @@ from verl_slurm.base.errors import CheckpointCorrupt, ConfigError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.files import private_dir, rename, write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.decide.best import metrics_of
 from verl_slurm.checkpoint.format.schema import current_schema, render_schema
 from verl_slurm.checkpoint.format.specification import (
@@ -33,7 +34,6 @@ from verl_slurm.checkpoint.format.specification import (
 )
 from verl_slurm.checkpoint.store import commit as door
 from verl_slurm.checkpoint.store.commit import SavedCheckpoint
-from verl_slurm.checkpoint.store.tree import list_tree, names_in, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.dataset.fingerprint import record as fingerprint
 

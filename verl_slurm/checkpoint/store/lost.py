@@ -18,10 +18,10 @@ from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.base.run_id import run_id
+from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.run_config import trained_with
-from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev

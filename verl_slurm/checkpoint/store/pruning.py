@@ -19,6 +19,7 @@ from pathlib import Path
 from verl_slurm.base.errors import CheckpointCorrupt, NotFound
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import open_own
 from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.decide.retention import PrunePlan, plan_prune
 from verl_slurm.checkpoint.decide.storage import Need
@@ -27,7 +28,6 @@ from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.quarantine import is_set_aside
-from verl_slurm.checkpoint.store.tree import open_own
 from verl_slurm.checkpoint.store.verify import verify
 
 

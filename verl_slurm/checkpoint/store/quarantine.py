@@ -24,10 +24,10 @@ from verl_slurm.base.bounded import RECORD, decode_json, read_regular
 from verl_slurm.base.errors import UNREADABLE
 from verl_slurm.base.files import fsync_path, private_dir, rename, write_file, write_new
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, MANIFEST, STAGING_NAME, FileEntry
 from verl_slurm.checkpoint.store.chunks import hash_file
-from verl_slurm.checkpoint.store.tree import open_below, open_directory
 
 _RECORD = ".reason.json"
 _MAX_NAME = 255

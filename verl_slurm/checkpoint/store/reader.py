@@ -18,11 +18,11 @@ from verl_slurm.base import bounded
 from verl_slurm.base.bounded import Limit, TooMuch
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
+from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.checkpoint.format.encryption import CheckpointCipher
 from verl_slurm.checkpoint.format.specification import SCHEMA_VERSION, FileEntry, sealed_size
 from verl_slurm.checkpoint.format.tensor_index import INDEX
 from verl_slurm.checkpoint.store.chunks import Reading, Wanted, entry_of, read_checked
-from verl_slurm.checkpoint.store.tree import open_below, open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.runtime_state.format import MAX_CONTENT_BYTES
 

@@ -16,12 +16,12 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, SchemaMismatch
 from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import printable
+from verl_slurm.base.tree import Entry, list_tree, open_below, open_directory
 from verl_slurm.checkpoint.format.info import Problem, ProblemKind, Verdict
 from verl_slurm.checkpoint.format.manifest import parse
 from verl_slurm.checkpoint.format.signature import authenticate
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, missing_parts
 from verl_slurm.checkpoint.store.chunks import Reading, read_checked
-from verl_slurm.checkpoint.store.tree import Entry, list_tree, open_below, open_directory
 
 _MOST_EXTRA = 4096
 """Largest number of files and directories beyond those of the manifest. Each takes about 1 KB of memory, and a line of

@@ -20,6 +20,7 @@ from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option, key_o
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.dataset.fingerprint import record as prints
+from verl_slurm.verl.inputs import data_of
 
 
 @click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
@@ -221,10 +222,9 @@ def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
 
 def _drift(run: RunPaths) -> list[str]:
     """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
-    old = prints.read(run)
-    if old is None:
-        return []  # not submitted yet
+    old, place = prints.read(run), data_of(load_resolved(run.run_yaml))
+    if old is None or place is None:
+        return []  # not submitted yet, or a program that was not told which data it has
     # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
-    seen = prints.survey(Path(load_resolved(run.run_yaml).data.root), cache=run.hash_cache, full=True)
-    drift = asdict(prints.drift(old, seen.found))
-    return [f"{kind} {name}" for kind, names in drift.items() for name in names]
+    now = prints.survey(place, cache=run.hash_cache, full=True).found
+    return [f"{kind} {name}" for kind, names in asdict(prints.drift(old, now)).items() for name in names]

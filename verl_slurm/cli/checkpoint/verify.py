@@ -201,7 +201,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     PLACE is a data directory, or a run: then its data root is hashed and compared. On drift every added,
     removed and changed file is listed, and the exit code is 16.
 
-    A file with the same path, device, inode, size, mtime and ctime as at the last look is not read again
+    A file with the same path, inode, size, mtime and ctime as at the last look is not read again
     (remembered in RUN/.dataset_hashes, or below ~/.cache/verl-slurm for a directory), unless it was younger than
     a minute then, or lies on a file system whose ctime proves nothing (FUSE, SMB, images). To set an old mtime
     after a change does not hide it, as that moves ctime. What can hide it: a clock set back, bytes changed
@@ -210,7 +210,7 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     changed behind an unchanged stamp.
     """
     # A directory by itself has its cache in the user's own; a run keeps it beside its fingerprint.
-    root: Path | tuple[str, ...] = place
+    root: prints.DataPlace = place
     cache = default_path(place)
     if (place / "run.yaml").is_file():
         # A run is compared with its own first start unless another run is named.

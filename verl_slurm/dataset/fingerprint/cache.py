@@ -1,22 +1,21 @@
 """Caches the hashes of a data set's files, so that an unchanged tree need not be read again.
 
 ```
-verl-slurm hash cache 1 LF
+verl-slurm hash cache 2 LF
 SHA-256 (hex) of the rest LF
-number of bytes of the lines LF
-the lines, each with a NUL after it, in the order in which find(1) gave them
-{"tree": ..., "whole": ..., "files": {...}, "devices": {...}}      JSON, see `_Body`
+{PATH: [[INODE, SIZE, MTIME, CTIME], SHA-256, MODE], ...}       JSON of `Hashed`
 ```
 
 Mode 0600, at most 256 MiB. It can be removed at any time. The file is not trusted blindly: one that is not whole, not
 ours or of another format is ignored and made anew, and a notice says so.
 
-A line (see `walk`) is trusted on this ground: a file with the same path, device, inode, size, mtime and ctime has
-the same content. ctime carries the argument: the kernel sets it at each write, at each change of mtime (so a forged
-mtime is seen) and when an inode is made (so a reused inode number, on NFS or a local disk, is seen), and no program can
-set it. Two kinds of files are therefore never cached, and read at each look:
+An entry is trusted on this ground: a file with the same path, inode, size, mtime and ctime has the same content. ctime
+carries the argument: the kernel sets it at each write, at each change of mtime (so a forged mtime is seen) and when an
+inode is made (so a reused inode number, on NFS or a local disk, is seen), and no program can set it. The number of the
+device is no part of it: each node has another one for the same file system. Two kinds of files are therefore never
+cached, and read at each look:
 
-* files on a file system for which this is not known (see `base.mounts`);
+* files on a file system for which this is not known (see `base.mounts`), on the node that looks;
 * files whose stamp was less than a minute old, or in the future, when the hashing began (git calls them racy). They
   could be written again without a new stamp: within the same clock tick (0.01 s), or second (2 s on old file systems),
   by the clock of a server that differs from ours, or through a mapping: a dirty page gets no new stamp until it was
@@ -28,71 +27,29 @@ are not written back in that time (tmpfs, or `vm.dirty_expire_centisecs` raised)
 than `acregmax` ago (60 s), because `stat` answers from the node's own cache.
 """
 
-import errno
 import hashlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
+from verl_slurm.base.bounded import Limit, check_json, decode_json, open_regular, read_fd
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.files import private_dir, write_file
-from verl_slurm.base.mounts import Mount, mount_of, mounts
-from verl_slurm.dataset.fingerprint.entries import FileDigest, Fingerprint
-from verl_slurm.dataset.fingerprint.hashing import Digests
-from verl_slurm.dataset.fingerprint.walk import Line, parse_line
+from verl_slurm.base.mounts import keeps_ctime
+from verl_slurm.base.tree import Entry
+from verl_slurm.dataset.fingerprint.hashing import Hashed
 
-MAX_BYTES = 256 << 20
-_HEAD = b"verl-slurm hash cache 1\n"
+_LIMIT = Limit(num_bytes=256 << 20, num_values=8_000_000)
+"""About 150 bytes and eight values per file: enough for a million files."""
+_HEAD = b"verl-slurm hash cache 2\n"
 _HEX = 64
-_LEAST_LINE = 12
-"""Average bytes: a file's line has a letter, device, inode, size, two times and a path; a directory's line has its
-path."""
 # Above each delay that the module names: a clock's tick, a second or two, the kernel's write-back of half a minute.
 _YOUNG_NS = 60_000_000_000
 # Number of trees remembered for commands without a run; the oldest goes.
 _KEPT = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class HashCache:
-    """A tree as of its last look."""
-
-    fingerprint: Fingerprint
-    text: bytes = b""
-    """The lines that are trusted, each with a NUL after it."""
-    whole: bool = False
-    """The lines are complete: a tree with the very same lines has this fingerprint."""
-    devices: Mapping[str, str] = field(default_factory=dict)
-    """Device number → name of the file system, for those that have one on every node."""
-
-    def lines(self) -> list[str]:
-        return self.text.decode("utf-8", "replace").split("\0")[:-1]
-
-    def known(self) -> Digests:
-        """Returns the hashes of the trusted lines."""
-        found = {}
-        for line in self.lines():
-            with suppress(ValueError):
-                entry = parse_line(line)
-                if entry.kind == "directory":
-                    continue
-                digest = self.fingerprint.files.get(entry.path)
-                # A line and its hash stand apart in the file, so they are held against each other.
-                if digest and (digest.kind, digest.size) == (entry.kind, entry.size):
-                    found[line] = digest.sha256
-        return found
-
-
-class _Body(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    tree: str
-    whole: bool
-    files: dict[str, FileDigest]
-    devices: dict[str, str]
 
 
 def default_path(root: Path) -> Path:
@@ -103,34 +60,31 @@ def default_path(root: Path) -> Path:
     return Path(base) / "verl-slurm" / "fingerprints" / f"{name}.hashes"
 
 
-def load(path: Path) -> tuple[HashCache | None, str | None]:
-    """Returns the cache, or None when none can be trusted, and the reason if it is worth a notice."""
+def load(path: Path) -> tuple[dict[str, Hashed], str | None]:
+    """Returns the cache, empty when none can be trusted, and the reason if it is worth a notice."""
     try:
-        # O_NONBLOCK: a FIFO in its place would block. What is checked below is the file that is read: one descriptor.
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(fd, "rb", buffering=0) as file:
+        fd = open_regular(path)
+        try:
             info = os.fstat(fd)
             # Whoever may write the cache decides which bytes are never read again.
-            private = info.st_uid == os.geteuid() and not stat.S_IMODE(info.st_mode) & 0o077
-            if not stat.S_ISREG(info.st_mode) or not private or info.st_size > MAX_BYTES:
-                raise ValueError(f"mode {info.st_mode:o}, uid {info.st_uid}, {info.st_size} bytes")
-            # One byte more than it has: a file that grows meanwhile gets a wrong digest and is not used.
-            data = file.read(info.st_size + 1)
-        # Device numbers differ from node to node; the file systems' names do not.
-        return here(decode(data), mounts()), None
+            if info.st_uid != os.geteuid() or stat.S_IMODE(info.st_mode) & 0o077:
+                raise ValueError(f"mode {info.st_mode:o}, uid {info.st_uid}")
+            return decode(read_fd(fd, _LIMIT)), None
+        finally:
+            os.close(fd)
     except FileNotFoundError:
-        return None, None
-    except (ValueError, OSError) as error:
+        return {}, None
+    except (ValueError, RecursionError, OSError) as error:
         found = error.strerror if isinstance(error, OSError) else error
-        return None, f"the hash cache {path} is not used and made anew: {found}"
+        return {}, f"the hash cache {path} is not used and made anew: {found}"
 
 
-def save(path: Path, cache: HashCache) -> str | None:
+def save(path: Path, cache: Mapping[str, Hashed]) -> str | None:
     """Stores the cache; returns a failure instead of raising it, because it costs nothing but time."""
     try:
         data = encode(cache)
-        if len(data) > MAX_BYTES:
-            raise OSError(errno.EFBIG, f"{len(data)} bytes, at most {MAX_BYTES}")
+        # More than the next look would read: it would say at each one that the cache is damaged.
+        check_json(data, _LIMIT)
         # A cache below RUN goes with the run; those of commands without one would pile up.
         if path.suffix == ".hashes":
             _make_room(private_dir(path.parent), path)
@@ -140,117 +94,59 @@ def save(path: Path, cache: HashCache) -> str | None:
     return None
 
 
-def encode(cache: HashCache) -> bytes:
+def encode(cache: Mapping[str, Hashed]) -> bytes:
     """Returns the bytes of the file; pure."""
-    found = cache.fingerprint
-    body = msgspec.json.encode(
-        _Body(
-            tree=found.digest,
-            whole=cache.whole,
-            files=found.files,
-            devices=dict(cache.devices),
-        )
-    )
-    rest = b"%d\n%b%b" % (len(cache.text), cache.text, body)
-    return _HEAD + hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest
+    body = msgspec.json.encode(cache)
+    return _HEAD + hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
 
-def decode(data: bytes) -> HashCache:
+def decode(data: bytes) -> dict[str, Hashed]:
     """Reverses `encode`; pure.
 
     Raises:
-        ValueError: the bytes are not what `encode` made.
+        ValueError, RecursionError: the bytes are not what `encode` made.
     """
     start = len(_HEAD) + _HEX + 1
     if data[: len(_HEAD)] != _HEAD:
         raise ValueError("another format")
-    # A view: the file may have 256 MiB, and each slice of bytes would copy them.
-    rest = memoryview(data)[start:]
-    if data[len(_HEAD) : start] != hashlib.sha256(rest).hexdigest().encode() + b"\n":
+    body = data[start:]
+    if data[len(_HEAD) : start] != hashlib.sha256(body).hexdigest().encode() + b"\n":
         raise ValueError("its digest is wrong")
-    length, newline, _ = bytes(rest[:20]).partition(b"\n")
-    if not newline or not length.isdigit():
-        raise ValueError("no length")
-    begin = len(length) + 1
-    end = begin + int(length)
-    text = bytes(rest[begin:end])
-    # Checked before the lines are split: a file of NULs alone would take fifty times its size in memory.
-    if text.count(b"\0") > len(text) // _LEAST_LINE:
-        raise ValueError("lines that are too short")  # each becomes a string of 50 bytes and more
-    try:
-        found = msgspec.json.decode(rest[end:], type=_Body)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(str(error)) from error
-    tree = Fingerprint(digest=found.tree, files=found.files)
-    return HashCache(fingerprint=tree, text=text, whole=found.whole, devices=found.devices)
+    # Doubled keys cannot mislead another reader: there is none.
+    return decode_json(body, dict[str, Hashed], _LIMIT, doubles=False)
 
 
-def here(cache: HashCache, mounted: Mapping[int, Mount]) -> HashCache:
-    """Returns `cache` with the device numbers of this node, if another node wrote it; pure."""
-    numbers: dict[str, set[int]] = {}
-    for number, mount in mounted.items():
-        if mount.name is not None:
-            numbers.setdefault(mount.name, set()).add(number)
-    renamed = {}
-    for old, name in cache.devices.items():
-        now = numbers.get(name, set())
-        # Mounted twice, under two numbers: either may be meant, so neither is used.
-        if len(now) == 1 and old != str(min(now)):
-            renamed[old] = str(min(now))
-    if not renamed:
-        return cache
-    lines = []
-    for line in cache.lines():
-        words = line.split(" ", 2)
-        if len(words) == 3 and words[0] != "d" and words[1] in renamed:
-            line = f"{words[0]} {renamed[words[1]]} {words[2]}"
-        lines.append(line)
-    devices = {renamed.get(old, old): name for old, name in cache.devices.items()}
-    return replace(cache, text=text_of(lines), devices=devices)
+def devices_with_ctime(root: Path, entries: Iterable[Entry]) -> frozenset[int]:
+    """Returns the numbers of the devices of these entries whose ctime proves something."""
+    examples = {entry.info.st_dev: entry.path for entry in entries}
+    return frozenset(device for device, path in examples.items() if keeps_ctime(root / path))
 
 
 def settled(
-    root: Path, found: Fingerprint, lines: Sequence[str], trusted: Collection[str], began_ns: int
-) -> HashCache:
+    root: Path,
+    files: Mapping[str, Entry],
+    hashed: Mapping[str, Hashed],
+    read_now: Collection[str],
+    began_ns: int,
+) -> dict[str, Hashed]:
     """Selects the part of a look at a tree that may be cached.
 
     Args:
         root: of the tree.
-        lines: of the whole tree, as it was hashed.
-        trusted: those taken from a cache before.
+        files: all of it, by path.
+        read_now: the paths that did not come from a cache.
         began_ns: the wall clock before the first file was read, in ns since 1970.
     """
-    mounted: dict[int, Mount | None] = dict(mounts())
-    devices = {}
-    kept = []
-    for line in lines:
-        entry = parse_line(line)
-        if entry.kind == "directory":
-            kept.append(line)
-            continue
-        if entry.device not in mounted:
-            mounted[entry.device] = mount_of(root / entry.path)
-        mount = mounted[entry.device]
-        # Trusted before: it was settled then, and its stamp is the same now.
-        if line in trusted or is_settled(entry, mount, began_ns):
-            kept.append(line)
-            if mount is not None and mount.name is not None:
-                devices[str(entry.device)] = mount.name
-    # Not whole, the cache still spares the files that it has; the rest is read at each look.
-    return HashCache(fingerprint=found, text=text_of(kept), whole=len(kept) == len(lines), devices=devices)
-
-
-def text_of(lines: Iterable[str]) -> bytes:
-    """Returns lines as the cache and find(1) write them; pure."""
-    return "".join([line + "\0" for line in lines]).encode()
-
-
-def is_settled(entry: Line, mount: Mount | None, began_ns: int) -> bool:
-    """Returns whether a write after the hashing began would have got another stamp. Pure; see the module."""
-    # mtime too: both are stamps, and one from the future cannot be relied upon.
-    return (
-        mount is not None and mount.keeps_ctime and max(entry.mtime_ns, entry.ctime_ns) + _YOUNG_NS < began_ns
-    )
+    devices, before_ns = devices_with_ctime(root, files.values()), began_ns - _YOUNG_NS
+    return {
+        path: hashed[path]
+        for path, entry in files.items()
+        # From the cache: it was settled then, and its stamp is the same now.
+        if path not in read_now
+        # A write after the hashing began would have got another stamp. mtime counts, too: both are stamps, and one from
+        # the future cannot be relied upon.
+        or (max(entry.info.st_mtime_ns, entry.info.st_ctime_ns) < before_ns and entry.info.st_dev in devices)
+    }
 
 
 def _make_room(folder: Path, path: Path) -> None:

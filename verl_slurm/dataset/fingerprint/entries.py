@@ -1,9 +1,14 @@
-"""Defines a data set's fingerprint: its entries, its digest, and the differences between two. Pure.
+"""Defines the fingerprint of a tree of data or code: its entries, its digest, and the differences between two. Pure.
 
 Each entry is one line `kind NUL path NUL size NUL sha256 LF`, sorted by the path's UTF-8 bytes; the digest
-is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Kinds: `file`; `link`, a link to a file,
-hashed by the file's content (a cache may move its blobs); `directory`, an empty one. Links to directories
-are followed. Mode, owner and times do not count; content, name and kind do.
+is the SHA-256 of all lines after the line `verl-slurm tree 1 LF`. Content, name and kind count; owner and times do not.
+
+| kind | of data | of code |
+| --- | --- | --- |
+| `file` | any | one that its owner may not execute |
+| `program` | - | one that its owner may execute |
+| `link` | a link to a file, hashed by the file's content (a cache may move its blobs) | any link, hashed by its text |
+| `directory` | an empty one; links to directories are followed | - |
 """
 
 import hashlib
@@ -13,12 +18,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-Kind = Literal["file", "link", "directory"]
+from verl_slurm.base.bounded import Limit, decode_json
+
+Kind = Literal["file", "program", "link", "directory"]
 FORMAT = 1
 _HEAD = b"verl-slurm tree 1\n"
 
 
-class FileDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class FileDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One entry of a tree; `size` in bytes."""
 
     size: Annotated[int, msgspec.Meta(ge=0)]
@@ -78,19 +85,35 @@ def drift(old: Fingerprint, new: Fingerprint) -> Drift:
 
 
 def sealed(files: Mapping[str, FileDigest]) -> Fingerprint:
-    """Returns the fingerprint of these entries, sorted."""
+    """Returns the fingerprint of these entries, sorted.
+
+    Raises:
+        UnicodeEncodeError: a path is not UTF-8.
+    """
     # Sorted here, so that the record on disk lists them as the digest counts them.
     ordered = sorted(files.items(), key=_path)
     return Fingerprint(digest=_digest(ordered), files=dict(ordered))
 
 
-def tree_digest(files: Mapping[str, FileDigest]) -> str:
-    """Returns the SHA-256 (hex) over the entries, as the module specifies.
+def parse(data: bytes, limit: Limit) -> Fingerprint:
+    """Parses a recorded fingerprint, which its digest proves.
 
     Raises:
-        UnicodeEncodeError: a path is not UTF-8.
+        ValueError, RecursionError: it is none, or is not whole.
     """
-    return _digest(sorted(files.items(), key=_path))
+    # Bounded: runs are handed over, and this file with them.
+    found = decode_json(data, Fingerprint, limit)
+    if found.format != FORMAT:
+        raise ValueError(f"format {found.format}, expected {FORMAT}")
+    # A record whose digest is not that of its entries stands for no tree.
+    if found.digest != sealed(found.files).digest:
+        raise ValueError("its digest is not that of its entries")
+    return found
+
+
+def render(found: Fingerprint) -> bytes:
+    """Reverses `parse`."""
+    return msgspec.json.format(msgspec.json.encode(found, order="sorted"), indent=1) + b"\n"
 
 
 def _digest(ordered: list[tuple[str, FileDigest]]) -> str:

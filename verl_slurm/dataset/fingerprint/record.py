@@ -1,6 +1,6 @@
 """Takes the data set's fingerprint, records it for a run, and compares it with the present tree.
 
-`entries` defines it. A look is full (every byte is read) or cached (a file with the same path, device, inode, size,
+`entries` defines it. A look is full (every byte is read) or cached (a file with the same path, inode, size,
 mtime and ctime is assumed to hash as before; `cache` lists what that cannot see). The choice:
 
 * A fingerprint that is recorded in RUN/.dataset_fingerprint was read in full just before: the first submission, a
@@ -9,42 +9,33 @@ mtime and ctime is assumed to hash as before; `cache` lists what that cannot see
   each start (nodes are waiting), `verl-slurm fingerprint` without `--full`.
 """
 
+import os
+import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
-
-import msgspec
 
 from verl_slurm.base import bounded
-from verl_slurm.base.errors import CheckpointCorrupt, DatasetDrift
+from verl_slurm.base.errors import CheckpointCorrupt, DataError, DatasetDrift
 from verl_slurm.base.files import write_file
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import DEEPEST, Entry, list_tree, open_directory
 from verl_slurm.dataset.fingerprint import cache as hash_cache
 from verl_slurm.dataset.fingerprint.entries import (
-    FORMAT,
     Drift as Drift,
     FileDigest as FileDigest,
     Fingerprint as Fingerprint,
     Kind,
     drift as drift,
+    parse,
+    render,
     sealed,
-    tree_digest,
 )
-from verl_slurm.dataset.fingerprint.hashing import Digests, hash_files
-from verl_slurm.dataset.fingerprint.walk import (
-    data_error,
-    glance,
-    lines_of,
-    lines_of_files,
-    parse_line,
-    place_of as place_of,
-    walk,
-)
+from verl_slurm.dataset.fingerprint.hashing import Hashed, hash_files, stamp_of
 
-T = TypeVar("T")
+DataPlace = Path | str | tuple[str, ...]
+"""Where a data set is: a directory; or, as verl names them, files and directories, each by its absolute path."""
 
 # A tree that changes this often while it is read is being written to.
 _ATTEMPTS = 3
@@ -54,17 +45,23 @@ _ATTEMPTS = 3
 class Survey:
     """Result of a look at a tree, and how it was taken."""
 
-    root: Path
     found: Fingerprint
-    num_read: int
-    """Files whose content was read now; the others come from the cache."""
-    unnoticed: tuple[str, ...] = ()
+    unnoticed: tuple[str, ...]
     """Full looks: files whose content differs from the cache's, although their stamp is the same."""
-    notices: tuple[str, ...] = ()
-    lines: tuple[str, ...] | None = None
-    """None: the cache needs no change."""
-    trusted: frozenset[str] = frozenset()
-    began_ns: int = 0
+    notices: tuple[str, ...]
+    root: Path
+    files: dict[str, Entry]
+    hashed: dict[str, Hashed]
+    """Of each file, and maybe of more."""
+    read_now: set[str]
+    """Files whose content was read now; the others come from the cache."""
+    began_ns: int
+    known: bool
+    """The cache says all of it already."""
+
+    @property
+    def num_read(self) -> int:
+        return len(self.read_now)
 
 
 def fingerprint(root: Path | str) -> Fingerprint:
@@ -78,13 +75,13 @@ def fingerprint(root: Path | str) -> Fingerprint:
 
 
 def survey(
-    root: Path | str | tuple[str, ...],
+    place: DataPlace,
     *,
     cache: Path | None = None,
     full: bool = False,
     clock_ns: Callable[[], int] = time.time_ns,
 ) -> Survey:
-    """Looks at the tree below `root`, or at the files that it names. Writes nothing: `remember` does.
+    """Looks at a tree, or at the files that `place` names. Writes nothing: `remember` does.
 
     Args:
         cache: of an earlier look; None: every file is read.
@@ -93,43 +90,67 @@ def survey(
 
     Raises:
         DataError: as `fingerprint`.
-        OSError: a file that `root` names is not there, or storage does not answer.
+        OSError: a file that `place` names is not there, or storage does not answer.
     """
     # Before anything is read: a file is old enough for the cache if it was old at this moment.
     began_ns = clock_ns()
-    # The cache is read and parsed while find walks.
-    seen, (old, notice) = _list(root, lambda: hash_cache.load(cache) if cache else (None, None))
-    root_dir, lines = Path("/" if isinstance(root, tuple) else root), None
-    # An unchanged tree is known by comparing two byte strings, without a set of its lines.
-    if not full and old is not None and old.whole and seen is not None:
-        if seen == old.text:
-            return Survey(root=root_dir, found=old.fingerprint, num_read=0)
-        lines = lines_of(root_dir, seen)  # with links, or in another order
-        if lines is not None and set(lines) == set(old.lines()):
-            return Survey(root=root_dir, found=old.fingerprint, num_read=0)
-    cached = old.known() if old is not None else {}
-    # find is faster; `walk` decides where find is missing, failed, or met something out of the ordinary.
-    lines = lines or _lines(root, seen)
+    old, notice = hash_cache.load(cache) if cache else ({}, None)
+    root = Path("/" if isinstance(place, tuple) else place)
     # A full look starts with no hashes: what the cache says is then compared with what was read.
-    found, lines, num_read, known = _read_tree(root, lines, {} if full else dict(cached))
-    wrong = [line for line in lines if full and line in cached and known[line] != cached[line]]
+    known = {} if full else dict(old)
+    read_now: set[str] = set()
+    # Hash, then walk again: only a tree that looks the same before and after was read as one state.
+    for _ in range(_ATTEMPTS + 1):
+        # Without hashes to compare with, the first walk needs the names alone.
+        files, folders = _listed(place, numbers=bool(known))
+        devices = hash_cache.devices_with_ctime(root, files.values()) if old and not full else frozenset()
+        # By stamp: a file that was written meanwhile has another one, and is read again.
+        unknown = [
+            path
+            for path, entry in files.items()
+            if (one := known.get(path)) is None
+            or one.stamp != stamp_of(entry.info)
+            or not (path in read_now or entry.info.st_dev in devices)
+        ]
+        if not unknown:
+            break
+        try:
+            hashed = hash_files(root, unknown)
+        except OSError as error:
+            where = error.filename
+            raise _data_error(
+                "a data file cannot be read", where, error.strerror, "a readable file"
+            ) from error
+        known |= hashed
+        read_now |= hashed.keys()
+    else:
+        raise _data_error(
+            "the data set changes while it is read", place_of(place), "files come and go", "files at rest"
+        )
+    # Their stamps agree, so a change went past the file system, or the cache was forged.
+    wrong = [
+        path
+        for path, one in (old.items() if full else ())
+        if path in files and one.stamp == known[path].stamp and one.sha256 != known[path].sha256
+    ]
     return Survey(
-        root=root_dir,
-        found=found,
-        num_read=num_read,
-        unnoticed=tuple(sorted(parse_line(line).path for line in wrong)),
+        found=_assembled(root, files, folders, known),
+        unnoticed=tuple(sorted(wrong)),
         notices=(notice,) if notice else (),
-        lines=tuple(lines),
-        trusted=frozenset() if full else frozenset(cached),
+        root=root,
+        files=files,
+        hashed=known,
+        read_now=read_now,
         began_ns=began_ns,
+        known=not read_now and len(files) == len(old),
     )
 
 
 def remember(path: Path, seen: Survey) -> str | None:
     """Stores the result `seen` as the hash cache `path`; returns a failure in one line."""
-    if seen.lines is None:
+    if seen.known:
         return None
-    kept = hash_cache.settled(seen.root, seen.found, seen.lines, seen.trusted, began_ns=seen.began_ns)
+    kept = hash_cache.settled(seen.root, seen.files, seen.hashed, seen.read_now, seen.began_ns)
     return hash_cache.save(path, kept)
 
 
@@ -140,23 +161,16 @@ def read(paths: RunPaths) -> Fingerprint | None:
         CheckpointCorrupt: the record is not whole.
     """
     try:
-        data = bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT)
-        found = bounded.decode_json(data, Fingerprint, bounded.FINGERPRINT)
-        if found.format != FORMAT:
-            raise ValueError(f"format {found.format}, expected {FORMAT}")
-        # A record whose digest is not that of its entries stands for no tree.
-        if found.digest != tree_digest(found.files):
-            raise ValueError("its digest is not that of its entries")
+        return parse(bounded.read_regular(paths.fingerprint, bounded.FINGERPRINT), bounded.FINGERPRINT)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError, msgspec.MsgspecError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointCorrupt(
             "the recorded data set fingerprint cannot be read",
             where=paths.fingerprint,
             found=error,
             remedy="remove it and start again, if you know that the data did not change",
         ) from error
-    return found
 
 
 def write(paths: RunPaths, found: Fingerprint) -> None:
@@ -165,13 +179,12 @@ def write(paths: RunPaths, found: Fingerprint) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    text = msgspec.json.encode(found, order="sorted")
-    write_file(paths.fingerprint, msgspec.json.format(text, indent=1) + b"\n")
+    write_file(paths.fingerprint, render(found))
 
 
 def look(
     paths: RunPaths,
-    root: Path | str | tuple[str, ...],
+    place: DataPlace,
     recorded: Fingerprint | None,
     *,
     may_record: bool = False,
@@ -187,22 +200,22 @@ def look(
     """
     # What will be recorded is read in full: the record decides about all later starts.
     if recorded is None:
-        return survey(root)
-    seen = survey(root, cache=paths.hash_cache)
+        return survey(place)
+    seen = survey(place, cache=paths.hash_cache)
     # The cached look has shown a change. What is accepted instead is read in full before it is recorded.
     if may_record and drift(recorded, seen.found):
-        return survey(root)
+        return survey(place)
     return seen
 
 
 def check_dataset(
     paths: RunPaths,
-    root: Path | str | tuple[str, ...],
+    place: DataPlace,
     *,
     trained_on: str = "",
     notice: Callable[[str], None] = lambda text: None,
 ) -> Fingerprint:
-    """Compares the data at `root` with what the run started with; records it if there is no record yet. Runs at every
+    """Compares the data at `place` with what the run started with; records it if there is no record yet. Runs at every
     start.
 
     Args:
@@ -214,18 +227,18 @@ def check_dataset(
         DataError: it cannot be hashed.
     """
     recorded = read(paths)
-    seen = look(paths, root, recorded)
+    seen = look(paths, place, recorded)
     # Before the refusal: the next look at this tree is spared the reading, whatever it is compared with.
     for text in (*seen.notices, remember(paths.hash_cache, seen)):
         if text:
             notice(text)
     if recorded is None:
-        require_trained_on(seen.found, trained_on, root)
+        require_trained_on(seen.found, trained_on, place)
         write(paths, seen.found)
     elif difference := drift(recorded, seen.found):
         raise DatasetDrift(
             "the data set is not the one the run started with",
-            where=place_of(root),
+            where=place_of(place),
             found=difference.one_line(),
             expected=f"the files of {paths.fingerprint}",
             remedy="restore the data, or accept the change with verl-slurm submit --force-resume",
@@ -233,7 +246,7 @@ def check_dataset(
     return seen.found
 
 
-def require_trained_on(found: Fingerprint, trained_on: str, root: Path | str | tuple[str, ...]) -> None:
+def require_trained_on(found: Fingerprint, trained_on: str, place: DataPlace) -> None:
     """Compares data with the digest that a checkpoint holds, where no record names the files any more.
 
     Raises:
@@ -242,71 +255,95 @@ def require_trained_on(found: Fingerprint, trained_on: str, root: Path | str | t
     if trained_on and found.digest != trained_on:
         raise DatasetDrift(
             "the data set is not the one that the newest checkpoint has been trained on",
-            where=place_of(root),
+            where=place_of(place),
             found=f"digest {found.digest[:16]}; RUN/.dataset_fingerprint, which names the files, is gone",
             expected=f"digest {trained_on[:16]}",
             remedy="restore the data and that file, or accept the change with verl-slurm submit --force-resume",
         )
 
 
-def _list(root: Path | str | tuple[str, ...], meanwhile: Callable[[], T]) -> tuple[bytes | None, T]:
-    if isinstance(root, tuple):
-        return hash_cache.text_of(lines_of_files(root)), meanwhile()
-    return glance(Path(root), meanwhile)
+def place_of(place: DataPlace) -> str:
+    """Returns the words for where a data set is."""
+    return ", ".join(place) if isinstance(place, tuple) else str(place)
 
 
-def _lines(root: Path | str | tuple[str, ...], seen: bytes | None) -> list[str]:
-    if isinstance(root, tuple):
-        return lines_of_files(root)
-    return lines_of(Path(root), seen) or walk(Path(root))
-
-
-def _read_tree(
-    root: Path | str | tuple[str, ...], lines: list[str], known: Digests
-) -> tuple[Fingerprint, list[str], int, Digests]:
-    """Reads the unknown files, and walks again until a walk shows nothing new.
-
-    Returns:
-        The result, its lines, the number of files read, and `known` with these.
-    """
-    read_now: set[str] = set()
-    root_dir = Path("/" if isinstance(root, tuple) else root)
-    # Hash, then walk again: only a tree that looks the same before and after was read as one state.
-    for _ in range(_ATTEMPTS + 1):
-        # By line, so a file that was written meanwhile has another stamp, is unknown, and is read again.
-        unknown = [line for line in lines if line not in known and not line.startswith("d ")]
-        if not unknown and (found := _assemble(root_dir, lines, known)) is not None:
-            return found, lines, len(read_now), known
-        hashed = hash_files(root_dir, unknown)
-        known.update(hashed)
-        read_now.update(hashed)
-        before = lines
-        # Usually nothing changed meanwhile, so the result is assembled while find runs.
-        seen, found = _list(root, partial(_assemble, root_dir, before, known))
-        # The walk behind the hashing.
-        lines = _lines(root, seen)
-        if found is not None and (lines == before or set(lines) == set(before)):
-            return found, lines, len(read_now), known
-    raise data_error(
-        "the data set changes while it is read", place_of(root), "files come and go", "files at rest"
-    )
-
-
-def _assemble(root: Path, lines: list[str], known: Digests) -> Fingerprint | None:
-    """Returns None if a line is not known."""
-    files = {}
+def _listed(place: DataPlace, *, numbers: bool) -> tuple[dict[str, Entry], list[str]]:
+    """Returns the files by path, and the paths of directories. Raises as `survey`."""
+    files: dict[str, Entry] = {}
+    folders: list[str] = []
     try:
-        for line in lines:
-            if not line.startswith("d "):
-                letter, _, _, size, _, _, path = line.split(" ", 6)
-                kind: Kind = "link" if letter == "l" else "file"
-                files[path] = FileDigest(size=int(size), sha256=known[line], kind=kind)
-    except KeyError:
-        return None
+        entries = [*_named(place)] if isinstance(place, tuple) else _below(Path(place), numbers=numbers)
+    except OSError as error:
+        # Of one that is away by its name alone nobody knows whether it will be back: the caller may wait.
+        if isinstance(place, tuple):
+            raise
+        where = Path(place) / os.fsdecode(error.filename or "")
+        raise _data_error(
+            "the data set cannot be read", where, error.strerror, "a directory of files"
+        ) from error
+    for entry in entries:
+        if not entry.path.isascii():
+            try:
+                entry.path.encode()
+            except UnicodeEncodeError:
+                raise _data_error(
+                    "a data file's name is no UTF-8", ascii(entry.path), None, "a UTF-8 name"
+                ) from None
+        if stat.S_ISREG(entry.info.st_mode):
+            files[entry.path] = entry
+        elif stat.S_ISDIR(entry.info.st_mode) and not entry.is_too_deep:
+            folders.append(entry.path)
+        # Broken links, pipes, devices, and what lies too deep: training may fail on it, and nothing here can hash it.
+        else:
+            kind = entry.kind
+            found = f"a {'broken link' if kind == 'link' else kind}, mode {entry.info.st_mode:o}"
+            expected = f"files and links to files, in at most {DEEPEST} folders"
+            raise _data_error(
+                "the data set cannot be read", place_of(place), f"{entry.path}: {found}", expected
+            )
+    return files, folders
+
+
+def _below(root: Path, *, numbers: bool = True) -> list[Entry]:
+    # The way to it may have links, and it may be one.
+    with open_directory(root, follow=True) as fd:
+        return list_tree(fd, follow=True, numbers=numbers)
+
+
+def _named(places: tuple[str, ...]) -> Iterator[Entry]:
+    """Yields the files of verl's data by their paths without the first slash."""
+    for place in places:
+        path, info = place.lstrip("/"), os.stat(place)
+        if stat.S_ISDIR(info.st_mode):
+            # Of directories that verl names, the files alone are data: pandas reads them as one table.
+            inside = _below(Path(place))
+            yield from (
+                Entry(f"{path}/{one.path}", one.info, one.followed)
+                for one in inside
+                if one.kind != "directory"
+            )
+        else:
+            yield Entry(path, info, os.path.islink(place))
+
+
+def _assembled(
+    root: Path, files: dict[str, Entry], folders: list[str], known: dict[str, Hashed]
+) -> Fingerprint:
     if not files:
-        raise data_error("the data set is empty", root, "no file below it", "at least one file")
+        raise _data_error("the data set is empty", root, "no file below it", "at least one file")
+    found = {}
+    for path, entry in files.items():
+        kind: Kind = "link" if entry.followed else "file"
+        hashed = known[path]
+        found[path] = FileDigest(size=hashed.size, sha256=hashed.sha256, kind=kind)
     # Directories count if nothing else shows that they are there.
-    folders = [line[2:] for line in lines if line.startswith("d ")]
     parents = {path.rpartition("/")[0] for path in (*folders, *files)}
     empty = FileDigest(size=0, sha256="", kind="directory")
-    return sealed(files | {path: empty for path in folders if path not in parents})
+    return sealed(found | {path: empty for path in folders if path not in parents})
+
+
+def _data_error(what: str, where: object, found: object, expected: str) -> DataError:
+    """Builds the error of a data set, with its one remedy."""
+    return DataError(
+        what, where=where, found=found, expected=expected, remedy="set data.root to a directory of data files"
+    )

@@ -14,6 +14,7 @@ from pathlib import Path
 from verl_slurm.base.bounded import Limit, TooMuch, open_regular, read_regular
 from verl_slurm.base.errors import DataError, DatasetDrift
 from verl_slurm.base.one_line import counted, shell_word
+from verl_slurm.base.tree import list_tree, open_directory
 from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.prompts.choice import choose
 from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
@@ -21,7 +22,6 @@ from verl_slurm.dataset.prompts.rows import Prompt, prompts_of
 Content = tuple[int, str]
 """Bytes and SHA-256 of a file as it was fingerprinted."""
 
-_DEEPEST = 32
 _SMALL_BYTES = 1 << 20
 
 
@@ -41,10 +41,11 @@ def data_files(root: Path, config: DataConfig, *, key: str = "data.root") -> lis
     pattern = _pattern(config, key)
     try:
         # All names, before any choice: the message for a wrong directory says what is there.
-        names = list(names_below(root))
+        names = names_below(root)
     except OSError as error:
+        where = root / os.fsdecode(error.filename or "")
         raise DataError(
-            "the data cannot be read", where=error.filename or root, found=error.strerror, remedy="chmod u+rx"
+            "the data cannot be read", where=where, found=error.strerror, remedy="chmod u+rx"
         ) from None
     return choose(names, pattern, lambda name: _small(root / name), root=root, key=key)
 
@@ -105,18 +106,12 @@ def _pattern(config: DataConfig, key: str) -> str | None:
     return config.files if key == "data.root" else config.eval_files
 
 
-def names_below(root: Path) -> Iterator[str]:
-    """Yields every file below `root`; follows links as the fingerprint does."""
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    # onerror: os.walk would pass over a directory that it cannot read.
-    for folder, folders, files in os.walk(root, followlinks=True, onerror=refuse):
-        inside = os.path.relpath(folder, root)
-        if inside.count("/") >= _DEEPEST:  # a loop of links; the fingerprint names it
-            folders.clear()
-        yield from (name if inside == "." else f"{inside}/{name}" for name in files)
+def names_below(root: Path) -> list[str]:
+    """Returns every file below `root`, sorted; follows links as the fingerprint does."""
+    with open_directory(root, follow=True) as fd:
+        return [
+            entry.path for entry in list_tree(fd, follow=True, numbers=False) if entry.kind != "directory"
+        ]
 
 
 def _small(path: Path) -> bytes:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.keys import Keyring
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.tensor_index import (
     DTYPE_BYTES,
     INDEX,
@@ -26,7 +27,6 @@ from verl_slurm.checkpoint.format.tensor_index import (
 )
 from verl_slurm.checkpoint.store.chunks import Wanted, read_checked
 from verl_slurm.checkpoint.store.reader import CheckpointReader
-from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.runtime_state.codec import decode
 from verl_slurm.runtime_state.format import RuntimeState, runtime_state_name
 from verl_slurm.save.ranks.boxes import Box, Overlap, dtype_name, local_part, overlap

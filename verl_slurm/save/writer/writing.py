@@ -16,10 +16,10 @@ from pathlib import Path
 import msgspec
 
 from verl_slurm.base.files import make_private, open_new
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.format.specification import CHUNK_BYTES, FileEntry
 from verl_slurm.checkpoint.hashing import Hasher, process_hasher
 from verl_slurm.checkpoint.store.chunks import leaf_count, make_entry
-from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.save.writer.protocol import ArenaFile, Written
 from verl_slurm.save.writer.sealing import SealedStream, StreamReader
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import msgspec
 
@@ -26,24 +26,22 @@ from verl_slurm.journal import events as ev
 from verl_slurm.program.copying import copy_tree, read_tree
 from verl_slurm.program.git import Commit, commit_of, diff_of, work_tree
 from verl_slurm.program.installed import Installed, look
-from verl_slurm.program.listing import holds_other_things, list_tree
+from verl_slurm.program.listing import Listing, holds_other_things, list_code
 from verl_slurm.program.programs import Program, is_ours, module_of, programs_of
 from verl_slurm.program.record import (
-    CodeFile,
     CodeRecord,
     CodeTree,
     files_of,
     package_drift,
     read_record,
-    tree_digest,
 )
 from verl_slurm.slurm.rank_setup import python_of
-from verl_slurm.submit.plan import CodePlan
+from verl_slurm.submit.plan import CodeContent, CodePlan
 from verl_slurm.submit.undoing import names_in, remove_new, replace_content
 
 CodeChoice = Literal["run", "new"]
 _NO_DIFF = "the difference from the commit is over 16 MiB, or git cannot make it; it is not recorded"
-TreesRead = dict[tuple[Path, tuple[str, ...]], "Content"]
+TreesRead = dict[tuple[Path, tuple[str, ...]], CodeContent]
 """By root and names of the files."""
 
 
@@ -96,7 +94,7 @@ def plan_code(
     else:
         # The choice `new` takes all that is there now.
         trees = old.trees if old is not None and choice is None else ()
-        former = {tree.root: {file.path for file in files_of(paths, tree.digest)} for tree in trees}
+        former = {tree.root: files_of(paths, tree.digest) for tree in trees}
         plan = _present(config, caller, installed, {} if known is None else known, former)
         if not asked and config.slurm.container is None and module_of(config) and not plan.record.programs:
             unknown = [
@@ -129,7 +127,7 @@ def plan_code(
     if choice == "run" and old.trees:
         notes.append("the run goes on with its own copy of the code")
     # The record stays as it is: later starts are compared with the first submission, not with the newest.
-    return msgspec.structs.replace(plan, record=old, files=(), notes=(*plan.notes, *notes), kept=True)
+    return msgspec.structs.replace(plan, record=old, contents=(), notes=(*plan.notes, *notes), kept=True)
 
 
 def _present(
@@ -171,54 +169,31 @@ def _present(
         python=installed.python,
         packages=installed.packages,
     )
-    lists = tuple(content.files for content in contents)
-    _require_words(config, caller, trees, lists)
-    diffs = tuple(content.diff for content in contents)
-    return CodePlan(record=record, files=lists, diffs=diffs, notes=tuple(notes))
+    _require_words(config, caller, contents)
+    return CodePlan(record=record, contents=tuple(contents), notes=tuple(notes))
 
 
-class Content(NamedTuple):
-    """What was read of a tree."""
-
-    tree: CodeTree
-    files: tuple[CodeFile, ...]
-    diff: bytes
-    notes: tuple[str, ...]
-
-
-def _content(found: "_Tree") -> Content:
-    files = tuple(read_tree(found.root, found.names))
+def _content(found: Listing) -> CodeContent:
+    files = read_tree(found.root, found.names)
     commit = commit_of(found.root) if found.of_git else Commit()
     diff = diff_of(found.root, found.names) if commit.commit else b""
     notes = () if diff is not None else (_NO_DIFF,)
     tree = CodeTree(
         root=str(found.root),
-        digest=tree_digest(files),
-        num_files=len(files),
-        num_bytes=sum(file.size for file in files),
+        digest=files.digest,
+        num_files=len(files.files),
+        num_bytes=files.num_bytes,
         commit=commit.commit,
         branch=commit.branch,
         dirty=commit.dirty,
         diff=sha256(diff).hexdigest() if diff else "",
     )
-    return Content(tree, files, diff or b"", notes)
-
-
-class _Tree(NamedTuple):
-    root: Path
-    names: list[str]
-    """Of its files, relative."""
-    notes: list[str]
-    of_git: bool
-
-    def has(self, program: Program) -> bool:
-        place = program.path.resolve()
-        return place.is_relative_to(self.root) and place.relative_to(self.root).as_posix() in self.names
+    return CodeContent(tree=tree, fingerprint=files, diff=diff or b"", notes=notes)
 
 
 def _trees(
     config: RunConfig, programs: Sequence[Program], former: Mapping[str, Collection[str]]
-) -> list[_Tree]:
+) -> list[Listing]:
     """Returns the trees that are copied.
 
     Args:
@@ -232,8 +207,8 @@ def _trees(
         return []
     left_out = _left_out(config, programs)
 
-    def listed(root: Path, *, ask_git: bool) -> _Tree:
-        found = list_tree(
+    def listed(root: Path, *, ask_git: bool) -> Listing:
+        return list_code(
             root,
             include=code.include,
             exclude=code.exclude,
@@ -242,14 +217,13 @@ def _trees(
             ask_git=ask_git,
             former=former.get(str(root)),
         )
-        return _Tree(root, found.names, found.notes, found.of_git)
 
     if code.tree != "auto":
         root = _directory(code.tree)
         return [_with_all(listed(root, ask_git=_git_answers(root)), programs)]
-    trees: dict[Path, _Tree] = {}
+    trees: dict[Path, Listing] = {}
     for program in programs:
-        if any(tree.has(program) for tree in trees.values()):
+        if any(tree.has(program.path) for tree in trees.values()):
             continue
         folder = program.path.resolve().parent
         top, note = work_tree(folder)
@@ -257,14 +231,14 @@ def _trees(
         if (
             top is not None
             and not holds_other_things(top)
-            and (tree := listed(top, ask_git=True)).has(program)
+            and (tree := listed(top, ask_git=True)).has(program.path)
         ):
             trees[top] = tree
         elif program.alone:
             # Git ignores it, or does not know it: nothing tells what belongs to it.
             beside = trees[folder].names if folder in trees else []
             names = sorted([*beside, program.path.resolve().name])
-            trees[folder] = _Tree(folder, names, [note] if note else [], of_git=False)
+            trees[folder] = Listing(folder, names, [note] if note else [], of_git=False)
         else:
             tree = _with_all(listed(folder, ask_git=False), [program])
             trees[folder] = tree._replace(notes=[*([note] if note else []), *tree.notes])
@@ -288,10 +262,10 @@ def _directory(text: str) -> Path:
     return root
 
 
-def _with_all(tree: _Tree, programs: Sequence[Program]) -> _Tree:
+def _with_all(tree: Listing, programs: Sequence[Program]) -> Listing:
     """Refuses a tree without one of these programs: that one would run from where it lies."""
     for program in programs:
-        if not tree.has(program):
+        if not tree.has(program.path):
             raise ConfigError(
                 "a program is not in the code that is copied",
                 where=f"{program.key}: {program.path}",
@@ -322,20 +296,18 @@ def _left_out(config: RunConfig, programs: Sequence[Program]) -> set[Path]:
     return {place for place in found if not any(p.path.resolve().is_relative_to(place) for p in programs)}
 
 
-def _require_words(
-    config: RunConfig, caller: Path, trees: Sequence[CodeTree], lists: Sequence[Sequence[CodeFile]]
-) -> None:
+def _require_words(config: RunConfig, caller: Path, contents: Sequence[CodeContent]) -> None:
     """Refuses arguments that name files of the tree that are not copied: the program runs in the copy.
 
     Raises:
         ConfigError: there is one.
     """
     here = Path(os.path.realpath(caller))
-    tree = next((number for number, tree in enumerate(trees) if here.is_relative_to(tree.root)), None)
-    if tree is None or not config.trainer.command:
+    content = next((one for one in contents if here.is_relative_to(one.tree.root)), None)
+    if content is None or not config.trainer.command:
         return
-    root = Path(trees[tree].root)
-    known = {file.path for file in lists[tree]}
+    root = Path(content.tree.root)
+    known = set(content.fingerprint.files)
     known |= {str(above) for path in known for above in Path(path).parents}
     # The copy has this directory only if it has a file of it; else the program runs where the submission was made.
     if os.path.relpath(here, root) not in known:
@@ -357,16 +329,15 @@ def _require_words(
 def _changes(paths: RunPaths, old: CodeRecord, plan: CodePlan) -> str:
     """Returns the differences between the run's code and the present one; empty: none."""
     before = {tree.root: tree.digest for tree in old.trees}
-    now = {tree.root: files for tree, files in zip(plan.record.trees, plan.files, strict=True)}
+    now = {content.tree.root: content.fingerprint for content in plan.contents}
     said = []
     for root in sorted(before.keys() | now.keys()):
         if root not in now:
             said.append(f"{root} is not copied any more")
         elif root not in before:
             said.append(f"{root} was not copied")
-        elif before[root] != tree_digest(now[root]):
-            former = {file.path: file for file in files_of(paths, before[root])}
-            said.append(Drift.between(former, {file.path: file for file in now[root]}).one_line())
+        elif before[root] != now[root].digest:
+            said.append(Drift.between(files_of(paths, before[root]), now[root].files).one_line())
     return "; ".join(said)
 
 
@@ -379,12 +350,12 @@ def keep_code(undo: ExitStack, paths: RunPaths, plan: CodePlan) -> list[ev.Notic
     """
     if plan.kept:
         return []
-    for tree, files, diff in zip(plan.record.trees, plan.files, plan.diffs, strict=True):
+    for content in plan.contents:
         private_dir(paths.code)
         undo.callback(remove_new, paths.code, names_in(paths.code))
-        copy_tree(paths, Path(tree.root), files)
-        if diff:
+        copy_tree(paths, Path(content.tree.root), content.fingerprint)
+        if content.diff:
             # 0600: a diff may hold what was not meant for others.
-            write_file(paths.code_diff(tree.diff), diff)
+            write_file(paths.code_diff(content.tree.diff), content.diff)
     replace_content(undo, paths.code_record, msgspec.json.encode(plan.record) + b"\n")
     return [ev.Notice("code", f"copied into the run from {line}") for line in plan.lines()]

@@ -1,6 +1,5 @@
 """Looks for the checkpoint that a run which is submitted again goes on from."""
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
@@ -15,6 +14,7 @@ from verl_slurm.base.fence import read_epoch
 from verl_slurm.base.keys import load_keys
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import files_below
 from verl_slurm.checkpoint.format.info import CheckpointInfo, Verdict
 from verl_slurm.checkpoint.store.frozen import recorded_model
 from verl_slurm.checkpoint.store.lost import (
@@ -150,11 +150,7 @@ def _changed(paths: RunPaths, tree: Path, digest: str) -> str | None:
     if not tree.is_dir():  # e.g. a built-in model, which is built again
         return None
     try:
-        sizes = {
-            os.path.relpath(os.path.join(folder, name), tree): os.stat(os.path.join(folder, name)).st_size
-            for folder, _, names in os.walk(tree, followlinks=True)
-            for name in names
-        }
+        sizes = {path: info.st_size for path, info in files_below(tree, follow=True).items()}
         record = recorded_model(paths, digest)
         # First: it names the file.
         for path, entry in record.files.items() if record is not None else ():

@@ -7,12 +7,12 @@ No room for a single checkpoint is refused; room for one, but not for all, is a 
 (`checkpoint/decide/storage.py`).
 """
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from verl_slurm.base.errors import NoRoom
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import files_below
 from verl_slurm.checkpoint.decide.storage import Need, Room, need_of_next
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.frozen import frozen_digests
@@ -110,23 +110,18 @@ def frozen_to_come(config: RunConfig, paths: RunPaths) -> tuple[int, int]:
     sources = {Path(config.model.path)} if not config.model.path.startswith(BUILTIN) else set()
     sources |= {Path(reward)} if kind == "classifier" else set()
     # By size: to be certain all of a model would have to be read, and the start does that.
-    there = {_tree(paths.frozen / digest)[0] for digest in frozen_digests(paths)}
-    to_come = [(size, count) for size, count in map(_tree, sources) if size not in there]
-    return sum(size for size, _ in to_come), sum(count for _, count in to_come)
+    there = {sum(_sizes(paths.frozen / digest)) for digest in frozen_digests(paths)}
+    to_come = [sizes for sizes in map(_sizes, sources) if sum(sizes) not in there]
+    return sum(map(sum, to_come)), sum(map(len, to_come))
 
 
-def _tree(root: Path) -> tuple[int, int]:
-    """Returns (bytes, files) below a directory; follows links as the copy does."""
-    num_bytes = num_files = 0
+def _sizes(root: Path) -> list[int]:
+    """Returns the bytes of each file below a directory; follows links as the copy does."""
     try:
-        for folder, _, names in os.walk(root, followlinks=True):
-            for name in names:
-                num_bytes += os.stat(os.path.join(folder, name)).st_size
-                num_files += 1
+        return [info.st_size for info in files_below(root, follow=True).values()]
     except OSError:
         # The start says what is wrong with such a directory.
-        return 0, 0
-    return num_bytes, num_files
+        return []
 
 
 def _beside(need: Need, frozen: tuple[int, int]) -> Need:

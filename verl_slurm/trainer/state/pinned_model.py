@@ -5,7 +5,7 @@ the true ones afterwards. It gets a private directory instead:
 
 * small files (configuration, tokenizer, templates) as copies, hashed as they were read;
 * each `*.safetensors` as a link to `/proc/self/fd/N`: the file that was opened first, whatever has its name by now. It
-  is hashed through the same descriptor, in threads beside the loading. Device, inode, size, mtime and ctime must be the
+  is hashed through the same descriptor, in threads beside the loading. Inode, size, mtime and ctime must be the
   same before and after: the kernel sets the ctime at each write, and no program can set it back.
 
 Everything else (pickles, weights of other formats) is absent: nothing here reads it.
@@ -21,11 +21,11 @@ from pathlib import Path
 from verl_slurm.base.digest import hash_fd, num_threads
 from verl_slurm.base.errors import DataError, DatasetDrift, VerlSlurmError
 from verl_slurm.base.scratch import Scratch
+from verl_slurm.dataset.fingerprint.hashing import Stamp, stamp_of
 from verl_slurm.wire.environment import CONTROL_VARIABLE
 
 _SMALL_BYTES = 64 << 20
 _TEMPLATES = "additional_chat_templates"
-_Stamp = tuple[int, int, int, int, int]
 
 
 class PinnedModel:
@@ -38,7 +38,7 @@ class PinnedModel:
     def __init__(self, original: Path, recorded: Mapping[str, str], path: Path) -> None:
         self.path, self._original, self._recorded = path, original, recorded
         self._pool = ThreadPoolExecutor(num_threads(), thread_name_prefix="pinned")
-        self._held: dict[str, tuple[int, _Stamp, Future[tuple[int, str]]]] = {}
+        self._held: dict[str, tuple[int, Stamp, Future[tuple[int, str]]]] = {}
 
     def fill(self) -> None:
         """Copies and opens the files of the directory.
@@ -68,7 +68,7 @@ class PinnedModel:
         place = self.path / name
         if name.endswith(".safetensors"):
             # Before the loading: a write while it is read leaves another ctime, which no program can set back.
-            stamp = _stamp(fd)
+            stamp = stamp_of(os.fstat(fd))
             self._held[name] = fd, stamp, self._pool.submit(hash_fd, fd)
             # The open file, whatever has its name by now: safetensors maps it by this path.
             place.symlink_to(f"/proc/self/fd/{fd}")
@@ -96,7 +96,7 @@ class PinnedModel:
             _, found = hashing.result()
             if found != self._recorded[name]:
                 raise self._drift(name, f"SHA-256 {found[:16]}")
-            if _stamp(fd) != before:
+            if stamp_of(os.fstat(fd)) != before:
                 raise self._drift(name, "a file that was written to, renamed or linked while it was loaded")
 
     def close(self) -> None:
@@ -150,8 +150,3 @@ def pinned_model(directory: Path, recorded: Mapping[str, str]) -> Iterator[Pinne
     finally:
         pinned.close()
         scratch.close()
-
-
-def _stamp(fd: int) -> _Stamp:
-    info = os.fstat(fd)
-    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns

@@ -26,7 +26,7 @@ from verl_slurm.base.bounded import CONFIG, read_fd
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt
 from verl_slurm.base.files import write_file
-from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
+from verl_slurm.base.tree import list_tree, open_below, open_directory
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.layout import shard_of
 from verl_slurm.verl.reshard.compare import compare_steps

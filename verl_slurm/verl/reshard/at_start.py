@@ -20,9 +20,9 @@ from verl_slurm.base import bounded
 from verl_slurm.base.errors import VerlSlurmError
 from verl_slurm.base.fence import require_epoch
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
+from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.commit import begin, sweep
-from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.verl.reshard.checkpoint import (
     RECORD,

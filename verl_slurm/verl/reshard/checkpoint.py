@@ -24,11 +24,11 @@ import msgspec
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
 from verl_slurm.base.files import fsync_path, write_file
+from verl_slurm.base.tree import list_tree, open_directory
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
 from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
 from verl_slurm.checkpoint.store.medium import room_for
-from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.verl.reshard.apply import apply_plan, work_bytes
 from verl_slurm.verl.reshard.describe import describe_step, require_bounded

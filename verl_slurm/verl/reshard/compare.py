@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verl_slurm.base.digest import num_threads
 from verl_slurm.base.errors import CheckpointCorrupt
-from verl_slurm.checkpoint.store.tree import open_below, open_directory
+from verl_slurm.base.tree import open_below, open_directory
 from verl_slurm.verl.reshard.describe import describe_shards, shard_name
 from verl_slurm.verl.reshard.plan import ReshardPlan
 from verl_slurm.verl.reshard.tensors import Tensor

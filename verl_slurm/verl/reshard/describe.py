@@ -14,7 +14,7 @@ import msgspec
 
 from verl_slurm.base.bounded import CONFIG, read_fd
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError
-from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directory
+from verl_slurm.base.tree import list_tree, open_below, open_directory
 from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
 from verl_slurm.verl.reshard.plan import DataState, Described, Model, cannot
 from verl_slurm.verl.reshard.tensors import Tensor, find_tensors, mapped
