@@ -27,7 +27,6 @@ from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.files import read_history
-from verl_slurm.journal.history import History
 from verl_slurm.journal.steps import append_step
 from verl_slurm.runtime_state.segment import frame, head
 
@@ -238,7 +237,7 @@ def test_a_run_whose_journal_was_emptied_knows_it_by_its_snapshot(saved: RunPath
 
 def test_a_loop_without_a_daemon_knows_it_by_the_hint(saved: RunPaths) -> None:
     (saved.checkpoints / "latest").write_text("step_000004\n")
-    assert "step_000004 was saved and is gone" in gone_back(saved, History(), "step_000002")
+    assert "step_000004 was saved and is gone" in gone_back(saved, None, "step_000002")
 
 
 # Four micro-batches of two responses on each of two ranks: eight in a step.

@@ -6,6 +6,7 @@ how each is recognised, and what the run does.
 
 from typing import Literal, NamedTuple
 
+# What a lead finds when it is woken.
 CauseKind = Literal[
     "preemption",
     "time_limit",
@@ -23,7 +24,6 @@ CauseKind = Literal[
     "none",
     "unknown",
 ]
-"""What a lead finds when it is woken."""
 
 
 class Meaning(NamedTuple):
@@ -41,6 +41,7 @@ class Meaning(NamedTuple):
     """The run is to go on in another attempt."""
 
 
+# Each `CauseKind`, and what makes ranks start again beside these.
 CAUSES: dict[str, Meaning] = {
     "preemption": Meaning("Slurm", "preemption", "Slurm takes the nodes for a more urgent job"),
     "time_limit": Meaning("Slurm", "time_limit", "the job's time is nearly up"),
@@ -67,7 +68,6 @@ CAUSES: dict[str, Meaning] = {
     "none": Meaning(),
     "unknown": Meaning(),
 }
-"""Each `CauseKind`, and what makes ranks start again beside these."""
 SERIES = tuple(dict.fromkeys(meaning.series for meaning in CAUSES.values() if meaning.series))
 
 

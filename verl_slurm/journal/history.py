@@ -43,6 +43,10 @@ from verl_slurm.journal.pace import number
 
 IntervalKind = Literal["training", "saving", "preempted", "queued", "starting", "recovering", "hung"]
 KINDS: tuple[IntervalKind, ...] = get_args(IntervalKind)
+# Each part of the time, with its name in Google's ml-goodput-measurement: steps that count; steps that were thrown
+# back and done again; the first part of steps that an interruption cut, and what lies between steps; saves before an
+# end; ranks that start and load; leaving nodes, and hanging; waiting for nodes after an attempt, and before the first
+# of a submission.
 PARTS: dict[str, str] = {
     "useful": "GOODPUT",
     "repeated": "WASTED_PROGRESS_FROM_DISRUPTION",
@@ -54,11 +58,6 @@ PARTS: dict[str, str] = {
     "requeued": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
     "queued": "",
 }
-"""Each part of the time, with its name in Google's ml-goodput-measurement: steps that count; steps that were thrown
-back and done again; the first part of steps that an interruption cut, and what lies between steps; saves before an end;
-ranks that start and load; leaving nodes, and hanging; waiting for nodes after an attempt, and before the first of a
-submission.
-"""
 
 _MOST_EVIDENCE = 1000
 _MOST_STEPS = 10_000_000
@@ -224,8 +223,8 @@ class History:
     def __init__(
         self, events: Iterable[ev.Event] = (), cluster: ev.Cluster = "slurm", host: str = ""
     ) -> None:
+        # Events by kind.
         self.counts: Counter[str] = Counter()
-        """Events by kind."""
         self.last: ev.Event | None = None
         self.first_at: float | None = None
         self.last_at: float | None = None
@@ -237,23 +236,23 @@ class History:
             self.feed(event)
 
     def _begin_jobs(self, cluster: ev.Cluster, host: str) -> None:
+        # The newest; None: the events name none.
         self.job: Submission | None = None
-        """The newest; None: the events name none."""
+        # The newest that says whether the run goes on.
         self.word: ev.Submitted | ev.Started | ev.Ended | None = None
-        """The newest that says whether the run goes on."""
+        # The newest since the last submission.
         self.end: ev.Ended | None = None
-        """The newest since the last submission."""
+        # The newest.
         self.cause: ev.Cause | None = None
-        """The newest."""
+        # `verl-slurm cancel` was the last that became of the newest job.
         self.is_cancelled = False
-        """`verl-slurm cancel` was the last that became of the newest job."""
+        # Those whose lead said that it left.
         self.ended_attempts: set[int] = set()
-        """Those whose lead said that it left."""
         self.avoided: list[ev.Avoid] = []
         self.requeues = {"accepted": 0, "refused": 0}
         self.held: ev.Held | None = None
+        # The newest attempt that could not begin, where none has trained since.
         self.start_failed: ev.StartFailed | None = None
-        """The newest attempt that could not begin, where none has trained since."""
         self._cluster, self._host = cluster, host
         self._known_jobs: dict[str, tuple[str, bool]] = {}  # the Slurm cluster, and whether we queued it
         self._follows: dict[str, str] = {}
@@ -261,42 +260,42 @@ class History:
         self.last_of_job: dict[str, ev.Event] = {}
 
     def _begin_checkpoints(self) -> None:
+        # The newest of each name, in their order.
         self.saves: dict[str, SaveHistory] = {}
-        """The newest of each name, in their order."""
+        # With those that were made again.
         self.all_saves: list[SaveHistory] = []
-        """With those that were made again."""
+        # verified, corrupt or removed unread.
         self.verdicts: dict[str, str] = {}
-        """verified, corrupt or removed unread."""
+        # Checkpoint -> when it was judged last: every byte was as written, or it was refused for what no second look
+        # would change.
         self.judged_at: dict[str, float] = {}
-        """Checkpoint -> when it was judged last: every byte was as written, or it was refused for what no second look
-        would change."""
+        # The newest checkpoint since the run last went back, and what was done with it last. An empty name: none
+        # since then; two empty texts: the journal names none at all. Retention never takes it, so it is there, or it
+        # was lost. One that only nodes have, or whose first reading found it damaged, does not count.
         self.newest_save = "", ""
-        """The newest checkpoint since the run last went back, and what was done with it last. An empty name: none since
-        then; two empty texts: the journal names none at all. Retention never takes it, so it is there, or it was lost.
-        One that only nodes have, or whose first reading found it damaged, does not count."""
+        # When the newest checkpoint that counts was written; one counts once it was read back. None: there is none.
         self.last_save_at: float | None = None
-        """When the newest checkpoint that counts was written; one counts once it was read back. None: there is none."""
+        # The newest.
         self.restart: ev.Restart | None = None
-        """The newest."""
+        # What ranks reported since they first started from the checkpoint of `restart`, if nothing was told lost.
         self.reached: list[ev.Training | ev.FirstRollout] = []
-        """What ranks reported since they first started from the checkpoint of `restart`, if nothing was told lost."""
         self._save_before = "", ""
 
     def _begin_faults(self) -> None:
+        # Restarts in a row that came to nothing and were ended by a fault; by a stranger; by the job's time limit
+        # before their ranks trained. A restart's `progress` is what it started from (newest verified checkpoint,
+        # rollouts in the ledger); one was fruitless where a later one starts from the same. Faults are crashes, a
+        # lead that was killed (`orphaned`), and a service that could not be started again. A preempted or requeued
+        # restart is no fault, and what the environment stopped has counts of its own.
         self.stuck = self.strangers = self.short = 0
-        """Restarts in a row that came to nothing and were ended by a fault; by a stranger; by the job's time limit
-        before their ranks trained. A restart's `progress` is what it started from (newest verified checkpoint, rollouts
-        in the ledger); one was fruitless where a later one starts from the same. Faults are crashes, a lead that was
-        killed (`orphaned`), and a service that could not be started again. A preempted or requeued restart is no fault,
-        and what the environment stopped has counts of its own."""
+        # Attempts in a row that ended before any training because a node failed a check.
         self.unfit = 0
-        """Attempts in a row that ended before any training because a node failed a check."""
+        # When the run was last requeued in order to grow.
         self.grew_at: float | None = None
-        """When the run was last requeued in order to grow."""
+        # Of these the last ones in a row that brought no node.
         self.fruitless_growths = 0
-        """Of these the last ones in a row that brought no node."""
+        # Those that the newest attempt has lost, oldest first.
         self.lost_nodes: list[str] = []
-        """Those that the newest attempt has lost, oldest first."""
         self._progress: str | None = None
         self._failed_starts, self._has_trained = 0, False
         self._last_fault = ""
@@ -306,8 +305,8 @@ class History:
     def _begin_lives(self) -> None:
         self.attempts: list[AttemptHistory] = []
         self.outages: list[Outage] = []
+        # Starts of the ranks after the first, by cause.
         self.restarts = dict.fromkeys(SERIES, 0)
-        """Starts of the ranks after the first, by cause."""
         self._why, self._has_started = "", False
         self._intervals: list[LifeInterval] = []
         self._kind: IntervalKind | None = None
@@ -317,10 +316,10 @@ class History:
         self._outage: Outage | None = None
         # ---- steps; 8 bytes each, where a list of floats takes 32
         self._step_seconds = array("d")
+        # Of the steps that count; a step that was interrupted in its middle counts with its last part.
         self.useful_seconds = 0.0
-        """Of the steps that count; a step that was interrupted in its middle counts with its last part."""
+        # Of the steps that were thrown back, and done again.
         self.repeated_seconds = 0.0
-        """Of the steps that were thrown back, and done again."""
 
     def feed(self, event: ev.Event) -> None:
         """Add one event. One of an unknown kind, or with a field that does not fit, tells of its job alone."""
@@ -341,17 +340,15 @@ class History:
     def _feed_jobs(self, event: ev.Event) -> None:
         job_id = event.job_id or ""
         self.last_of_job[job_id] = event
-        match event:
-            case ev.Submitted() | ev.Started() | ev.Ended():
-                self.word = event
-                self.end = event if isinstance(event, ev.Ended) else self.end
+        if isinstance(event, ev.Ended | ev.Fenced) and event.attempt is not None:
+            self.ended_attempts.add(event.attempt)
         match event:
             case ev.Submitted():
-                self.end = self.held = self.start_failed = None
+                self.word, self.end, self.held, self.start_failed = event, None, None, None
             case ev.Started():
-                self.held = None
-            case ev.Ended() | ev.Fenced() if event.attempt is not None:
-                self.ended_attempts.add(event.attempt)
+                self.word, self.held = event, None
+            case ev.Ended():
+                self.word = self.end = event
             case ev.Cause():
                 self.cause = event
             case ev.Avoid():

@@ -38,7 +38,6 @@ from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.config.load import dump
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.history import History
 from verl_slurm.loops.session import Session
 from verl_slurm.loops.state_files import load_state, write_state
 from verl_slurm.loops.states import Objects, split
@@ -333,6 +332,6 @@ def _take_the_run(run_dir: Path) -> _Start:
     choice = choose_resume(paths, "auto")
     if choice.name is None and (trace := former_checkpoint(paths, RunConfig(), by_hand=True)):
         raise lost_error(paths, trace, by_hand=True)
-    if lost := gone_back(paths, History(), choice.name or ""):
+    if lost := gone_back(paths, None, choice.name or ""):
         _complain(lost)
     return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")

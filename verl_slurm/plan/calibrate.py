@@ -22,12 +22,12 @@ from verl_slurm.journal.history import History, SaveHistory, mean_time_between
 from verl_slurm.plan.inputs import Known
 from verl_slurm.plan.simulate import NEVER, Strike, Strikes
 
+# A line of `steps.jsonl`.
 Row = dict[str, Any]
-"""A line of `steps.jsonl`."""
 
 _DAY_S = 86400.0
+# A rate from a shorter time would say more of the hour than of the cluster.
 _LONG_ENOUGH_S = 3600.0
-"""A rate from a shorter time would say more of the hour than of the cluster."""
 
 
 def measure(history: History, rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, Known]:

@@ -34,8 +34,8 @@ from verl_slurm.wire.reward_plan import read_reward_plan
 
 T = TypeVar("T")
 
+# Its address is often a secret, and a page may be handed on. Other secrets are files: a configuration refuses them.
 _HIDDEN = "hooks.webhook"
-"""Its address is often a secret, and a page may be handed on. Other secrets are files: a configuration refuses them."""
 
 
 def require_traces(paths: RunPaths) -> RunPaths:

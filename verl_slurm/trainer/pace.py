@@ -29,8 +29,8 @@ from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.train_state import TrainState
 
+# Newest steps and saves that count. Answers grow longer over a run, so old measurements no longer apply.
 _MEASURED = 16
-"""Newest steps and saves that count. Answers grow longer over a run, so old measurements no longer apply."""
 
 
 class CostMeter:
@@ -101,10 +101,9 @@ class CostMeter:
 
 
 _FILES_PER_RANK = 8
+# A measured interval drifts all the time. It is reported again once it has changed by this factor since the last
+# report.
 _WORTH_SAYING = 1.25
-"""A measured interval drifts all the time. It is reported again once it has changed by this factor since the last
-report.
-"""
 
 
 class Pace:

@@ -283,9 +283,7 @@ class SlurmAllocation:
 
     async def learn(self, history: History) -> StartOverruled | None:
         self._overruled = history.counts["start_overruled"]
-        self._save_s = max(
-            (save.event.seconds or 0.0 for save in list(history.saves.values())[-3:]), default=0.0
-        )
+        self._save_s = max((save.event.seconds or 0.0 for save in history.all_saves[-3:]), default=0.0)
         if history.end is None or not history.end.next_start:
             return None
         wanted = datetime.fromisoformat(history.end.next_start)

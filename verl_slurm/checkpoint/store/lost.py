@@ -143,14 +143,15 @@ def missing_checkpoint(paths: RunPaths, history: History, present: str) -> tuple
     return newest if order is not None and before is not None and before < order else ("", "")
 
 
-def gone_back(paths: RunPaths, history: History, present: str, config: RunConfig | None = None) -> str:
+def gone_back(paths: RunPaths, history: History | None, present: str, config: RunConfig | None = None) -> str:
     """Returns what a start from `present` loses: a newer checkpoint, and the steps that are done again. Empty: nothing.
 
     Args:
+        history: None: of a loop without a daemon, which keeps no journal.
         present: as of `missing_checkpoint`.
         config: of a start that is to come, and may find it elsewhere.
     """
-    name, done = missing_checkpoint(paths, history, present)
+    name, done = missing_checkpoint(paths, history or History(), present)
     if not name:
         return ""
     where = "gone"
