@@ -246,8 +246,8 @@ class History:
         self.cause: ev.Cause | None = None
         # `verl-slurm cancel` was the last that became of the newest job.
         self.is_cancelled = False
-        # Those whose lead said that it left.
-        self.ended_attempts: set[int] = set()
+        # Those whose lead said that it left, also after a newer one had begun.
+        self.ended_attempts: dict[int, ev.Ended | ev.Fenced] = {}
         self.avoided: list[ev.Avoid] = []
         self.requeues = {"accepted": 0, "refused": 0}
         self.held: ev.Held | None = None
@@ -255,6 +255,7 @@ class History:
         self.start_failed: ev.StartFailed | None = None
         self._cluster, self._host = cluster, host
         self._known_jobs: dict[str, tuple[str, bool]] = {}  # the Slurm cluster, and whether we queued it
+        self._arrays: dict[str, str | None] = {}
         self._follows: dict[str, str] = {}
         self._followed_by: dict[str, str] = {}
         self.last_of_job: dict[str, ev.Event] = {}
@@ -341,12 +342,12 @@ class History:
         job_id = event.job_id or ""
         self.last_of_job[job_id] = event
         if isinstance(event, ev.Ended | ev.Fenced) and event.attempt is not None:
-            self.ended_attempts.add(event.attempt)
+            self.ended_attempts[event.attempt] = event
         match event:
             case ev.Submitted():
                 self.word, self.end, self.held, self.start_failed = event, None, None, None
-            case ev.Started():
-                self.word, self.held = event, None
+            case ev.Started(array=array):
+                self.word, self.held, self._arrays[job_id] = event, None, array
             case ev.Ended():
                 self.word = self.end = event
             case ev.Cause():
@@ -408,18 +409,16 @@ class History:
         """What the journal knows of the job of the run's newest attempt. One that waits in the queue goes on."""
         it = next((one for one in self.attempts if one.number == attempt), None)
         cancelled = self.is_cancelled if it is None else it.is_cancelled
-        ended = attempt in self.ended_attempts
-        if ended and (cancelled or (it is not None and isinstance(it.end, ev.Ended) and it.end.is_final)):
+        end = self.ended_attempts.get(attempt)
+        if isinstance(end, ev.Ended) and (cancelled or end.is_final):
             return "over"
         return "is cancelled" if cancelled else "goes on"
 
     def cancelled_in_array(self, job_id: str, array_id: str) -> bool:
         """Whether the lead of that task said that it ended by a cancel."""
-        return any(
-            isinstance(one.end, ev.Ended) and one.end.exit_code == ExitCode.CANCELLED
-            for one in self.attempts
-            if one.event.job_id == job_id and one.event.array == array_id
-        )
+        last = self.last_of_job.get(job_id)
+        cancelled = isinstance(last, ev.Ended) and last.exit_code == ExitCode.CANCELLED
+        return cancelled and self._arrays.get(job_id) == array_id
 
     def ended_well_with(self, checkpoint: str, job_id: str, array_id: str | None) -> bool:
         """Whether this very job, or an earlier task of its array, ended well with `checkpoint`, and no new submission
@@ -431,9 +430,8 @@ class History:
         end = self.end
         if end is None or end.exit_code != ExitCode.OK or end.checkpoint != checkpoint:
             return False
-        return end.job_id == job_id or any(
-            one.event.job_id == end.job_id and one.event.array == array_id is not None
-            for one in self.attempts
+        return end.job_id == job_id or (
+            array_id is not None and self._arrays.get(end.job_id or "") == array_id
         )
 
     def avoided_nodes(self, new: Collection[str], now: datetime, for_s: float) -> tuple[str, ...]:
@@ -831,7 +829,7 @@ class History:
         without a word. A preemption or a time limit that was answered with a verified checkpoint loses nothing, and no
         periodic save would have helped. The newest attempt may still be at work.
         """
-        silent = {one.number for one in self.attempts[:-1]} - self.ended_attempts
+        silent = {one.number for one in self.attempts[:-1]} - self.ended_attempts.keys()
         return sum(one.num_crashes + (one.is_degraded or one.number in silent) for one in self.attempts)
 
     # ---- steps
