@@ -229,15 +229,14 @@ def test_its_end_does_not_wait_for_a_file_system_that_does_not_answer(
 ) -> None:
     reading, never, answered = threading.Event(), threading.Event(), list[bool]()
 
-    def read(*_: object) -> None:
+    def read(*_: object, **__: object) -> None:
         reading.set()
         answered.append(never.wait(30))
 
     async def story(client: Client) -> None:
         monkeypatch.setattr(LiveRuns, "look", read)
-        page = asyncio.create_task(client.get("/"))
+        await client.open("/events?since=0")
         await asyncio.to_thread(reading.wait)
-        page.cancel()
 
     play(runs, story)
     assert answered == []
