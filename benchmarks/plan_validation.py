@@ -41,9 +41,9 @@ from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions
 from verl_slurm.devcluster.faults import preempt
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import parse_event, read_events, to_json
-from verl_slurm.plan.calibrate import happened, measure, measured_goodput, strikes_again
+from verl_slurm.journal.history import History
+from verl_slurm.plan.calibrate import happened, measure, strikes_again
 from verl_slurm.plan.inputs import Known, cadence_of, complete, model_of, schedule_of
 from verl_slurm.plan.simulate import Model, simulate
 from verl_slurm.wire.environment import RUN_VARIABLE
@@ -170,11 +170,14 @@ def _short(value: object) -> object:
     return round(value, 4) if isinstance(value, float) else value
 
 
-def read(name: str, kept: Path) -> tuple[list[Event], list[dict[str, float]]]:
-    """Returns the events and the rows of steps of a recorded run."""
+def read(name: str, kept: Path) -> tuple[History, list[dict[str, float]]]:
+    """Returns the history and the rows of steps of a recorded run."""
     events = [parse_event(line) for line in (kept / name / "events.jsonl").read_bytes().splitlines()]
     rows = [msgspec.json.decode(line) for line in (kept / name / "steps.jsonl").read_bytes().splitlines()]
-    return [event for event in events if event is not None], rows
+    history = History(event for event in events if event is not None)
+    for row in rows:
+        history.feed_row(row)
+    return history, rows
 
 
 def compare(name: str, kept: Path, changed: Callable[[Model], dict[str, Any]] = lambda model: {}) -> Compared:
@@ -190,13 +193,14 @@ def compare(name: str, kept: Path, changed: Callable[[Model], dict[str, Any]] = 
     known["steps"] = Known(float(scenario.steps), "given")
     model = model_of(complete(known, config), config)
     model = msgspec.structs.replace(model, **changed(model))
-    events, rows = read(name, kept)
-    strikes = strikes_again(happened(events, rows))
+    history, rows = read(name, kept)
+    strikes = strikes_again(happened(history, rows))
     outcome = simulate(model, schedule_of(cadence_of(config), model), strikes, random.Random(0))
-    measured = measured_goodput(events, rows)
-    assert measured is not None
+    now = history.last_at or 0.0
+    goodput = history.goodput(now)
+    assert goodput is not None
     assert outcome.finished
-    return Compared(name, measured[0], outcome.goodput, measured[1], outcome.allocated_s)
+    return Compared(name, goodput, outcome.goodput, history.allocated_seconds(now), outcome.allocated_s)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

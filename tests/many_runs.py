@@ -12,7 +12,7 @@ from tests.journals import make_events
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.manifest import checkpoint_order, render, sealed
 from verl_slurm.checkpoint.format.specification import MANIFEST, FileEntry
-from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.history import History
 
 Kind = Literal["running", "done", "queued", "cancelled", "failed"]
 _BEGAN = datetime(2026, 11, 1, 8, tzinfo=UTC)
@@ -22,8 +22,9 @@ _SAVES_AN_ATTEMPT = 50
 class Teller:
     """A journal in the making, with a clock of its own."""
 
-    def __init__(self, job_id: str, cluster: str, host: str = "node1") -> None:
+    def __init__(self, job_id: str, cluster: str, host: str = "node1", *, has_rollouts: bool = True) -> None:
         self.events: list[dict[str, Any]] = []
+        self.has_rollouts = has_rollouts
         self.job_id, self.cluster, self.host = job_id, cluster, host
         self.now, self.attempt, self.step, self.last = _BEGAN, 0, 0, ""
 
@@ -44,8 +45,13 @@ class Teller:
         self.say("started", queued_s, **where, pid=4242)
         self.say("resume", reason=f"{self.last or 'there'} is the newest checkpoint that verifies")
         self.say("restart", number=1, resume=self.last or None, progress=f"{self.last}+140004")
-        self.say("training", 20.0, step=self.step, phase="update", index=8)
-        self.say("first_rollout", 5.0, step=self.step, phase="generate", index=1)
+        self.go_on()
+
+    def go_on(self, starts_s: float = 20.0, again_s: float = 5.0) -> None:
+        phase = "update" if self.has_rollouts else "step_end"
+        self.say("training", starts_s, step=self.step, phase=phase, index=8)
+        if self.has_rollouts:
+            self.say("first_rollout", again_s, step=self.step, phase="generate", index=1)
 
     def save(self, *, emergency: bool = False) -> None:
         self.step += not emergency
@@ -100,7 +106,7 @@ def make_run(
 
 
 def _write_status(paths: RunPaths, teller: Teller, kind: Kind) -> None:
-    outages = Outages(make_events(teller.events))
+    history = History(make_events(teller.events))
     status = {
         "state": "running" if kind == "running" else "ended",
         **{"job_id": teller.job_id, "cluster": teller.cluster, "host": teller.host},
@@ -108,9 +114,9 @@ def _write_status(paths: RunPaths, teller: Teller, kind: Kind) -> None:
         **{"step": teller.step, "steps": 5000, "phase": "generate", "index": 3},
         "metrics": dict.fromkeys(("reward", "kl", "loss", "tokens_per_second", "step_s", "entropy"), 0.5),
         **{"last_checkpoint": teller.last, "cause": "", "updated": teller.now.isoformat()},
-        "interruptions": len(outages.each),
-        "interrupted_s": outages.seconds,
-        "last_interruption": msgspec.to_builtins(outages.each[-1]) if outages.each else {},
+        "interruptions": len(history.outages),
+        "interrupted_s": history.interrupted_s,
+        "last_interruption": msgspec.to_builtins(history.outages[-1]) if history.outages else {},
     }
     paths.status.write_text(json.dumps(status))
 

@@ -23,7 +23,6 @@ from verl_slurm.config.explain import Key, all_keys, keys_of
 from verl_slurm.config.json_schema import json_schema
 from verl_slurm.config.schema import ObservabilityConfig, RunConfig
 from verl_slurm.journal import events
-from verl_slurm.journal.event import Event
 from verl_slurm.journal.status import Status
 from verl_slurm.wire import environment
 
@@ -138,8 +137,8 @@ def _option_text(option: click.Option) -> str:
 
 def journal() -> str:
     """Returns docs/reference-events.md."""
-    inherited = {field.key for field in keys_of(Event)}
-    rows = _fields(list(keys_of(Event)))
+    inherited = {field.key for field in keys_of(events.Event)}
+    rows = _fields(list(keys_of(events.Event)))
     parts = [
         f"""# Every event of the journal
 

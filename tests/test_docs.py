@@ -15,7 +15,7 @@ from verl_slurm.cli.main import COMMANDS, cli
 from verl_slurm.config.changes import may_change
 from verl_slurm.config.explain import all_keys
 from verl_slurm.config.load import parse_config
-from verl_slurm.slurm.cause import CauseKind
+from verl_slurm.journal.causes import CauseKind
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"

@@ -284,7 +284,7 @@ def test_import_linter_refuses_a_clock_in_a_folder_of_decisions(tmp_path: Path) 
     shutil.copytree(ROOT / "verl_slurm", tmp_path / "verl_slurm", ignore=ignored)
     shutil.copytree(ROOT / "daemon/verl_slurm_daemon", tmp_path / "verl_slurm_daemon", ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    folders = ("verl_slurm.checkpoint.decide", "verl_slurm.journal.folds", "verl_slurm_daemon.decide")
+    folders = ("verl_slurm.checkpoint.decide", "verl_slurm_daemon.decide")
     words = ("time", "random", "subprocess")
     for folder in folders:
         planted = tmp_path / folder.replace(".", "/") / "planted.py"

@@ -26,7 +26,7 @@ from verl_slurm.checkpoint.store.lost import (
 from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.run_config import note_trained_with
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import append_step
 from verl_slurm.runtime_state.segment import frame, head
 
@@ -182,7 +182,7 @@ def test_a_lost_run_id_is_refused_where_tiers_hold_copies(run: RunPaths) -> None
 
 
 def back_from(run: RunPaths, present: str = "step_000002") -> str:
-    return gone_back(run, read_events(run), present)
+    return gone_back(run, read_history(run), present)
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_a_run_whose_journal_was_emptied_knows_it_by_its_snapshot(saved: RunPath
 
 def test_a_loop_without_a_daemon_knows_it_by_the_hint(saved: RunPaths) -> None:
     (saved.checkpoints / "latest").write_text("step_000004\n")
-    assert "step_000004 was saved and is gone" in gone_back(saved, (), "step_000002")
+    assert "step_000004 was saved and is gone" in gone_back(saved, None, "step_000002")
 
 
 # Four micro-batches of two responses on each of two ranks: eight in a step.
@@ -268,7 +268,7 @@ def at(paths: RunPaths, step: int, phase: str, index: int) -> None:
 
 
 def sampled_again(run: RunPaths, present: str = "", config: RunConfig = SHAPE) -> str:
-    return lost_rollouts(run, config, read_events(run), present)
+    return lost_rollouts(run, config, read_history(run), present)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.many_runs import make_run
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
 from verl_slurm.cli.show.run_tables import INTERRUPTIONS_TO_GO, interruption_words, interruptions_table
-from verl_slurm.journal.folds.outages import Outage, Outages, interruption_facts
+from verl_slurm.journal.history import History, Outage, interruption_facts
 
 Cli = Callable[..., Any]
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -36,15 +36,8 @@ CRASH = Outage(
 LASTING = Outage(cause="node_lost", began="2026-11-21T11:59:00+00:00")
 
 
-class Each:
-    """As much of `Outages` as is read."""
-
-    def __init__(self, *each: Outage) -> None:
-        self.each = list(each)
-
-
 def words(*each: Outage) -> str:
-    return interruption_words(interruption_facts(Each(*each), NOW))  # type: ignore[arg-type]
+    return interruption_words(interruption_facts(each, NOW))
 
 
 def test_the_sum_is_a_sentence() -> None:
@@ -63,7 +56,7 @@ def test_nothing_was_done_again_for_ranks_that_had_not_trained() -> None:
         {"event": "restart", "number": 1, "resume": None, "progress": "start+0"},
         {"event": "crash", "detail": "slurm.setup[0] failed"},
     ]
-    outages = Outages(make_events([facts | event for event in told]))
+    outages = History(make_events([facts | event for event in told])).outages
     said = interruption_words(interruption_facts(outages, NOW, has_ledger=False))
     assert said.endswith("; none while the ranks trained")
 
@@ -108,14 +101,14 @@ def test_status_repeats_what_the_last_starts_found_lost(cli: Cli, tmp_path: Path
 
 
 def test_a_loop_without_a_ledger_is_told_of_none() -> None:
-    facts = interruption_facts(Each(CRASH), NOW, has_ledger=False)  # type: ignore[arg-type]
+    facts = interruption_facts([CRASH], NOW, has_ledger=False)
     assert interruption_words(facts).endswith("what came after the last checkpoint was done again")
     table = interruptions_table([BACK, CRASH], NOW, has_ledger=False)
     assert table["tokens lost"] == ["0", "not known"]
 
 
 def test_one_that_lasts_counts_with_its_time_so_far() -> None:
-    facts = interruption_facts(Each(LASTING), NOW)  # type: ignore[arg-type]
+    facts = interruption_facts([LASTING], NOW)
     assert (facts["seconds"], facts["tokens_lost"], facts["each"][0]["lasts"]) == (60.0, None, True)
 
 
@@ -206,5 +199,5 @@ def test_a_snapshot_that_outlived_its_lead_is_not_believed(cli: Cli, tmp_path: P
 
 
 def test_since_is_counted_from_the_first_sign() -> None:
-    later = interruption_facts(Each(LASTING), NOW + timedelta(hours=1))  # type: ignore[arg-type]
+    later = interruption_facts([LASTING], NOW + timedelta(hours=1))
     assert later["seconds"] == 3660.0

@@ -25,7 +25,7 @@ from verl_slurm.cli.show.pace import (
     sparkline,
     steps_words,
 )
-from verl_slurm.journal.folds.pace import Pace, pace_of
+from verl_slurm.journal.pace import Pace, pace_of
 from verl_slurm.journal.steps import append_step
 
 Cli = Callable[..., Any]

@@ -11,7 +11,7 @@ import pytest
 from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.runs.follow_many import Watches
+from verl_slurm.runs.follow_many import FleetWatch
 from verl_slurm.slurm.client import SlurmClient
 
 Cli = Callable[..., Any]
@@ -27,14 +27,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(SlurmClient, "states", answer)
     living = make_run(tmp_path / ("a-name-that-is-longer-than-its-column" + "-1"))
     make_run(tmp_path / "over", "done")
-    real = Watches.wait
+    real = FleetWatch.look
 
-    def wait(watches: Watches, timeout_s: float) -> set[Path] | None:
+    def look(fleet: FleetWatch) -> int:
         append_event(living, "cause", attempt=1, job_id="7", cause="preemption", evidence="\x1b[31m")
         append_event(living, "ended", attempt=1, job_id="7", exit_code=0)
-        return real(watches, timeout_s)
+        return real(fleet)
 
-    monkeypatch.setattr(Watches, "wait", wait)
+    monkeypatch.setattr(FleetWatch, "look", look)
     return tmp_path
 
 

@@ -29,7 +29,7 @@ from tests.slurm_versions.roots import mirror
 from verl_slurm.containers.probe import AGENT_PACKAGES, OWN_PACKAGES, RANK_PACKAGES
 
 SUITE, PYTHON = "bookworm", (3, 11)
-NOT_IN = ("submitit", "inotify_simple", "watchdog", "prometheus_client", "boto3", "pytest")
+NOT_IN = ("submitit", "watchdog", "prometheus_client", "boto3", "pytest")
 """What the daemon, the command line and tests import, and no rank does."""
 ROOT = Path(__file__).parents[2]
 

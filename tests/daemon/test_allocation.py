@@ -26,6 +26,7 @@ from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import append_event
+from verl_slurm.journal.history import History
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import parse_job, parse_node
@@ -335,17 +336,17 @@ def test_a_start_that_slurm_overruled_makes_later_requeues_wait_longer(
     assert allocation._delay_from_now(left=True) == 2
     events: list[ev.Event] = [ev.Ended(25, next_start=wanted.isoformat())]
     late.append(10.0)  # it waited for nodes
-    assert asyncio.run(allocation.learn(events)) is None
+    assert asyncio.run(allocation.learn(History(events))) is None
     assert allocation._delay_from_now(left=True) == 2
     late.append(121.0)
-    found = asyncio.run(allocation.learn(events))
+    found = asyncio.run(allocation.learn(History(events)))
     assert found is not None
     assert allocation._delay_from_now(left=True) == 8
     # The journal remembers it for the attempts after this one.
     late.append(0.0)
-    assert asyncio.run(allocation.learn([found, ev.Ended(25, next_start=wanted.isoformat())])) is None
+    assert asyncio.run(allocation.learn(History([found, *events]))) is None
     assert allocation._delay_from_now(left=True) == 8
-    assert asyncio.run(allocation.learn([found] * 9)) is None
+    assert asyncio.run(allocation.learn(History([found] * 9))) is None
     assert allocation._delay_from_now(left=True) == 60
 
 
@@ -515,6 +516,6 @@ def test_a_time_limit_that_is_shorter_than_the_lead_time_leaves_half_of_it_for_t
     assert asyncio.run(mine.cause("SIGUSR1 to lead")).kind == kind
     outlook = asyncio.run(mine.outlook())
     assert (outlook.limit_s, outlook.lead_s) == (limit_s, lead_s)
-    asyncio.run(mine.learn([ev.Saved("step_000001", seconds=40.0)]))
+    asyncio.run(mine.learn(History([ev.Saved("step_000001", seconds=40.0)])))
     if lead_s == 30:
         assert asyncio.run(mine.outlook()).lead_s == 43, "a save takes 40 s, and 3 s are its margin"

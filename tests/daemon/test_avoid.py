@@ -13,7 +13,7 @@ from tests.journals import make_event
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Event
-from verl_slurm.journal.folds.jobs import avoided_nodes
+from verl_slurm.journal.history import History
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.slurm.parse import parse_usable_nodes
 
@@ -27,11 +27,11 @@ def avoid(minutes_ago: float, *nodes: str) -> Event:
 
 def test_a_node_is_avoided_for_its_time_and_no_longer() -> None:
     events = [avoid(61, "n1"), avoid(59, "n2")]
-    assert avoided_nodes(events, ["n3"], NOW, 3600.0) == ("n3", "n2")
+    assert History(events).avoided_nodes(["n3"], NOW, 3600.0) == ("n3", "n2")
 
 
 def test_with_no_time_nothing_is_avoided() -> None:
-    assert avoided_nodes([avoid(0, "n1")], ["n2"], NOW, 0.0) == ()
+    assert History([avoid(0, "n1")]).avoided_nodes(["n2"], NOW, 0.0) == ()
 
 
 def test_damaged_events_are_passed_over() -> None:
@@ -41,7 +41,7 @@ def test_damaged_events_are_passed_over() -> None:
         make_event("avoid", nodes=["n1"]),
         make_event("stacks", time=NOW.isoformat(), node="n1"),
     ]
-    assert avoided_nodes(events, [], NOW, 3600.0) == ()
+    assert History(events).avoided_nodes([], NOW, 3600.0) == ()
 
 
 NODES = "\n".join(

@@ -18,7 +18,7 @@ from tests.fakes.allocation import ScriptedAllocation
 from tests.journals import make_event
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.folds.growth import growths
+from verl_slurm.journal.history import History
 from verl_slurm.wire.messages import AgentReady, Progress
 
 
@@ -41,10 +41,10 @@ def test_growths_that_brought_no_node_are_counted_until_one_does() -> None:
         return make_event("nodes_chosen", train=list(train), spare=[])
 
     asked = make_event("cause", cause="growth", evidence="")
-    assert growths([chosen("n1")]).fruitless == 0
-    assert growths([chosen("n1"), asked, chosen("n2"), asked, chosen("n1")]).fruitless == 2
-    assert growths([chosen("n1"), asked, chosen("n1"), asked, chosen("n1", "n2")]).fruitless == 0
-    assert growths([chosen("n1", "n2"), chosen("n1")]).fruitless == 0, "a node was lost: no growth"
+    assert History([chosen("n1")]).fruitless_growths == 0
+    assert History([chosen("n1"), asked, chosen("n2"), asked, chosen("n1")]).fruitless_growths == 2
+    assert History([chosen("n1"), asked, chosen("n1"), asked, chosen("n1", "n2")]).fruitless_growths == 0
+    assert History([chosen("n1", "n2"), chosen("n1")]).fruitless_growths == 0, "a node was lost: no growth"
 
 
 class Link:

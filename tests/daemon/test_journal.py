@@ -8,16 +8,10 @@ import msgspec
 import pytest
 from verl_slurm_daemon.journal import Journal
 
-from tests.journals import make_event, make_events, read_events
+from tests.journals import Line, make_event, make_events, read_events
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.folds.progress import (
-    failed_starts,
-    no_progress,
-    short_starts,
-    stuck_restarts,
-    unfit_starts,
-)
+from verl_slurm.journal.history import History
 from verl_slurm.journal.status import Status
 
 
@@ -28,11 +22,15 @@ def paths(tmp_path: Path) -> RunPaths:
     return found
 
 
-def restart(progress: str) -> dict[str, object]:
+def history(*lines: Line) -> History:
+    return History(make_events(list(lines)))
+
+
+def restart(progress: str) -> Line:
     return {"event": "restart", "progress": progress}
 
 
-CRASH = {"event": "crash"}
+CRASH: Line = {"event": "crash"}
 
 
 def test_events_are_read_back_in_order_with_epoch_and_job(paths: RunPaths) -> None:
@@ -79,58 +77,45 @@ def test_half_a_line_costs_that_line_alone(paths: RunPaths) -> None:
     assert [e["event"] for e in read_events(paths)] == ["started", "training"]
 
 
-def test_crashes_at_the_same_place_are_counted() -> None:
-    assert stuck_restarts(make_events([restart("a"), CRASH, restart("a"), CRASH])) == 2
+def test_restarts_in_a_row_are_stuck_until_there_is_progress_or_a_new_submission() -> None:
+    twice = [restart("a"), CRASH] * 2
+    assert history(*twice).stuck == 2
+    assert history(restart("a"), CRASH, restart("b"), CRASH).stuck == 1
+    assert history(*[restart("a")] * 3).stuck == 0, "a preemption is not a crash"
+    assert history(*[restart("a"), {"event": "orphaned"}] * 3).stuck == 3, (
+        "a lead that is killed at each start"
+    )
+    assert history(*[{"event": "start_failed"}] * 2).stuck == 0, "counted, and made to wait, by themselves"
+    assert history(*twice, {"event": "submitted"}).stuck == 0, "repaired, and submitted again"
 
 
 def test_the_end_for_want_of_progress_has_the_words_of_the_last_crash() -> None:
     crash = {**CRASH, "detail": "a\nb\nnode n1: CondaError\nslurm.setup[0] failed"}
-    told = make_events([restart("a"), crash, {"event": "ended", "exit_code": 25}])
-    assert no_progress(told, 4, "verl-slurm logs /r") == (
+    told = [restart("a"), {**CRASH, "detail": "x"}, crash, {**CRASH, "detail": ""}, {**CRASH, "detail": ""}]
+    assert history(*told, {"event": "ended", "exit_code": 25}).no_progress("verl-slurm logs /r") == (
         "4 restarts in a row crashed without anything new; the last one: b / node n1: CondaError / "
         "slurm.setup[0] failed; verl-slurm logs /r shows more"
     )
     service = {"event": "cause", "cause": "service", "evidence": "judge: exit code 1"}
-    assert "the last one: judge: exit code 1;" in no_progress(make_events([crash, service]), 4, "x")
-
-
-def test_progress_forgives_earlier_crashes() -> None:
-    assert stuck_restarts(make_events([restart("a"), CRASH, restart("b"), CRASH])) == 1
-
-
-def test_a_preemption_is_not_a_crash() -> None:
-    assert stuck_restarts(make_events([restart("a"), restart("a"), restart("a")])) == 0
-
-
-def test_a_lead_that_is_killed_at_each_start_is_counted() -> None:
-    assert stuck_restarts(make_events([restart("a"), {"event": "orphaned"}] * 3)) == 3
-    assert (
-        stuck_restarts(make_events([{"event": "start_failed"}] * 2)) == 0
-    )  # counted, and made to wait, by themselves
+    assert "the last one: judge: exit code 1;" in history(crash, service).no_progress("x")
 
 
 def test_a_time_limit_before_the_ranks_train_is_counted_and_is_no_crash() -> None:
     limit = {"event": "cause", "cause": "time_limit"}
-    twice = make_events([restart("a"), limit, restart("a"), limit])
-    assert (short_starts(twice), stuck_restarts(twice)) == (2, 0)
-    assert short_starts(make_events([restart("a"), {"event": "training"}, limit])) == 0
-    assert short_starts([*twice, *make_events([{"event": "held", "stuck": 2}])]) == 0, "released: anew"
+    twice = [restart("a"), limit] * 2
+    assert (history(*twice).short, history(*twice).stuck) == (2, 0)
+    assert history(restart("a"), {"event": "training"}, limit).short == 0
+    assert history(*twice, {"event": "held", "stuck": 2}).short == 0, "released: anew"
 
 
 @pytest.mark.scenario("FLT-A")
 def test_what_the_environment_stopped_is_counted_until_something_new_is_there() -> None:
     failed, crash = {"event": "start_failed", "detail": "x"}, {**CRASH, "kind": "environment"}
     lived = [restart("a"), failed, restart("a"), {"event": "training"}, crash, failed]
-    assert failed_starts(make_events(lived), "7", 0) == 2
-    assert stuck_restarts(make_events(lived)) == 0
+    assert history(*lived).failed_starts("7", 0) == 2
+    assert history(*lived).stuck == 0
     for news in (restart("b"), {"event": "first_rollout"}, {"event": "held", "stuck": 2}):
-        assert failed_starts(make_events([*lived, news, failed]), "7", 0) == 1
-
-
-def test_what_was_mended_and_submitted_again_is_counted_afresh() -> None:
-    assert (
-        stuck_restarts(make_events([restart("a"), CRASH, restart("a"), CRASH, {"event": "submitted"}])) == 0
-    )
+        assert history(*lived, news, failed).failed_starts("7", 0) == 1
 
 
 @pytest.mark.scenario("K02")
@@ -159,10 +144,9 @@ def test_the_snapshot_is_the_owners_alone(tmp_path: Path) -> None:
 def test_attempts_that_met_bad_nodes_are_counted_until_one_trains() -> None:
     bad = {"event": "cause", "cause": "bad_node"}
     started = [restart("a"), bad]
-    assert unfit_starts(make_events(started * 3)) == 3
-    assert stuck_restarts(make_events(started * 3)) == 0
-    assert unfit_starts(make_events([*started, {"event": "training"}, *started])) == 1
-    assert unfit_starts(make_events([*started, {"event": "submitted"}])) == 0
+    assert (history(*started * 3).unfit, history(*started * 3).stuck) == (3, 0)
+    assert history(*started, {"event": "training"}, *started).unfit == 1
+    assert history(*started, {"event": "submitted"}).unfit == 0
 
 
 def test_an_attempt_that_lost_the_run_says_so_and_nothing_else_in_the_journal(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """What a lead does last."""
 
 import asyncio
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ from verl_slurm.base.fence import Epoch, take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Event, StartOverruled
+from verl_slurm.journal.events import StartOverruled
+from verl_slurm.journal.history import History
 
 
 class OfACancelledJob(LocalAllocation):
@@ -55,7 +55,7 @@ def test_a_run_that_ends_for_good_takes_its_requeue_back_first(paths: RunPaths) 
 
 
 class OfAJournalWithAnything(OfACancelledJob):
-    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+    async def learn(self, history: History) -> StartOverruled | None:
         raise ValueError("Invalid isoformat string: 'soon'")
 
 

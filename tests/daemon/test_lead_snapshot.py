@@ -7,8 +7,9 @@ from verl_slurm_daemon.allocation.local import LocalAllocation
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.loop import Lead
 
-from tests.journals import make_event, make_events, read_events
+from tests.journals import make_event, read_events
 from tests.many_runs import Teller, make_run
+from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.status import read_status
@@ -71,9 +72,8 @@ def test_what_a_snapshot_says_of_many_interruptions_stays_small(tmp_path: Path) 
         teller.preempt()
         teller.start()
     paths = make_run(tmp_path / "run", num_events=60)
+    paths.events.write_bytes(b"".join(json_line(event) + b"\n" for event in teller.events))
     lead, journal = takes_over(paths)
-    for event in make_events(teller.events):
-        lead._outages.feed(event)
     journal.write(make_event("started", cluster="local"))
     journal.status(lead._status)
     assert paths.status.stat().st_size < 2000

@@ -178,7 +178,7 @@ def test_counters_go_on_where_the_former_incarnation_left_them(paths: RunPaths, 
 def test_a_steps_end_counts_for_goodput(paths: RunPaths, clock: Clock) -> None:
     metrics, journal, _ = lead_of(paths, clock)
     # The journal's time is the wall's, this clock is made up: what counts is what the lead tells its metrics.
-    metrics.journaled(make_event("started", job_id="7"))
+    metrics.journaled(make_event("started", job_id="7", attempt=1))
     del journal
     clock.now += 40
     metrics.heard(progress(step=1, phase="step_end", index=0, metrics={"step_s": 30.0}))

@@ -12,8 +12,8 @@ from verl_slurm_daemon.decide.states import NEXT, State
 from tests.journals import make_event
 from verl_slurm.base.errors import NOT_SET_UP
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.journal.causes import CauseKind
 from verl_slurm.journal.events import Crash, Held, kind_of
-from verl_slurm.slurm.cause import CauseKind
 from verl_slurm.wire.messages import (
     Finished,
     Notice,

@@ -13,8 +13,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.dataset.fingerprint.record import fingerprint
-from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.journal.folds.saves import last_judged
+from verl_slurm.journal.files import append_event, read_history
 
 CONFIG = CheckpointConfig(scrub_every_h=1.0, scrub_mb_per_s=1000.0)
 
@@ -41,7 +40,7 @@ def test_each_is_read_back_once_and_then_not_before_its_time(run: RunPaths) -> N
         names.append(told.name)
         append_event(run, told)
     assert names == ["step_000020", "step_000010"]
-    now = max(last_judged(read_events(run)).values())
+    now = max(read_history(run).judged_at.values())
     pause, told = scrub_next(run, CONFIG, epoch, now)
     assert told is None
     assert 3000 < pause <= 3600
@@ -80,7 +79,7 @@ def test_what_is_not_signed_with_the_runs_key_is_said_left_and_keeps_no_other_fr
         append_event(run, told)
     assert names == [("step_000020", False), ("step_000010", True)]
     assert planted.is_dir()
-    assert scrub_next(run, CONFIG, epoch, max(last_judged(read_events(run)).values()), KEYS)[1] is None
+    assert scrub_next(run, CONFIG, epoch, max(read_history(run).judged_at.values()), KEYS)[1] is None
 
 
 def test_a_frozen_model_has_its_turn_after_the_checkpoints(run: RunPaths, tmp_path: Path) -> None:
@@ -113,4 +112,4 @@ def test_lines_of_the_journal_that_make_no_sense_are_passed_over(run: RunPaths) 
         b'{"event":"verified","name":"step_000010","time":"?"}',
     )
     run.events.write_bytes(b"\n".join(lines) + b"\n")
-    assert last_judged(read_events(run)) == {}
+    assert read_history(run).judged_at == {}

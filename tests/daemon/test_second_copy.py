@@ -19,7 +19,8 @@ from verl_slurm.checkpoint.store.local_copy import local_directory
 from verl_slurm.checkpoint.store.verify import verify
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import CheckpointConfig
-from verl_slurm.journal.folds.saves import on_nodes_alone
+from verl_slurm.journal.events import Event
+from verl_slurm.journal.history import History
 
 
 class Node:
@@ -102,13 +103,16 @@ def test_the_command_of_a_node_is_one_that_the_daemon_knows(node: Node) -> None:
 
 
 def test_what_lies_on_nodes_that_are_not_here_is_named_until_a_newer_save_is_on_shared_storage() -> None:
-    started, later = make_event("started", nodes="n[1-2]"), make_event("started", nodes="n3")
-    alone = make_event("saved", name="step_000020", on_shared=False)
-    assert on_nodes_alone([started, alone, later], ["step_000010"]) == {"step_000020": "n[1-2]"}
+    def told(kind: str, attempt: int, **fields: object) -> Event:
+        return make_event(kind, attempt=attempt, time="2026-11-01T08:00:00+00:00", **fields)
+
+    started, later = told("started", 1, nodes="n[1-2]"), told("started", 2, nodes="n3")
+    alone = told("saved", 1, name="step_000020", on_shared=False)
+    assert History([started, alone, later]).on_nodes_alone(["step_000010"]) == {"step_000020": "n[1-2]"}
     assert left_behind("step_000020", "n3").startswith("step_000020 is on the disks of n3 alone")
-    assert on_nodes_alone([started, alone], ["step_000020"]) == {}
-    newer = make_event("saved", name="step_000030", on_shared=True)
-    assert on_nodes_alone([started, alone, newer], ["step_000030"]) == {}
-    older = make_event("saved", name="step_000020", on_shared=False, attempt=3)
-    assert on_nodes_alone([started, older], [], since=4) == {}  # its user went back to an older checkpoint
-    assert on_nodes_alone([], []) == {}
+    assert History([started, alone]).on_nodes_alone(["step_000020"]) == {}
+    newer = told("saved", 1, name="step_000030", on_shared=True)
+    assert History([started, alone, newer]).on_nodes_alone(["step_000030"]) == {}
+    assert History([started, alone]).on_nodes_alone([], since=2) == {}, (
+        "its user went back to an older checkpoint"
+    )

@@ -21,7 +21,7 @@ from verl_slurm.base.errors import ConfigError
 from verl_slurm.config.elastic import allowed_nodes, on_ranks
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal.events import Crash
-from verl_slurm.journal.folds.progress import stuck_restarts
+from verl_slurm.journal.history import History
 from verl_slurm.slurm.batch import sbatch_options, sbatch_parameters
 from verl_slurm.wire.messages import AgentReady, Progress, Refused, Shutdown
 
@@ -227,8 +227,8 @@ def test_a_job_with_too_few_nodes_is_requeued() -> None:
 def test_a_node_that_was_replaced_is_no_fault_of_the_program() -> None:
     restart = make_event("restart", number=1, progress="a")
     lost = make_event("crash", kind="node", node="n2", replaced=True)
-    assert stuck_restarts([restart, lost, restart, lost, restart, lost]) == 0
-    assert stuck_restarts([restart, lost, restart, make_event("crash")]) == 1
+    assert History([restart, lost, restart, lost, restart, lost]).stuck == 0
+    assert History([restart, lost, restart, make_event("crash")]).stuck == 1
 
 
 # ---- the step of the ranks, of more agents than they need

@@ -27,6 +27,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, clear_work, co
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import EncryptionConfig
 from verl_slurm.journal.events import Restart
+from verl_slurm.journal.history import History
 from verl_slurm.submit.submission import carry_out, plan_submission
 
 pytestmark = pytest.mark.slow
@@ -282,7 +283,7 @@ def test_a_start_that_waits_for_silent_storage_leaves_soon_after_a_signal(
     assert said == []
 
 
-_AGAIN = [Restart(1, None, "start+0")]
+_AGAIN = History([Restart(1, None, "start+0")])
 
 
 @pytest.mark.parametrize("away", ["data.root", "data.eval_root", "model.path"])
@@ -300,7 +301,7 @@ def test_a_place_that_is_not_mounted_any_more_is_storage_that_is_away(
     (places[away] / "file").unlink()
     if how == "missing":
         places[away].rmdir()
-    require_mounted(config, [])
+    require_mounted(config, History())
     with pytest.raises(FileNotFoundError, match=f"{away} was there when the run started"):
         require_mounted(config, _AGAIN)
 

@@ -10,7 +10,7 @@ from verl_slurm_daemon.decide.policy import decide
 from tests.hostile.runs_of_ranks import living, prepared
 from tests.journals import make_event, read_events
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.journal.folds.progress import stranger_restarts, stuck_restarts
+from verl_slurm.journal.history import History
 from verl_slurm.wire.messages import Refused
 
 pytestmark = [pytest.mark.scenario("SEC19"), pytest.mark.slow]
@@ -124,6 +124,7 @@ def test_the_journal_counts_strangers_apart_from_crashes_until_there_is_progress
     begun, crash = make_event("restart", progress="a"), make_event("crash", kind="crash")
     stranger = make_event("crash", kind="stranger")
     lived = [begun, stranger, begun, crash, begun, stranger]
-    assert (stuck_restarts(lived), stranger_restarts(lived)) == (1, 2)
+    assert (History(lived).stuck, History(lived).strangers) == (1, 2)
     for news in (make_event("submitted"), make_event("restart", progress="b")):
-        assert (stuck_restarts([*lived, news]), stranger_restarts([*lived, news])) == (0, 0)
+        after = History([*lived, news])
+        assert (after.stuck, after.strangers) == (0, 0)

@@ -18,7 +18,6 @@ from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import parse_config
 from verl_slurm.journal import files
-from verl_slurm.journal.folds.jobs import predecessor_of, successor_of
 from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.batch import AWAIT, awaiting, sbatch_parameters
 from verl_slurm.slurm.environment import SlurmJob
@@ -55,12 +54,8 @@ def test_the_job_that_follows_is_asked_for_as_the_run_is_and_once(run: RunPaths,
     assert words.count("--parsable") == 1
     assert {"--dependency=afterany:37", "--partition=gpu", "--requeue", "--signal=B:USR1@120"} <= set(words)
     assert Path(words[-1]).stat().st_mode & 0o777 == 0o600
-    events = files.read_events(run)
-    assert (predecessor_of(events, "38"), successor_of(events, "37"), predecessor_of(events, "37")) == (
-        "37",
-        "38",
-        "",
-    )
+    jobs = files.read_history(run)
+    assert (jobs.predecessor_of("38"), jobs.successor_of("37"), jobs.predecessor_of("37")) == ("37", "38", "")
 
 
 def test_one_that_slurm_has_and_no_journal_knows_is_not_queued_again_but_written_down(

@@ -14,6 +14,7 @@ from verl_slurm.doctor.cluster_rules import (
     measured_save,
 )
 from verl_slurm.health import Finding, worst
+from verl_slurm.journal.history import History
 from verl_slurm.slurm.facts import PartitionFacts
 
 CONF = {
@@ -178,10 +179,10 @@ def test_the_slowest_of_the_last_saves_counts_and_one_on_the_nodes_alone_does_no
     took = [99.0, *map(float, range(1, 9))]
     events = [make_event("saved", num_bytes=9, seconds=seconds) for seconds in took]
     events += [make_event("saved", num_bytes=9, seconds=50.0, on_shared=False), make_event("saved")]
-    found = measured_save(events)
+    found = measured_save(History(events))
     assert found is not None
     assert found.seconds == 8.0
-    assert measured_save([make_event("started")]) is None
+    assert measured_save(History()) is None
 
 
 def test_before_the_first_save_the_size_at_the_measured_speed_is_expected() -> None:

@@ -49,7 +49,7 @@ class ScriptedAllocation:
     ) -> inputs.RequeueAnswered | str:
         return self.answers.pop(0)
 
-    async def learn(self, events: object) -> None:
+    async def learn(self, history: object) -> None:
         return None
 
     async def hasten(self, clean: bool) -> None:

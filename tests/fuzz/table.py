@@ -43,12 +43,7 @@ from verl_slurm.config.schema import DataConfig
 from verl_slurm.dataset.fingerprint import cache as hash_cache, record as fingerprint
 from verl_slurm.dataset.prompts.rows import prompts_of
 from verl_slurm.journal.files import parse_event, read_events, to_json
-from verl_slurm.journal.folds.goodput import RunNumbers
-from verl_slurm.journal.folds.interruptions import count_interruptions
-from verl_slurm.journal.folds.jobs import has_ended
-from verl_slurm.journal.folds.outages import Outages
-from verl_slurm.journal.folds.progress import failed_starts, stuck_restarts
-from verl_slurm.journal.folds.saves import last_judged
+from verl_slurm.journal.history import History
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row, last_steps
 from verl_slurm.runs.record import last_job, steps_done
@@ -137,22 +132,17 @@ def _events(paths: RunPaths) -> object:
     for event in events:
         story.tell(event)
         assert parse_event(json_line(to_json(event))) is not None
-    stuck_restarts(events)
-    failed_starts(events, "7", 1)
-    count_interruptions(events)
-    last_judged(events)
-    Outages(events)
-    RunNumbers(events).goodput(1e9)
-    job = last_job(paths)
-    return has_ended(read_events(paths), job.job_id)
+    history = History(events)
+    history.time_use(1e9)
+    return history.failed_starts("7", 1), history.has_ended(last_job(paths).job_id)
 
 
 def _steps(paths: RunPaths) -> object:
     rows = last_steps(paths, 5)
     msgspec.json.encode(rows)
-    numbers = RunNumbers()
+    history = History()
     for row in every_row(paths):
-        numbers.feed_row(row)
+        history.feed_row(row)
     return steps_table(rows)
 
 

@@ -17,8 +17,7 @@ from verl_slurm.cli.show.story import tell
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.events import KINDS, Event, Other
 from verl_slurm.journal.files import append_event, parse_event, read_events, to_json
-from verl_slurm.journal.folds.goodput import RunNumbers
-from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.history import History
 
 ROOT = Path(__file__).parents[2]
 TESTS = ROOT / "tests"
@@ -107,9 +106,8 @@ def test_a_line_that_does_not_fit_is_read_as_it_is_and_counted_by_no_fold(fields
     assert isinstance(event, Other)
     assert (event.kind, event.time, event.attempt, event.job_id) == (fields["event"], NOW, 1, "7")
     assert parse_event(json_line(to_json(event))) == event
-    run = RunNumbers([make_event("started", time=NOW, attempt=1), event])
-    assert (run.last_durable, run.counts["crash"], sum(run.restarts.values())) == (None, 0, 0)
-    assert Outages([make_event("started", time=NOW, attempt=1), event]).each == []
+    run = History([make_event("started", time=NOW, attempt=1), event])
+    assert (run.all_saves, run.outages, run.counts) == ([], [], {"started": 1})
     assert fields["event"] in tell(event)
 
 

@@ -4,10 +4,9 @@ from datetime import UTC, datetime
 
 import pytest
 
-from tests.journals import make_events
-from verl_slurm.journal.folds.jobs import avoided_nodes
-from verl_slurm.journal.folds.nodes import NODE_STATES, lost_nodes, node_states
-from verl_slurm.journal.folds.pace import LOOKED_AT, number, pace_of
+from tests.journals import Line, make_events
+from verl_slurm.journal.history import History
+from verl_slurm.journal.pace import LOOKED_AT, NODE_STATES, node_states, number, pace_of
 
 
 def rows(*seconds: float) -> list[dict[str, float]]:
@@ -34,16 +33,20 @@ def test_a_value_of_a_row_that_is_no_number_does_not_count(value: object) -> Non
     assert pace_of([{"step": 1.0, "step_s": value}], 1, 2).step_s is None
 
 
+def lost_nodes(*lines: Line) -> list[str]:
+    return History(make_events(list(lines))).lost_nodes
+
+
 def test_a_node_is_lost_until_the_ranks_start_on_it_again() -> None:
     crash = {"event": "crash", "kind": "node", "node": "n2"}
     start = {"event": "restart", "number": 2}
-    assert lost_nodes(make_events([crash])) == ["n2"]
-    assert lost_nodes(make_events([crash, start])) == [], "it is started on again, so it is not given up"
+    assert lost_nodes(crash) == ["n2"]
+    assert lost_nodes(crash, start) == [], "it is started on again, so it is not given up"
     left_out = crash | {"replaced": True}
-    assert lost_nodes(make_events([left_out, start])) == ["n2"]
+    assert lost_nodes(left_out, start) == ["n2"]
     chosen = {"event": "nodes_chosen", "train": ["n1", "n2"]}
-    assert lost_nodes(make_events([left_out, start, chosen])) == []
-    assert lost_nodes(make_events([left_out, {"event": "started", "nodes": "n[1-3]"}])) == []
+    assert lost_nodes(left_out, start, chosen) == []
+    assert lost_nodes(left_out, {"event": "started", "nodes": "n[1-3]"}) == []
 
 
 @pytest.mark.parametrize(("state", "doing"), NODE_STATES.items())
@@ -56,6 +59,6 @@ def test_nodes_do_what_their_lead_has_the_ranks_do(state: str, doing: str) -> No
 def test_a_job_that_waits_has_no_nodes_and_may_avoid_some() -> None:
     avoid = make_events([{"event": "avoid", "nodes": ["n2"], "time": "2026-11-21T11:00:00+00:00"}])
     now = datetime(2026, 11, 21, 11, 30, tzinfo=UTC)
-    avoided = avoided_nodes(avoid, (), now, 3600)
+    avoided = History(avoid).avoided_nodes((), now, 3600)
     status = {"state": "ended", "train_nodes": ["n1"]}
     assert node_states(status, [], avoided, has_nodes=False) == {"avoided": ["n2"]}

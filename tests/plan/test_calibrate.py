@@ -7,7 +7,8 @@ import pytest
 
 from benchmarks.plan_validation import CALIBRATION, PREDICTED, RECORDED, Compared, compare, read
 from tests.journals import make_events
-from verl_slurm.plan.calibrate import happened, measure, measured_goodput, strikes_again
+from verl_slurm.journal.history import History
+from verl_slurm.plan.calibrate import happened, measure, strikes_again
 from verl_slurm.plan.simulate import NEVER
 
 _NEAR = 0.05
@@ -27,25 +28,27 @@ def row(step: int, end: float, seconds: float, generate: float = 1.0) -> dict[st
     return {"time": at(end), "attempt": 1, "step": step, "step_s": seconds, "generate_s": generate}
 
 
-JOURNAL = make_events(
-    [
-        line("started", 0),
-        line("restart", 1, number=1),
-        line("training", 8),
-        line("saved", 19.5, name="step_2", seconds=1.0, num_bytes=500),
-        line("verified", 19.75, name="step_2"),
-        line("crash", 27, kind="crash"),
-        line("restart", 28, number=2, resume="step_2"),
-        line("training", 32, step=2),
-        line("cause", 48, cause="preemption", seconds_left=29.0),
-        line("saved", 48.5, name="step_5_sp1", seconds=0.25, num_bytes=500, emergency=True),
-        line("verified", 49, name="step_5_sp1"),
-        line("ended", 49.5, exit_code=25),
-        line("started", 60, 2),
-        line("restart", 61, 2, number=1, resume="step_5_sp1"),
-        line("training", 66, 2, step=5),
-        line("ended", 72, 2, exit_code=0),
-    ]
+JOURNAL = History(
+    make_events(
+        [
+            line("started", 0),
+            line("restart", 1, number=1),
+            line("training", 8),
+            line("saved", 19.5, name="step_2", seconds=1.0, num_bytes=500),
+            line("verified", 19.75, name="step_2"),
+            line("crash", 27, kind="crash"),
+            line("restart", 28, number=2, resume="step_2"),
+            line("training", 32, step=2),
+            line("cause", 48, cause="preemption", seconds_left=29.0),
+            line("saved", 48.5, name="step_5_sp1", seconds=0.25, num_bytes=500, emergency=True),
+            line("verified", 49, name="step_5_sp1"),
+            line("ended", 49.5, exit_code=25),
+            line("started", 60, 2),
+            line("restart", 61, 2, number=1, resume="step_5_sp1"),
+            line("training", 66, 2, step=5),
+            line("ended", 72, 2, exit_code=0),
+        ]
+    )
 )
 ROWS = [
     row(1, 13, 5.0),  # with a second of warm-up
@@ -99,14 +102,6 @@ def test_a_run_that_lived_for_minutes_tells_no_rates() -> None:
     assert not {"notices_per_day", "crashes_per_day"} & measure(JOURNAL, ROWS, 24.0).keys()
 
 
-def test_the_goodput_of_a_journal_is_that_of_the_metrics() -> None:
-    assert measured_goodput([], []) is None
-    # Steps 3 and 4 count with their second time; the last one with the part after the requeue.
-    goodput, allocated_s = measured_goodput(JOURNAL, ROWS) or (0.0, 0.0)
-    assert allocated_s == 49.5 + 12.0
-    assert goodput == pytest.approx((5.0 + 4.0 + 4.0 + 3.1 + 4.0 + 2.0) / 61.5)
-
-
 # ---- real runs
 
 
@@ -148,11 +143,11 @@ def test_the_time_grows_with_the_journal_and_not_with_its_square() -> None:
             lines += [line("saved", begin, attempt, name=f"step_{attempt}", seconds=0.1, num_bytes=1)]
             lines += [line("cause", begin, attempt, cause="preemption", seconds_left=1.0)]
             lines += [line("ended", begin, attempt, exit_code=25)]
-        events = make_events(lines)
+        history = History(make_events(lines))
         rows = [row(step, step * 3000.0 / lives, 0.1) for step in range(1, lives + 1)]
         began = time.process_time()
-        measure(events, rows, 24.0)
-        happened(events, rows)
+        measure(history, rows, 24.0)
+        happened(history, rows)
         return time.process_time() - began
 
     # Eight times the journal: 64 times as long before.

@@ -12,8 +12,7 @@ from tests.journals import append_event
 from tests.many_runs import make_run
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.goodput import RunNumbers
+from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.facts import RunFacts
 from verl_slurm.report.gather import gather, require_traces
@@ -39,7 +38,7 @@ def facts(paths: RunPaths, price: float | None = None) -> RunFacts:
 
 
 def test_goodput_is_that_of_the_metrics_port(run: RunPaths) -> None:
-    numbers = RunNumbers(read_events(run))
+    numbers = read_history(run)
     for row in every_row(run):
         numbers.feed_row(row)
     use = facts(run).time_use

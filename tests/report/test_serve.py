@@ -22,6 +22,7 @@ from verl_slurm.report import serve
 from verl_slurm.report.live_runs import LiveRuns, row_of
 from verl_slurm.report.page import render_list
 from verl_slurm.report.serve import Server
+from verl_slurm.runs import follow_many
 from verl_slurm.runs.glance import Glance
 from verl_slurm.slurm.client import SlurmClient
 
@@ -228,14 +229,13 @@ def test_its_end_does_not_wait_for_a_file_system_that_does_not_answer(
 ) -> None:
     reading, never, answered = threading.Event(), threading.Event(), list[bool]()
 
-    def read(*_: object) -> None:
+    def read(*_: object, **__: object) -> None:
         reading.set()
         answered.append(never.wait(30))
 
-    monkeypatch.setattr(LiveRuns, "read", read)
-
     async def story(client: Client) -> None:
-        append_event(RunPaths(runs / "a"), "saved", name="step_9")
+        monkeypatch.setattr(LiveRuns, "look", read)
+        await client.open("/events?since=0")
         await asyncio.to_thread(reading.wait)
 
     play(runs, story)
@@ -261,8 +261,8 @@ def test_the_page_of_a_run_hears_of_that_run_alone(runs: Path) -> None:
 def test_slurm_is_asked_while_a_page_is_open_and_never_else(
     runs: Path, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serve, "_ASK_S", 0.0)
-    monkeypatch.setattr(serve, "_SETTLE_S", 0.0)
+    monkeypatch.setattr(follow_many, "_ASK_S", 0.0)
+    monkeypatch.setattr(follow_many, "_LOOK_S", 0.01)
 
     async def story(client: Client) -> None:
         for _ in range(3):

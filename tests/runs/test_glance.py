@@ -12,7 +12,6 @@ from tests.many_runs import Kind, make_run
 from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing
 from verl_slurm.journal import files
-from verl_slurm.journal.folds.outages import Outages
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.glance import Glance, Seen, ask_for, find_runs, glance, glance_at_all, state_of
 from verl_slurm.slurm.client import SlurmClient
@@ -140,9 +139,9 @@ def test_a_local_lead_that_was_killed_is_gone_whatever_its_snapshot_says(tmp_pat
 def test_what_interruptions_cost_is_the_same_from_the_snapshot_and_from_the_journal(tmp_path: Path) -> None:
     paths = make_run(tmp_path / "run", num_events=LONG)
     quick = glance(paths.root)
-    whole = Outages(files.read_events(paths))
-    assert quick.interruptions == len(whole.each) > 3
-    assert quick.interrupted_s == whole.seconds
+    whole = files.read_history(paths)
+    assert quick.interruptions == len(whole.outages) > 3
+    assert quick.interrupted_s == whole.interrupted_s
     paths.status.write_text('{"state": "running", "job_id": "7"}')  # of a daemon that did not count
     slow = glance(paths.root)
     assert (slow.interruptions, slow.interrupted_s) == (quick.interruptions, quick.interrupted_s)

@@ -14,7 +14,7 @@ from tests.builders import owner
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
-from verl_slurm.journal.folds.jobs import Submission
+from verl_slurm.journal.history import Submission
 from verl_slurm.runs.liveness import job_state, leads
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts

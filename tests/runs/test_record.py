@@ -12,7 +12,6 @@ from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.files import private_dir
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal import files
-from verl_slurm.journal.folds.jobs import has_ended
 from verl_slurm.runs.glance import glance
 from verl_slurm.runs.record import last_job
 
@@ -48,11 +47,11 @@ def test_a_requeue_is_no_end(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     started: dict[str, object] = {"event": "started", "job_id": "7"}
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 25})
-    assert not has_ended(files.read_events(paths), last_job(paths).job_id)
+    assert not files.read_history(paths).has_ended(last_job(paths).job_id)
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 0})
-    assert has_ended(files.read_events(paths), last_job(paths).job_id)
+    assert files.read_history(paths).has_ended(last_job(paths).job_id)
     journal(paths, started, {"event": "ended", "job_id": "7", "exit_code": 0}, started)
-    assert not has_ended(files.read_events(paths), last_job(paths).job_id)
+    assert not files.read_history(paths).has_ended(last_job(paths).job_id)
 
 
 def test_a_job_that_an_emptied_journal_does_not_name_is_found(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from verl_slurm.slurm.cause import CauseKind, Trigger, decide_cause
+from verl_slurm.journal.causes import CauseKind, meaning_of
+from verl_slurm.slurm.cause import Trigger, decide_cause
 from verl_slurm.slurm.facts import JobFacts
 from verl_slurm.slurm.parse import ended_as, parse_job
 
@@ -125,7 +126,7 @@ def test_a_requeue_with_a_node_that_slurm_calls_down_is_a_lost_node(moment: str)
     cause = decide_cause(
         "term", facts_of(moment), own_restarts=0, signal_lead_s=60, now=EARLY, lost_nodes=["node2"]
     )
-    assert (cause.kind, cause.ends_job) == ("node_lost", True)
+    assert (cause.kind, meaning_of(cause.kind).ended_by) == ("node_lost", "Slurm")
     assert "node2" in cause.evidence
 
 

@@ -11,14 +11,13 @@ The rules rest on measurements with 22.05.8 and on the manual pages slurm.conf(5
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.health import Finding, good, warn
-from verl_slurm.journal.events import Event
-from verl_slurm.journal.folds.saves import measured_saves
+from verl_slurm.journal.history import History
 from verl_slurm.slurm.facts import PartitionFacts
 
 _OLDEST = (22, 5)
@@ -258,13 +257,9 @@ _LAST = 8
 """Saves looked at: storage today differs from storage a week ago."""
 
 
-def measured_save(events: Iterable[Event]) -> SaveTime | None:
-    """Returns the slowest of a run's last saves; None: it has not saved yet.
-
-    Args:
-        events: of the run's journal, oldest first.
-    """
-    seconds = [seconds for _, seconds in measured_saves(events, _LAST)]
+def measured_save(history: History) -> SaveTime | None:
+    """Returns the slowest of a run's last saves; None: it has not saved yet."""
+    seconds = [seconds for _, seconds in history.measured_saves(_LAST)]
     if not seconds:
         return None
     # The slowest, not the mean: a save has to be in time at each preemption.

@@ -17,6 +17,7 @@ from verl_slurm.base.files import append_line
 from verl_slurm.base.one_line import json_line
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import KINDS, Event, Other, kind_of
+from verl_slurm.journal.history import History
 
 E = TypeVar("E", bound=Event)
 
@@ -106,6 +107,11 @@ def read_events(paths: RunPaths, damaged: list[bytes] | None = None) -> list[Eve
         TooMuch: something else than a journal has its name.
     """
     return read_last_events(paths, JOURNAL.num_bytes, damaged)[0]
+
+
+def read_history(paths: RunPaths) -> History:
+    """Returns what all events add up to. Raises as `read_events`."""
+    return History(read_events(paths))
 
 
 def read_last_events(

@@ -43,7 +43,7 @@ class Status(msgspec.Struct, kw_only=True):
     slurm: str = ""
     """The Slurm cluster's name: two clusters may use the same job number."""
     interruptions: int = 0
-    """So far (`folds.outages`). The sum is here, so that a list of a thousand runs reads no journal whole."""
+    """So far (`journal.history`). The sum is here, so that a list of a thousand runs reads no journal whole."""
     interrupted_s: float = 0.0
     last_interruption: dict[str, Any] = {}
     services: dict[str, str] = {}

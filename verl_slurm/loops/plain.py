@@ -332,6 +332,6 @@ def _take_the_run(run_dir: Path) -> _Start:
     choice = choose_resume(paths, "auto")
     if choice.name is None and (trace := former_checkpoint(paths, RunConfig(), by_hand=True)):
         raise lost_error(paths, trace, by_hand=True)
-    if lost := gone_back(paths, (), choice.name or ""):
+    if lost := gone_back(paths, None, choice.name or ""):
         _complain(lost)
     return _Start(root=str(paths.root), epoch=mine.epoch, resume=choice.name or "")

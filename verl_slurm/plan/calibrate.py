@@ -1,4 +1,4 @@
-"""Reads from a run's journal what a simulation needs to know of it. Pure: events and rows of steps in, values out.
+"""Reads from a run's journal what a simulation needs to know of it. Pure: its history and rows of steps in, values out.
 
 Means where a sum has to come out right (steps, saves), medians of what comes seldom (restarts, queue). A value of which
 the journal has no example is left out: `inputs.complete` says then what is assumed.
@@ -9,59 +9,43 @@ it took longer than plain ones, as `trainer.pace.CostMeter` counts it.
 
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from itertools import accumulate
 from math import inf
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
-from verl_slurm.journal.events import Cause, Crash, Ended, Event, Restart, Saved, Started, Training, Verified
-from verl_slurm.journal.folds.goodput import RunNumbers
-from verl_slurm.journal.folds.interruptions import count_interruptions, mean_time_between
-from verl_slurm.journal.folds.outages import Outage, Outages
+from verl_slurm.journal.causes import meaning_of
+from verl_slurm.journal.events import Ended
+from verl_slurm.journal.history import History, SaveHistory, mean_time_between
 from verl_slurm.plan.inputs import Known
-from verl_slurm.plan.simulate import NEVER, Strike, StrikeKind, Strikes
+from verl_slurm.plan.simulate import NEVER, Strike, Strikes
 
+# A line of `steps.jsonl`.
 Row = dict[str, Any]
-"""A line of `steps.jsonl`."""
 
 _DAY_S = 86400.0
+# A rate from a shorter time would say more of the hour than of the cluster.
 _LONG_ENOUGH_S = 3600.0
-"""A rate from a shorter time would say more of the hour than of the cluster."""
-_KINDS: dict[str, StrikeKind] = {
-    **dict.fromkeys(("crash", "hang", "stranger"), "crash"),
-    **dict.fromkeys(("node_lost", "failed", "lead_lost"), "lost_node"),
-}
-"""Causes of outages; all others give notice."""
 
 
-def measured_goodput(events: Sequence[Event], rows: Iterable[Row]) -> tuple[float, float] | None:
-    """Returns (goodput, allocated seconds) of the run up to its last event; None: it has not begun."""
-    numbers = RunNumbers(events)
-    for row in rows:
-        numbers.feed_row(row)
-    now = max((at for event in events if (at := event.at) is not None), default=0.0)
-    goodput = numbers.goodput(now)
-    return None if goodput is None else (goodput, numbers.allocated_seconds(now))
-
-
-def measure(events: Sequence[Event], rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, Known]:
+def measure(history: History, rows: Sequence[Row], expected_mtbi_h: float) -> dict[str, Known]:
     """Returns what the journal tells, by the names of `inputs.LABELS`.
 
     Args:
-        events, rows: oldest first.
+        rows: oldest first.
         expected_mtbi_h: `checkpoint.expected_mtbi_h`, the belief that crashes are weighed against.
     """
-    return {**_of_steps(events, rows), **_of_lives(events, rows), **_rates(events, expected_mtbi_h)}
+    return {**_of_steps(history, rows), **_of_lives(history, rows), **_rates(history, expected_mtbi_h)}
 
 
 # ---- steps and saves
 
 
-def _of_steps(events: Sequence[Event], rows: Sequence[Row]) -> dict[str, Known]:
-    saves = _saves(events)
-    starts = sorted(at for event in events if isinstance(event, Training) and (at := event.at) is not None)
+def _of_steps(history: History, rows: Sequence[Row]) -> dict[str, Known]:
+    saves = _saves(history)
+    starts = [at for at, _ in _trained(history)]
     # Each save that begins before a step's end, and of these the one that ends last, by bisection: a journal has
     # 300,000 lines.
     begins = sorted(began for began, _, _ in saves)
@@ -103,71 +87,61 @@ def _of_steps(events: Sequence[Event], rows: Sequence[Row]) -> dict[str, Known]:
         if again and share:
             cost = fmean(again) / (share * step_s)
             found["replay_cost"] = _known(min(cost, 1.0), f"{len(again)} steps that were done again")
-    periodic = [save for save in saves if not save[2].emergency]
+    periodic = [save.event for _, _, save in saves if not save.event.emergency]
     if beside and periodic:
         extra = (sum(beside) - len(beside) * step_s) / len(periodic)
         found["save_s"] = _known(max(extra, 0.0), f"{len(beside)} steps beside {len(periodic)} saves")
     if periodic:
-        seconds_ = [save.seconds for _, _, save in periodic if save.seconds is not None]
-        found["durable_s"] = _known(median(seconds_), f"the median of {len(seconds_)} saves")
-        sizes = [save.num_bytes for _, _, save in periodic if save.num_bytes]
+        durable = median(save.seconds or 0.0 for save in periodic)
+        found["durable_s"] = _known(durable, f"the median of {len(periodic)} saves")
+        sizes = [save.num_bytes for save in periodic if save.num_bytes]
         if sizes:
             found["state_bytes"] = _known(float(sizes[-1]), "the last save")
     return found
 
 
-def _saves(events: Sequence[Event]) -> list[tuple[float, float, Saved]]:
-    """(begin, end, event) of each save, in seconds since 1970. The end: read back as well, which takes cores, too."""
-    read = {event.name: event.at for event in events if isinstance(event, Verified)}
+def _saves(history: History) -> list[tuple[float, float, SaveHistory]]:
+    """(begin, end, save) of each save, in seconds since 1970. The end: read back as well, which takes cores, too."""
     return [
-        (at - event.seconds, max(at, read.get(event.name) or at), event)
-        for event in events
-        if isinstance(event, Saved) and event.seconds is not None and (at := event.at) is not None
+        (save.at - save.event.seconds, max(save.at, save.read_at or 0.0), save)
+        for save in history.all_saves
+        if save.event.seconds is not None and save.at is not None
     ]
+
+
+def _trained(history: History) -> list[tuple[float, int]]:
+    """(time, step) of each first safe point."""
+    restarts = [restart for attempt in history.attempts for restart in attempt.restarts]
+    return sorted((one.trained_at, one.step) for one in restarts if one.trained_at is not None)
 
 
 # ---- starts, ends, restarts
 
 
-def _of_lives(events: Sequence[Event], rows: Sequence[Row]) -> dict[str, Known]:
+def _of_lives(history: History, rows: Sequence[Row]) -> dict[str, Known]:
     seen: dict[str, list[float]] = defaultdict(list)
-    began = lost = verified = ended = cause = None
-    standby = False
-    last_row = max((at for row in rows if (at := _at(row)) is not None), default=None)
-    for event in events:
-        now = event.at
-        if now is None or event.attempt is None:
-            continue
-        match event:
-            case Started():
-                if ended is not None:
-                    seen["queue_s"].append(now - ended)
-                began, lost, cause = now, None, None
-            case Cause(cause=why, seconds_left=left):
-                cause = now if cause is None else cause
-                if why == "preemption" and left is not None:
-                    seen["warning_s"].append(left)
-            case Crash():
-                lost = (now, "spare_s" if event.replaced else "in_place_s")
-            case Restart():
-                standby = event.standby
-            case Training():
-                if lost is not None:
-                    since, name = lost
-                    seen["standby_s" if standby and name == "in_place_s" else name].append(now - since)
-                elif began is not None:
-                    seen["start_s" if ended is not None else "first_start_s"].append(now - began)
-                began = lost = None
-            case Verified() if cause is not None:
-                if verified is None or verified < cause:
-                    seen["emergency_s"].append(now - cause)
-                verified = now
-            case Ended():
-                if verified is not None and cause is not None and verified >= cause and not event.is_final:
-                    seen["leave_s"].append(now - verified)
-                ended = now
-                if event.is_final and last_row:
-                    seen["finish_s"].append(max(now - last_row, 0.0))
+    last_row = max((at for row in rows if (at := _at(row)) is not None), default=inf)
+    for number, attempt in enumerate(history.attempts):
+        seen["queue_s"] += [] if attempt.queue_s is None else [attempt.queue_s]
+        for first, restart in enumerate(attempt.restarts):
+            if restart.trained_at is None:
+                continue
+            if restart.crashed_at is not None:
+                in_place = "standby_s" if restart.standby else "in_place_s"
+                name = "spare_s" if restart.replaced else in_place
+                seen[name].append(restart.trained_at - restart.crashed_at)
+            elif not first:
+                seen["start_s" if number else "first_start_s"].append(restart.trained_at - attempt.began)
+        causes = [cause for _, cause in attempt.causes if cause.cause == "preemption"]
+        seen["warning_s"] += [cause.seconds_left for cause in causes if cause.seconds_left is not None]
+        cause_at = attempt.causes[0][0] if attempt.causes else inf
+        read = [save.read_at for save in attempt.saves if save.read_at and save.read_at >= cause_at]
+        seen["emergency_s"] += [at - cause_at for at in read[:1]]
+        if isinstance(attempt.end, Ended):
+            seen["leave_s"] += [attempt.last - at for at in read[-1:] if not attempt.end.is_final]
+            # An end before the last row: the run was submitted again.
+            if attempt.end.is_final and attempt.last >= last_row:
+                seen["finish_s"].append(attempt.last - last_row)
     found = {name: _seen(values) for name, values in seen.items() if values}
     # Without a second start, the first one is what is known.
     if "start_s" not in found and "first_start_s" in found:
@@ -183,21 +157,20 @@ def _seen(values: list[float]) -> Known:
 # ---- how often
 
 
-def _rates(events: Sequence[Event], expected_mtbi_h: float) -> dict[str, Known]:
-    seen = count_interruptions(events)
-    if seen.run_s < _LONG_ENOUGH_S:
+def _rates(history: History, expected_mtbi_h: float) -> dict[str, Known]:
+    run_s, num_lossy = history.allocated_seconds(), history.num_lossy
+    if run_s < _LONG_ENOUGH_S:
         return {}
-    days = seen.run_s / _DAY_S
-    notices = sum(
-        1 for outage in Outages(events).each if _kind(outage) == "notice" and outage.cause != "time_limit"
-    )
-    mtbi_s = mean_time_between(seen, expected_mtbi_h * 3600.0)
-    lived = f"in {seen.run_s / 3600.0:.3g} h of this run"
+    days = run_s / _DAY_S
+    causes = [outage.cause for outage in history.outages if outage.cause != "time_limit"]
+    notices = sum(meaning_of(cause).strike == "notice" for cause in causes)
+    mtbi_s = mean_time_between(num_lossy, run_s, expected_mtbi_h * 3600.0)
+    lived = f"in {run_s / 3600.0:.3g} h of this run"
     return {
         "notices_per_day": _known(notices / days, f"{notices} {lived}"),
         # As `young_daly` weighs them: `mean_time_between`.
         "crashes_per_day": _known(
-            _DAY_S / mtbi_s, f"{seen.lossy} that lost work {lived}, and the belief before"
+            _DAY_S / mtbi_s, f"{num_lossy} that lost work {lived}, and the belief before"
         ),
         # Counted among those.
         "losses_per_node_day": _known(0.0, "counted among the crashes"),
@@ -215,24 +188,21 @@ class Happened(NamedTuple):
     """The last step, so far."""
 
 
-def happened(events: Sequence[Event], rows: Sequence[Row]) -> Happened:
+def happened(history: History, rows: Sequence[Row]) -> Happened:
     """Returns the run's interruptions.
 
     Args:
-        events, rows: oldest first.
+        rows: oldest first.
     """
-    trained = sorted(
-        (at, event.step) for event in events if isinstance(event, Training) and (at := event.at) is not None
-    )
+    trained = _trained(history)
     ended = sorted(
         (at, int(row["step"])) for row in rows if (at := _at(row)) is not None and _positive(row.get("step"))
     )
-    causes = [event for event in events if isinstance(event, Cause)]
-    warnings = [(at, event.seconds_left) for event in causes if (at := event.at) is not None]
+    warnings = [(at, cause.seconds_left) for one in history.attempts for at, cause in one.causes]
     latest = list(accumulate((at for at, _ in warnings), max))
-    usual_s = known.value if (known := _of_steps(events, rows).get("step_s")) else 0.0
+    usual_s = known.value if (known := _of_steps(history, rows).get("step_s")) else 0.0
     strikes = []
-    for outage in Outages(events).each:
+    for outage in history.outages:
         began = datetime.fromisoformat(outage.began).timestamp()
         since, step = _last_until(trained, began) or (began, 0)
         # Whole steps since then, and what can be of the next one.
@@ -244,7 +214,7 @@ def happened(events: Sequence[Event], rows: Sequence[Row]) -> Happened:
         # What Slurm said first; without a deadline there is time for any save.
         first = bisect_left(latest, began)
         left = warnings[first][1] if first < len(warnings) else None
-        kind, warning_s = _kind(outage), 1e9 if left is None else left
+        kind, warning_s = meaning_of(outage.cause).strike, 1e9 if left is None else left
         strikes.append(Strike(kind, began - since, warning_s if kind == "notice" else 0.0, position))
     return Happened(tuple(strikes), max((step for _, step in ended), default=0))
 
@@ -270,10 +240,6 @@ def strikes_again(past: Happened, least_warning_s: float = 0.0) -> Strikes:
         )
 
     return next_strike
-
-
-def _kind(outage: Outage) -> StrikeKind:
-    return _KINDS.get(outage.cause, "notice")
 
 
 def _at(row: Row) -> float | None:

@@ -13,9 +13,9 @@ Strikes: a NOTICE (a preemption, the time limit, a spot machine that is reclaime
 margin, for an emergency save; a guest that saves at the end of a step alone decides by `loops.reach`. A CRASH restarts
 the ranks in place. A LOST NODE costs a restart on a spare one; without one, or if the first node is lost, a requeue.
 
-Every allocated second has one label (`Spent`). Goodput is that of the journal (`folds.goodput`): the time of steps that
-count, the saves within it included, over the allocated time; a step that was interrupted in its middle counts with its
-last part. ETTR is the time of these steps without saves over all time since the first start, the queue included.
+Every allocated second has one label (`Spent`). Goodput is that of the journal (`journal.history`): the time of steps
+that count, the saves within it included, over the allocated time; a step that was interrupted in its middle counts with
+its last part. ETTR is the time of these steps without saves over all time since the first start, the queue included.
 
 Left out: hangs, budgets and waits of repeated failures, a job that grows or shrinks, a node that fails while it is a
 spare one, and several jobs that contend for one storage.

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from verl_slurm.journal.folds.pace import number
+from verl_slurm.journal.pace import number
 from verl_slurm.journal.steps import StepRow
 from verl_slurm.report.facts import Curve, Tokens
 

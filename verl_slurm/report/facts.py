@@ -7,8 +7,7 @@ from typing import Any
 
 import msgspec
 
-from verl_slurm.journal.folds.time_use import TimeUse
-from verl_slurm.journal.folds.timeline import Interval
+from verl_slurm.journal.history import LifeInterval, TimeUse
 from verl_slurm.runtime_state.samples import Sample
 
 
@@ -128,7 +127,7 @@ class RunFacts(msgspec.Struct, kw_only=True):
     attempts: int = 0
     restarts: dict[str, int] = {}
     """Starts of the ranks after the first, by cause; without zeros."""
-    timeline: list[Interval] = []
+    timeline: list[LifeInterval] = []
     interruptions: dict[str, Any] = {}
     """As `verl-slurm status --json` has them."""
     time_use: TimeUse | None = None

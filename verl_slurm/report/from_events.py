@@ -8,21 +8,8 @@ from msgspec.structs import replace
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import (
-    Avoid,
-    Corrupt,
-    Crash,
-    Event,
-    Hang,
-    Link,
-    NodesChosen,
-    Pruned,
-    Saved,
-    Verified,
-    Warned,
-)
-from verl_slurm.journal.folds.time_use import TimeUse
-from verl_slurm.journal.folds.timeline import Interval
+from verl_slurm.journal.events import Avoid, Crash, Event, Hang, Link, Warned
+from verl_slurm.journal.history import History, LifeInterval, TimeUse
 from verl_slurm.report.curves import Steps
 from verl_slurm.report.facts import CheckpointFacts, Cost, NodeFact, WarningFact
 
@@ -31,27 +18,13 @@ _MOST_NODES = 100
 _MOST_WARNINGS = 30
 
 
-def checkpoints_of(paths: RunPaths, events: Sequence[Event], steps: Steps) -> list[CheckpointFacts]:
+def checkpoints_of(paths: RunPaths, history: History, steps: Steps) -> list[CheckpointFacts]:
     """The newest saves of the journal, and what is in the directory; newest first.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    saves: dict[str, Saved] = {}
-    verdicts: dict[str, str] = {}
-    for event in events:
-        match event:
-            case Saved(name=name):
-                # Saved again after a run was thrown back: the newest counts, in its place.
-                saves.pop(name, None)
-                verdicts.pop(name, None)
-                saves[name] = event
-            case Verified(name=name):
-                verdicts[name] = "verified"
-            case Corrupt(name=name):
-                verdicts[name] = "corrupt"
-            case Pruned(name=name):
-                verdicts[name] = "removed unread"
+    saves = {name: save.event for name, save in history.saves.items()}
     # A colleague of a group sees none of them, as in `status`.
     try:
         present = {info.name: info for info in list_checkpoints(paths) if info.kind == "committed"}
@@ -70,7 +43,7 @@ def checkpoints_of(paths: RunPaths, events: Sequence[Event], steps: Steps) -> li
             known = replace(known, time=saved.at, verified=unread, **own)
         elif there is not None:
             known = replace(known, attempt=there.attempt, num_bytes=there.num_bytes)
-        found.append(replace(known, verified=verdicts.get(name, known.verified)))
+        found.append(replace(known, verified=history.verdicts.get(name, known.verified)))
     return found[::-1][:_MOST_CHECKPOINTS]
 
 
@@ -122,8 +95,8 @@ def warnings_of(events: Sequence[Event]) -> list[WarningFact]:
 
 
 def allocation_of(
-    events: Sequence[Event],
-    intervals: Sequence[Interval],
+    history: History,
+    intervals: Sequence[LifeInterval],
     config: RunConfig | None,
     use: TimeUse | None,
     price_per_hour: float | None,
@@ -133,12 +106,9 @@ def allocation_of(
         return None
     most = config.distributed.nodes + config.slurm.spare_nodes
     # Of an attempt that may have other nodes than it asked for, the journal says which it got.
-    chosen: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, NodesChosen) and event.attempt is not None:
-            chosen[event.attempt] = max(chosen.get(event.attempt, 0), len(event.train) + len(event.spare))
+    chosen = {one.number: one.num_nodes for one in history.attempts}
     node_s = sum(
-        interval.seconds * chosen.get(interval.attempt, most)
+        interval.seconds * (chosen.get(interval.attempt) or most)
         for interval in intervals
         if interval.kind != "queued"
     )

@@ -19,12 +19,9 @@ from verl_slurm.checkpoint.store.newest import Newest
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.config.load import differences, load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Ended, Event, Restart, ServiceReady, Started, Submitted
+from verl_slurm.journal.events import Ended, Event, ServiceReady
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.goodput import RunNumbers
-from verl_slurm.journal.folds.outages import Outages, interruption_facts
-from verl_slurm.journal.folds.time_use import time_use
-from verl_slurm.journal.folds.timeline import Timeline
+from verl_slurm.journal.history import History, interruption_facts
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.report.curves import Steps
@@ -37,8 +34,8 @@ from verl_slurm.wire.reward_plan import read_reward_plan
 
 T = TypeVar("T")
 
+# Its address is often a secret, and a page may be handed on. Other secrets are files: a configuration refuses them.
 _HIDDEN = "hooks.webhook"
-"""Its address is often a secret, and a page may be handed on. Other secrets are files: a configuration refuses them."""
 
 
 def require_traces(paths: RunPaths) -> RunPaths:
@@ -123,26 +120,23 @@ class _Reader:
             self._missing.append("status.json is not there, or cannot be read: no position of the ranks")
         events = self._try("events.jsonl", self._events, silent)
         damaged: list[int] = []
-        steps, numbers = Steps(responses=_responses(config)), RunNumbers(events)
+        steps, history = Steps(responses=_responses(config)), History(events)
         for row in every_row(paths, damaged, self._missing):
             steps.feed(row)
-            numbers.feed_row(row)
+            history.feed_row(row)
         self._look_at_steps(damaged)
 
         unknown: tuple[str, bool | None, Newest | None] = ("unknown", None, None)
         state, alive, newest = self._try("the state of its job", self._state, unknown)
-        words = [event for event in events if isinstance(event, Ended | Started | Submitted)]
-        ended = (
-            isinstance(words[-1], Ended) and words[-1].is_final if words else status.get("state") == "ended"
-        )
-        if not words:
+        word = history.word
+        ended = isinstance(word, Ended) and word.is_final if word else status.get("state") == "ended"
+        if word is None:
             # `list` would say "prepared", which a run without its journal need not be.
             state = "unknown" if status or steps.last else state
-        times = [at for event in events if (at := event.at) is not None]
         # A run that is gone is told up to its last word, not up to now.
-        until = self._now if alive else (times[-1] if times else None)
-        intervals = Timeline(events).until(until or 0.0)
-        use = time_use(numbers, intervals, until or 0.0) if intervals else None
+        until = self._now if alive else history.last_at
+        intervals = history.intervals(until or 0.0)
+        use = history.time_use(until or 0.0) if intervals else None
         never: list[RewardFact] = []
         rewards = self._try("rewards.json", self._rewards, never)
         facts = RunFacts(
@@ -151,16 +145,16 @@ class _Reader:
             state=state,
             provisional=not ended,
             backend=config.trainer.backend if config is not None else "",
-            description=_description(config, status, events, rewards),
-            began=times[0] if times else None,
+            description=_description(config, status, history, rewards),
+            began=history.first_at,
             until=until,
             step=steps_done(status, newest) if status else steps.last,
             steps=int(status.get("steps") or 0),
-            attempts=sum(isinstance(event, Started) for event in events),
-            restarts={cause: count for cause, count in numbers.restarts.items() if count},
+            attempts=len(history.attempts),
+            restarts={cause: count for cause, count in history.restarts.items() if count},
             timeline=intervals,
             time_use=use,
-            cost=allocation_of(events, intervals, config, use, self._price),
+            cost=allocation_of(history, intervals, config, use, self._price),
             tokens=steps.tokens(),
             phases=steps.phases(),
             curves=steps.curves(),
@@ -174,10 +168,10 @@ class _Reader:
         facts.weight_sync_s = facts.phases.get("weight sync")
         if until is not None:
             facts.interruptions = interruption_facts(
-                Outages(events), datetime.fromtimestamp(until, UTC), has_ledger=has_ledger(paths)
+                history.outages, datetime.fromtimestamp(until, UTC), has_ledger=has_ledger(paths)
             )
-        facts.checkpoints = self._try("checkpoints", lambda: checkpoints_of(paths, events, steps), [])
-        if lost := self._try("the newest checkpoint", lambda: self._lost(events, newest), ""):
+        facts.checkpoints = self._try("checkpoints", lambda: checkpoints_of(paths, history, steps), [])
+        if lost := self._try("the newest checkpoint", lambda: self._lost(history, newest), ""):
             facts.warnings.insert(0, WarningFact(time=None, topic="checkpoint", text=lost))
         if self._num_samples:
             facts.samples = self._try("samples.jsonl", self._samples, [])
@@ -248,8 +242,8 @@ class _Reader:
         answer = seen.get(one.root)
         return state_of(one, answer), None if answer is None else answer.alive, one.checkpoint
 
-    def _lost(self, events: Sequence[Event], newest: Newest | None) -> str:
-        return "" if newest is None else gone_back(self.paths, events, newest.name, self.config)
+    def _lost(self, history: History, newest: Newest | None) -> str:
+        return "" if newest is None else gone_back(self.paths, history, newest.name, self.config)
 
     def _rewards(self) -> list[RewardFact]:
         return [
@@ -289,7 +283,7 @@ def _responses(config: RunConfig | None) -> int | None:
 
 
 def _description(
-    config: RunConfig | None, status: dict[str, Any], events: Sequence[Event], rewards: Sequence[RewardFact]
+    config: RunConfig | None, status: dict[str, Any], history: History, rewards: Sequence[RewardFact]
 ) -> dict[str, str]:
     found: dict[str, str] = {}
     if config is not None:
@@ -307,14 +301,13 @@ def _description(
         else:
             found["Program"] = " ".join(config.trainer.command)
         found["Ranks"] = f"{shape.world_size} on {counted(shape.nodes, 'node')}"
-    started = [event for event in events if isinstance(event, Started)]
-    if started:
-        newest = started[-1]
+    if history.attempts:
+        newest = history.attempts[-1].event
         where = f"Slurm {status.get('slurm', '')}".strip() if newest.cluster == "slurm" else "this machine"
         found["Job"] = f"{newest.job_id or '?'} ({where})"
         found["Nodes"] = newest.nodes or newest.host
-    if newest_restart := next((e for e in reversed(events) if isinstance(e, Restart)), None):
-        found["Resumed from"] = newest_restart.resume or "the beginning"
+    if history.restart is not None:
+        found["Resumed from"] = history.restart.resume or "the beginning"
     return {what: value for what, value in found.items() if value}
 
 

@@ -1,7 +1,7 @@
 """The table of all runs below a directory, kept up to date: one small row for each, and which rows have changed.
 
-The directory is followed as `verl-slurm watch` does it: the kernel reports journals that grow, and nothing is read
-until it does. Only rows are kept: a run's facts are gathered when its page is opened.
+The directory is followed as `verl-slurm watch` does it: sizes of journals are looked at, and nothing is read of one
+that has not grown. Only rows are kept: a run's facts are gathered when its page is opened.
 """
 
 import os
@@ -15,7 +15,7 @@ import msgspec
 
 from verl_slurm.base.one_line import counted, printable, span
 from verl_slurm.journal.events import Event
-from verl_slurm.runs.follow_many import FleetWatch, Followed, Watches
+from verl_slurm.runs.follow_many import FleetWatch, Followed
 from verl_slurm.runs.glance import Glance, glance
 
 _LONGEST = 1000
@@ -77,8 +77,7 @@ def _link(name: str) -> str:
 class LiveRuns:
     """Rows by the run's path below `above`, with links resolved; a run that a link has outside of it is left out.
 
-    `find`, `read` and `ask` read files, one at a time; they may be called in a thread, since only `apply` and `drop`
-    change what is shown.
+    `look` reads files, one at a time; it may be called in a thread, since only `apply` and `drop` change what is shown.
 
     Attributes:
         above: the directory that holds the runs.
@@ -98,42 +97,32 @@ class LiveRuns:
         self._dropped: set[Path] = set()
         self._trouble = self._told = ""
         self._fleet = FleetWatch([self.place], lambda run, _: self._dirty.add(run.root), self._on_glance)
-
-    @property
-    def must_look(self) -> bool:
-        return self._fleet.must_look
+        self.look_s = self._fleet.look_s
+        """Seconds between looks."""
 
     @property
     def problem(self) -> str:
         """Why the scheduler did not answer, or files could not be read."""
         return self._trouble or self._fleet.problem
 
-    def find(self, watches: Watches) -> None:
-        """Finds the runs that there are."""
-        self._fleet.find(watches)
-        self._read_idle()
+    def look(self, *, ask: bool = False) -> None:
+        """Reads what has changed.
 
-    def read(self, watches: Watches) -> None:
-        """Reads what has changed; waits for nothing."""
+        Args:
+            ask: the scheduler, once a minute, about the runs that have not ended: one question for all.
+        """
         self._dirty.clear()
         self._forget()
         try:
-            self._fleet.read(watches.wait(0.0), watches)
+            self._fleet.look(ask=ask)
             self._trouble = ""
         except OSError as error:  # of one run, which must not end what is shown of the others
             self._trouble = str(error)
         for root in self._dirty:
             if (run := self._fleet.runs.get(root)) is not None:
                 self._on_glance(run, glance(root))
-        self._read_idle()
-
-    def ask(self) -> None:
-        """Looks at the runs that have not ended, and asks the scheduler about them: one question for all."""
-        self._forget()
-        try:
-            self._fleet.ask()
-        except OSError as error:
-            self._trouble = str(error)
+        for root, state in self._fleet.idle.items():
+            self._make(root, state, None)
 
     def apply(self) -> bool:
         """Takes over what was read; returns whether it is news."""
@@ -177,10 +166,6 @@ class LiveRuns:
 
     def _on_glance(self, run: Followed, seen: Glance) -> None:
         self._make(run.root, run.state, seen)
-
-    def _read_idle(self) -> None:
-        for root, state in self._fleet.idle.items():
-            self._make(root, state, None)
 
     def _make(self, root: Path, state: str, seen: Glance | None) -> None:
         if root.is_relative_to(self.place) and root != self.above:

@@ -18,8 +18,7 @@ from typing import Any
 import jinja2
 
 from verl_slurm.base.one_line import counted, json_line, printable, span
-from verl_slurm.journal.folds.time_use import PARTS
-from verl_slurm.journal.folds.timeline import KINDS
+from verl_slurm.journal.history import KINDS, PARTS
 from verl_slurm.report.facts import Curve, Report, RunFacts
 from verl_slurm.report.live_runs import Row
 

@@ -35,18 +35,11 @@ from verl_slurm.base.one_line import json_line
 from verl_slurm.journal.events import Event
 from verl_slurm.report.live_runs import LiveRuns
 from verl_slurm.report.page import LIST_SCRIPTS, LIVE_SCRIPTS, policy_of, render_list
-from verl_slurm.runs.follow_many import Watches
 from verl_slurm.wire.http import Caps, HttpReply, HttpRequest, serve_http
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
-_ASK_S = 60.0
-"""Minimum seconds between questions to the scheduler; none is asked while no page is open."""
-_LOOK_S = 5.0
-"""Seconds between looks where the kernel does not report all writes; none while no page is open."""
-_SETTLE_S = 1.0
-"""After something was read, and before the next: a burst of events is read at once."""
 _PAGE_S = 60.0
 _PAGES_AT_ONCE = 2
 _MOST_STREAMS = 32
@@ -96,19 +89,15 @@ class Server:
         Raises:
             OSError: the port is taken, or the directory cannot be read.
         """
-        with Watches() as watches:
-            await self._update(lambda: self._runs.find(watches))
-            caps = Caps(bearers=2 * _MOST_STREAMS)
-            server, port = await serve_http(
-                HOST, port, self._answer, caps, self._token, carries=self._carries
-            )
-            # With the port: cookies of all ports of a host are in one jar.
-            self._cookie = f"verl_slurm_{port}"
-            self._hosts = frozenset({f"{HOST}:{port}", f"localhost:{port}"})
-            async with server, asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._follow(watches))
-                tasks.create_task(self._ask_while_watched())
-                on_ready(f"http://{HOST}:{port}/?token={self._token}", len(self._runs.rows))
+        await self._update(self._runs.look)
+        caps = Caps(bearers=2 * _MOST_STREAMS)
+        server, port = await serve_http(HOST, port, self._answer, caps, self._token, carries=self._carries)
+        # With the port: cookies of all ports of a host are in one jar.
+        self._cookie = f"verl_slurm_{port}"
+        self._hosts = frozenset({f"{HOST}:{port}", f"localhost:{port}"})
+        async with server, asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._look_while_watched())
+            on_ready(f"http://{HOST}:{port}/?token={self._token}", len(self._runs.rows))
 
     # ---- keeping the rows up to date
 
@@ -119,32 +108,11 @@ class Server:
                 self._changed.set()
                 self._changed = asyncio.Event()
 
-    async def _follow(self, watches: Watches) -> None:
-        while True:
-            await self._something_to_read(watches)
-            await self._update(lambda: self._runs.read(watches))
-            await asyncio.sleep(_SETTLE_S)
-
-    async def _something_to_read(self, watches: Watches) -> None:
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(watches.fileno(), ready.set)
-        try:
-            if self._runs.must_look:
-                await self._watched.wait()
-                async with asyncio.timeout(_LOOK_S):
-                    await ready.wait()
-            else:
-                await ready.wait()
-        except TimeoutError:
-            pass
-        finally:
-            loop.remove_reader(watches.fileno())
-
-    async def _ask_while_watched(self) -> None:
+    async def _look_while_watched(self) -> None:
         while True:
             await self._watched.wait()
-            await self._update(self._runs.ask)
-            await asyncio.sleep(_ASK_S)
+            await self._update(lambda: self._runs.look(ask=True))
+            await asyncio.sleep(self._runs.look_s)
 
     # ---- who may ask
 
@@ -188,13 +156,15 @@ class Server:
         before, folder, path = request.path.partition(self._folder)
         if before or not folder:
             return HttpReply(404)
+        if path == "events":
+            return self._events(request)
+        # Nothing is looked at while no page is open.
+        await self._update(self._runs.look)
         if not path:
             runs = self._runs
             runs.drop(await _in_thread(runs.removed))
             text = render_list(runs.changed_since(-1), runs.summary, runs.version, str(runs.place))
             return _html(text.encode(), LIST_SCRIPTS)
-        if path == "events":
-            return self._events(request)
         prefix, _, name = path.partition("run/")
         run = _decoded(name)
         # By comparison with the runs that were found: `..` is in none of their paths.

@@ -25,8 +25,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.mounts import is_remote
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.journal.events import CancelAsked, Ended, Event, Gone
-from verl_slurm.journal.files import parse_event, read_events
-from verl_slurm.journal.folds.jobs import began_again
+from verl_slurm.journal.files import parse_event, read_history
 from verl_slurm.journal.status import read_status
 from verl_slurm.runs.liveness import job_state, settle
 from verl_slurm.runs.record import last_job
@@ -188,7 +187,8 @@ def follow_run(
             on_event(event)
             # A job that is cancelled while it waits ends without a word, so the scheduler is asked soon after.
             patience_s = _CANCEL_S if isinstance(event, CancelAsked) else _SILENCE_S[last_job(paths).cluster]
-            if isinstance(event, Ended) and event.is_final and not began_again(read_events(paths), event):
+            # A run may be submitted again after any end.
+            if isinstance(event, Ended) and event.is_final and read_history(paths).word == event:
                 # submitit's controller ends a moment after its lead; else the next command would find the run alive.
                 settle(paths, last_job(paths))
                 return event.code

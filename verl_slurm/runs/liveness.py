@@ -4,7 +4,7 @@ import asyncio
 import os
 import re
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -19,9 +19,8 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.journal.event import Event
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History, Submission
 from verl_slurm.runs.record import last_job
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import JobFacts
@@ -143,10 +142,9 @@ def queued_jobs(paths: RunPaths) -> list[str]:
     return [number for number, script in jobs if is_script_of(paths.root, script)]
 
 
-def unknown_jobs(paths: RunPaths, events: Iterable[Event]) -> list[str]:
+def unknown_jobs(paths: RunPaths, history: History) -> list[str]:
     """Returns those of `queued_jobs` that the journal does not name. Raises as it."""
-    named = {event.job_id for event in events}
-    return [number for number in queued_jobs(paths) if number not in named]
+    return [number for number in queued_jobs(paths) if number not in history.last_of_job]
 
 
 def is_script_of(root: Path, script: str) -> bool:
@@ -300,12 +298,12 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
     Args:
         ask_for_unknown: also one of Slurm's that its journal does not name: its number was lost, or the journal was.
     """
-    events = read_events(paths)
+    history = read_history(paths)
     with suppress(NotFound):
-        _refuse_living_job(paths, events, last_job(paths))
+        _refuse_living_job(paths, history, last_job(paths))
     if not ask_for_unknown:
         return
-    if unknown := unknown_jobs(paths, events):
+    if unknown := unknown_jobs(paths, history):
         ends = f"it trains the run when it starts; `verl-slurm cancel {shell_word(paths.root)}` ends it"
         if not paths.run_yaml.exists():
             ends = f"its run is gone: `scancel {unknown[-1]}`, then the same submit again"
@@ -317,11 +315,11 @@ def refuse_living(paths: RunPaths, *, ask_for_unknown: bool = False) -> None:
         )
 
 
-def _refuse_living_job(paths: RunPaths, events: Sequence[Event], job: Submission) -> None:
-    ended = has_ended(events, job.job_id)
+def _refuse_living_job(paths: RunPaths, history: History, job: Submission) -> None:
+    ended = history.has_ended(job.job_id)
     if job.cluster == "slurm" and not ended and (other := cluster_of_another(job)):
         # A cancel of a job that waits leaves no other word.
-        if cancel_asked(events):
+        if history.is_cancelled:
             return
         newest = next((info.path for info in list_checkpoints(paths) if info.kind == "committed"), "PATH")
         raise Fenced(

@@ -16,9 +16,9 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Cluster, Ended, Started, Submitted
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import Submission, newest_job
+from verl_slurm.journal.events import Cluster, Ended
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import Submission
 from verl_slurm.journal.status import read_status
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 
@@ -47,8 +47,8 @@ def has_begun(paths: RunPaths) -> bool:
 
 def ended_well(paths: RunPaths) -> bool:
     """Returns whether the newest word of the run's life is an end with exit code 0."""
-    words = [event for event in read_events(paths) if isinstance(event, Ended | Started | Submitted)]
-    return bool(words) and isinstance(words[-1], Ended) and words[-1].exit_code == ExitCode.OK
+    word = read_history(paths).word
+    return isinstance(word, Ended) and word.exit_code == ExitCode.OK
 
 
 def has_ledger(paths: RunPaths) -> bool:
@@ -104,7 +104,7 @@ def last_job(paths: RunPaths) -> Submission:
     Raises:
         NotFound: the run was never submitted.
     """
-    found = newest_job(read_events(paths)) or job_by_files(paths)
+    found = read_history(paths).job or job_by_files(paths)
     if found is None:
         raise NotFound(
             "the run has no job yet",

@@ -12,8 +12,8 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import CancelAsked, Ended, RequeueAsked
-from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.journal.folds.jobs import Submission, cancel_asked, has_ended, newest_job
+from verl_slurm.journal.files import append_event, read_history
+from verl_slurm.journal.history import Submission
 from verl_slurm.runs.glance import glance
 from verl_slurm.runs.liveness import ANOTHERS, job_state, leads, runs_here, unknown_jobs, way_on
 from verl_slurm.runs.record import last_job
@@ -39,14 +39,14 @@ def cancel_run(run: RunPaths, *, patience_s: float = _PATIENCE_S) -> str:
             return _cancel(run)
         except NotFound:
             # The request before was taken, and its answer lost.
-            if asked and cancel_asked(read_events(run)):
+            if asked and read_history(run).is_cancelled:
                 return last_job(run).job_id
             raise
         except SlurmMissing as error:
             # Without its commands no second try helps.
             if shutil.which("scontrol") is None or shutil.which("scancel") is None:
                 raise
-            asked = cancel_asked(read_events(run))
+            asked = read_history(run).is_cancelled
             if time.monotonic() >= until:
                 raise SlurmMissing(
                     "the run is not cancelled, and its job goes on",
@@ -66,7 +66,7 @@ def _cancel(run: RunPaths) -> str:
     except NotFound as error:
         return _cancel_unknown(run, error)
     # Before the signal: the next task of a chain starts by itself, and looks for this line.
-    if not cancel_asked(read_events(run)):
+    if not read_history(run).is_cancelled:
         append_event(run, CancelAsked())
     if job.cluster == "slurm":
         asyncio.run(SlurmClient().cancel(int(job.job_id)))
@@ -79,17 +79,17 @@ def _cancel(run: RunPaths) -> str:
 def _cancel_unknown(run: RunPaths, error: NotFound) -> str:
     """Ends the jobs of the run that Slurm has and its journal does not name; returns their ids. Raises `error` if there
     are none."""
-    events = read_events(run)
-    job = newest_job(events)
+    history = read_history(run)
+    job = history.job
     if job is not None and job.cluster != "slurm":
         raise error
-    if unknown := unknown_jobs(run, events) if shutil.which("squeue") else []:
+    if unknown := unknown_jobs(run, history) if shutil.which("squeue") else []:
         append_event(run, CancelAsked())
         for number in unknown:
             asyncio.run(SlurmClient().cancel(int(number.partition("_")[0])))
         return ", ".join(unknown)
     # By nothing else can another cluster tell that a job is over which ended without a word.
-    silent = job is not None and not has_ended(events, job.job_id) and not cancel_asked(events)
+    silent = job is not None and not history.has_ended(job.job_id) and not history.is_cancelled
     if silent and job_state(run, last_job(run)).over:
         append_event(run, CancelAsked())
     raise error

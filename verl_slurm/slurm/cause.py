@@ -38,29 +38,12 @@ from typing import Literal
 
 import msgspec
 
+from verl_slurm.journal.causes import CauseKind
 from verl_slurm.slurm.facts import JobFacts
 
 Trigger = Literal["warning", "requeue_wish", "term", "poll"]
 """Reason for the question: a warning signal (USR1, or the CONT that newer Slurm sends), USR2 (`verl-slurm requeue`),
 TERM, or a routine look of our own."""
-
-CauseKind = Literal[
-    "preemption",
-    "time_limit",
-    "failed",
-    "operator",
-    "operator_requeue",
-    "growth",
-    "cancel",
-    "requeued",
-    "node_lost",
-    "reclaimed",
-    "bad_node",
-    "service",
-    "suspended",
-    "none",
-    "unknown",
-]
 
 WARNING_SLACK_S = 60
 """sbatch(1): the warning of `--signal` may come up to 60 s early (seen: 2 s and 13 s)."""
@@ -80,20 +63,6 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     deadline: datetime | None = None
     """Time at which Slurm will end the job (EndTime; in truth up to 30 s later, then KillWait). None: not known, or the
     job is being ended now and KillWait runs."""
-
-    @property
-    def ends_job(self) -> bool:
-        """Returns whether this attempt ends soon, whatever we do."""
-        return self.kind in {
-            "preemption",
-            "time_limit",
-            "failed",
-            "cancel",
-            "requeued",
-            "node_lost",
-            "reclaimed",
-            "bad_node",
-        }
 
 
 def decide_cause(

@@ -29,7 +29,7 @@ from verl_slurm.base.errors import NotFound, SlurmMissing
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_history
 from verl_slurm.runs.liveness import unknown_jobs
 from verl_slurm.slurm.batch import awaiting, component_lines, sbatch_parameters, submission_environment
 from verl_slurm.slurm.client import SlurmClient
@@ -97,7 +97,7 @@ def submit_job(plan: SubmissionPlan, after: str = "") -> QueuedJob:
         MayBeQueued: no answer, or one that is not understood, and Slurm shows no job of the run.
     """
     paths = RunPaths(plan.run_dir)
-    before = read_events(paths)
+    before = read_history(paths)
     command = [sys.executable, "-P", "-m", __name__, str(plan.run_dir), plan.cluster, after]
     command += plan.avoids
     with waiting_for("sbatch", _TIMEOUT_S) if plan.cluster == "slurm" else nullcontext():

@@ -23,20 +23,14 @@ from verl_slurm.checkpoint.decide.notice import Notice
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.store.medium import StorageWatch
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Event
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.interruptions import (
-    Interruptions,
-    count_interruptions,
-    mean_time_between,
-)
-from verl_slurm.journal.folds.saves import measured_saves
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History, mean_time_between
 from verl_slurm.save.ranks.collective import Collective
 from verl_slurm.trainer.report import Reporter
 from verl_slurm.trainer.state.train_state import TrainState
 
+# Newest steps and saves that count. Answers grow longer over a run, so old measurements no longer apply.
 _MEASURED = 16
-"""Newest steps and saves that count. Answers grow longer over a run, so old measurements no longer apply."""
 
 
 class CostMeter:
@@ -107,10 +101,9 @@ class CostMeter:
 
 
 _FILES_PER_RANK = 8
+# A measured interval drifts all the time. It is reported again once it has changed by this factor since the last
+# report.
 _WORTH_SAYING = 1.25
-"""A measured interval drifts all the time. It is reported again once it has changed by this factor since the last
-report.
-"""
 
 
 class Pace:
@@ -144,10 +137,10 @@ class Pace:
         self._meter = CostMeter(clock)
         self._durable_s: deque[float] = deque(maxlen=_MEASURED)
         self._num_files = _FILES_PER_RANK * ranks.world_size
-        events = _read(paths) if ranks.rank == 0 else []
-        self._past = count_interruptions(events)
+        past = _read(paths) if ranks.rank == 0 else History()
+        self._num_lossy, self._run_s = past.num_lossy, past.allocated_seconds()
         # Earlier attempts wrote to the same storage, so their saves tell what the first one here needs.
-        earlier = measured_saves(events, _MEASURED)
+        earlier = past.measured_saves(_MEASURED)
         basis = "the last save" if earlier else "models and optimizers"
         self._storage = StorageWatch(
             "the run's storage",
@@ -266,16 +259,14 @@ class Pace:
         return agreed
 
     def _costs(self) -> Costs:
-        lived = Interruptions(
-            lossy=self._past.lossy,
-            # This attempt counts as well: one without an interruption is what makes the mean time between them longer.
-            run_s=self._past.run_s + max(self._clock() - self._began, 0.0),
-        )
+        # This attempt counts as well: one without an interruption is what makes the mean time between them longer.
+        run_s = self._run_s + max(self._clock() - self._began, 0.0)
+        expected_s = self._config.checkpoint.expected_mtbi_h * 3600.0
         return Costs(
             step_s=self._meter.step_s,
             save_s=self._meter.save_s,
             durable_s=median(self._durable_s) if self._durable_s else None,
-            mtbi_s=mean_time_between(lived, self._config.checkpoint.expected_mtbi_h * 3600.0),
+            mtbi_s=mean_time_between(self._num_lossy, run_s, expected_s),
         )
 
     def _say_if_changed(self, interval: Interval) -> None:
@@ -300,8 +291,8 @@ class Pace:
             self._reporter.notice(notice)
 
 
-def _read(paths: RunPaths) -> list[Event]:
+def _read(paths: RunPaths) -> History:
     try:
-        return read_events(paths)
+        return read_history(paths)
     except OSError:
-        return []  # the journal informs; without it the previous belief stands
+        return History()  # the journal informs; without it the previous belief stands

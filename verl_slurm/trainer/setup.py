@@ -35,8 +35,7 @@ from verl_slurm.dataset.fingerprint.record import (
 from verl_slurm.dataset.prompts.chat_template import read_template
 from verl_slurm.dataset.prompts.choice import SUFFIXES
 from verl_slurm.dataset.prompts.directory import Content
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.saves import measured_saves
+from verl_slurm.journal.files import read_history
 from verl_slurm.loops.session import Session
 from verl_slurm.program.programs import Moves
 from verl_slurm.runtime_state.format import Arrays
@@ -511,7 +510,7 @@ def _may_hold_prompts(tree: Fingerprint) -> dict[str, Content]:
 def _usual_seconds(paths: RunPaths, manifest: Manifest | None) -> float | None:
     """Returns the seconds of the last save to shared storage; None: not known."""
     try:
-        told = measured_saves(read_events(paths), 1)
+        told = read_history(paths).measured_saves(1)
     except OSError:
         told = []
     # The journal first: a manifest may have been written before its save was over.

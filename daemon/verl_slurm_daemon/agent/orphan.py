@@ -18,8 +18,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Orphaned
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import lead_ended
+from verl_slurm.journal.files import read_history
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.wire.lead_file import LeadAddress
 from verl_slurm_daemon.agent.agent_log import AgentLog
@@ -87,8 +86,8 @@ class SlurmSenses:
     async def lead_ended(self) -> bool:
         async with asyncio.timeout(_READ_S):
             # In a thread, because storage that hangs would stop the loop and with it the limit above.
-            events = await asyncio.to_thread(read_events, self._paths)
-        return lead_ended(events, self._epoch)
+            history = await asyncio.to_thread(read_history, self._paths)
+        return self._epoch in history.ended_attempts
 
     async def lead_answers(self) -> bool:
         if self._address is None:

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple, Protocol
 import msgspec
 
 from verl_slurm.base.fence import Epoch
-from verl_slurm.journal.events import Event, StartOverruled
+from verl_slurm.journal.events import StartOverruled
+from verl_slurm.journal.history import History
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
 
 
@@ -88,7 +89,7 @@ class Allocation(Protocol):
             hold: not before a person releases it. REQUEUE_FAILED where nothing can be held.
         """
 
-    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+    async def learn(self, history: History) -> StartOverruled | None:
         """Learns from the run's former requeues; returns what the last one came to, if not what was asked for."""
 
     async def hasten(self, clean: bool) -> datetime | None:

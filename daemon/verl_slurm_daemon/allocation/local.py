@@ -15,8 +15,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import KnownProcess
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_services
-from verl_slurm.journal.events import Event, RequeueAsked, Started, StartOverruled
+from verl_slurm.journal.events import RequeueAsked, Started, StartOverruled
 from verl_slurm.journal.files import read_events
+from verl_slurm.journal.history import History
 from verl_slurm.wire.environment import LOCAL_RESTART_VARIABLE
 from verl_slurm_daemon.allocation.contract import Avoided, Outlook, Places
 from verl_slurm_daemon.decide.inputs import CauseKnown, RequeueAnswered
@@ -70,7 +71,7 @@ class LocalAllocation:
         await asyncio.sleep(delay_s or 0)  # the delay itself: only this process starts the next one
         return RequeueAnswered(ExitCode.REQUEUED, "no Slurm: the next attempt starts in place of this one")
 
-    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
+    async def learn(self, history: History) -> StartOverruled | None:
         return None
 
     async def hasten(self, clean: bool) -> datetime | None:

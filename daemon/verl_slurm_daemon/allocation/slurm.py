@@ -25,9 +25,10 @@ from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_components
 from verl_slurm.containers.runtimes import in_image
-from verl_slurm.journal.events import Event, Saved, StartOverruled
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds import jobs
+from verl_slurm.journal.causes import meaning_of
+from verl_slurm.journal.events import StartOverruled
+from verl_slurm.journal.files import read_events, read_history
+from verl_slurm.journal.history import History, cancelled_task
 from verl_slurm.runs.liveness import may_be_of
 from verl_slurm.slurm.cause import WARNING_SLACK_S, Trigger, decide_cause
 from verl_slurm.slurm.client import SlurmClient
@@ -199,7 +200,7 @@ class SlurmAllocation:
         # that says so.
         if cause.kind == "time_limit" and left is not None:
             self._last_try = time.monotonic() + left + self._kill_wait_s - _LAST_WORD_S
-        if left is None and cause.ends_job:
+        if left is None and meaning_of(cause.kind).ended_by == "Slurm":
             # The job is being ended: TERM has come, KILL follows. A slow answer of slurmctld uses up part of
             # that time.
             left = max(self._kill_wait_s - (time.monotonic() - asked), 0.0)
@@ -280,13 +281,12 @@ class SlurmAllocation:
         least_s = ends_s + max(leaves_s, self._epilog_s)
         return max(self._delay_s, math.ceil(least_s))
 
-    async def learn(self, events: Sequence[Event]) -> StartOverruled | None:
-        self._overruled = jobs.overruled_starts(events)
-        saved = [event.seconds or 0.0 for event in events if isinstance(event, Saved)]
-        self._save_s = max(saved[-3:], default=0.0)
-        wanted = jobs.wanted_start(events)
-        if wanted is None:
+    async def learn(self, history: History) -> StartOverruled | None:
+        self._overruled = history.counts["start_overruled"]
+        self._save_s = max((save.event.seconds or 0.0 for save in history.all_saves[-3:]), default=0.0)
+        if history.end is None or not history.end.next_start:
             return None
+        wanted = datetime.fromisoformat(history.end.next_start)
         try:
             eligible = (await self._client.job(self._job.job_id)).eligible_time
         except VerlSlurmError:
@@ -363,18 +363,15 @@ class SlurmAllocation:
 
     async def cancelled_before(self) -> str:
         events, array = await asyncio.to_thread(read_events, self._paths), self._job.array_job_id
-        former = (
-            jobs.predecessor_of(events, self.job_id)
-            if array is None
-            else jobs.cancelled_task(events, self.job_id)
-        )
+        history = History(events)
+        former = cancelled_task(events, self.job_id) if array else history.predecessor_of(self.job_id)
         if not former.isdigit():
             return ""
         try:
             facts = await self._client.job(int(former))
         except NotFound:
             # Slurm forgot the job (a chain may wait for hours): then the journal decides.
-            if array is not None and jobs.ended_cancelled(events, former, array):
+            if array is not None and history.cancelled_in_array(former, str(array)):
                 return f"job {former}, which this one follows, was cancelled"
             return ""
         if array is not None and not (facts.array_task or "").startswith(f"{array}_"):
@@ -446,8 +443,8 @@ class SlurmAllocation:
                 if pause is None:  # not taken for an end: the other one would have to leave
                     raise
             else:
-                events = await asyncio.to_thread(read_events, self._paths)
-                by_us = jobs.was_queued(events, owner.job_id)
+                history = await asyncio.to_thread(read_history, self._paths)
+                by_us = history.was_queued(owner.job_id)
                 if facts.is_over or not may_be_of(self._paths.root, facts, queued_by_us=by_us):
                     return ""
                 # The job was cancelled a moment ago, and this one already started on the nodes that it left.
@@ -460,7 +457,8 @@ class SlurmAllocation:
         """Returns whether the owner, a job of another Slurm cluster, may still work: only the journal can tell."""
         # What is being cancelled may still save. A lead that died without a word is not waited for any longer.
         for pause in _LEAVING_S:
-            word = jobs.what_became(await asyncio.to_thread(read_events, self._paths), owner.epoch)
+            history = await asyncio.to_thread(read_history, self._paths)
+            word = history.what_became(owner.epoch)
             if word == "goes on":
                 cluster = f"Slurm cluster {owner.slurm} has not ended, and this is {self._job.cluster}"
                 return f"job {owner.job_id} of {cluster}"

@@ -26,8 +26,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.processes import birth_of
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Successor
-from verl_slurm.journal.files import append_event, read_events
-from verl_slurm.journal.folds.jobs import successor_of
+from verl_slurm.journal.files import append_event, read_history
 from verl_slurm.slurm.batch import awaiting, sbatch_options, submission_environment
 from verl_slurm.slurm.client import SlurmClient
 
@@ -63,7 +62,7 @@ async def queue_successor(
         SlurmMissing: no answer. The job may be queued all the same; the next call finds it by its script.
         OSError: the claim or the script cannot be written.
     """
-    there = successor_of(read_events(paths), job_id)
+    there = read_history(paths).successor_of(job_id)
     if there:
         return there
     if there := await _wait_for_a_claim(paths, job_id, sleep):
@@ -101,6 +100,6 @@ async def _wait_for_a_claim(paths: RunPaths, job_id: str, sleep: Callable[[float
             return ""
         for _ in range(_LOOKS):
             await sleep(_LOOK_S)  # the journal may be on a network file system, which reports no changes
-            if there := successor_of(read_events(paths), job_id):
+            if there := read_history(paths).successor_of(job_id):
                 return there
     raise AssertionError("unreachable")

@@ -4,16 +4,13 @@ Slurm may start a job again that has ended well (23.02 to 25.11 do so after a pr
 tasks of a chain follow one another whatever became of the run.
 """
 
-from collections.abc import Sequence
-
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Event
-from verl_slurm.journal.folds.jobs import loop_ended_with
+from verl_slurm.journal.history import History
 
 
 def nothing_left(
-    config: RunConfig, manifest: Manifest | None, events: Sequence[Event], job_id: str, array: str | None
+    config: RunConfig, manifest: Manifest | None, history: History, job_id: str, array: str | None
 ) -> str:
     """Returns why nothing is left to do after this checkpoint; empty: something is.
 
@@ -31,6 +28,6 @@ def nothing_left(
         whole = manifest.safe_point == 0 and manifest.step >= config.train.steps
         return f"all {config.train.steps} steps are done: {manifest.name}" if whole else ""
     # The length of a guest's loop is known to its own program, which may have been changed since.
-    if loop_ended_with(events, manifest.name, job_id, array):
+    if history.ended_well_with(manifest.name, job_id, array):
         return f"the loop has ended with {manifest.name}"
     return ""

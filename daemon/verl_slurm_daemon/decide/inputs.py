@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.slurm.cause import CauseKind
+from verl_slurm.journal.causes import CauseKind
 from verl_slurm.wire.messages import FromRank
 
 
@@ -20,7 +20,7 @@ class Ready(_Event, frozen=True):
 
     world_size: int
     strangers: int = 0
-    """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.folds.progress`)."""
+    """Starts in a row, of earlier attempts and up to now, that met strangers (`journal.history`)."""
     unfit: int = 0
     """Attempts in a row, before this one, that met a bad node."""
     failed: int = 0

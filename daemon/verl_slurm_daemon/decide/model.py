@@ -7,6 +7,7 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.journal.causes import meaning_of
 from verl_slurm.wire.messages import PartSaved, Refused, SavedOnNodes, SaveStarted
 from verl_slurm_daemon.decide import actions as act, inputs
 from verl_slurm_daemon.decide.delays import IN_PLACE_S
@@ -177,7 +178,7 @@ class Model(msgspec.Struct, frozen=True):
     @property
     def saves_unbounded(self) -> bool:
         """Returns whether this is a save before the end without a deadline: Slurm does not want the nodes."""
-        return self.state is State.SAVING and self.cause in ("operator_requeue", "growth", "service")
+        return self.state is State.SAVING and meaning_of(self.cause).ended_by == "us"
 
 
 class Decision(msgspec.Struct, frozen=True):

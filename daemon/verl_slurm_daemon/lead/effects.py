@@ -30,9 +30,7 @@ from verl_slurm.config.elastic import on_nodes
 from verl_slurm.config.load import load_own
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.progress import no_progress, stuck_restarts
-from verl_slurm.journal.folds.saves import on_nodes_alone
+from verl_slurm.journal.files import read_history
 from verl_slurm.journal.status import Status
 from verl_slurm.wire.connection_limits import REASONS
 from verl_slurm.wire.lead_file import LeadAddress, remove_lead_address, write_lead_address
@@ -312,10 +310,10 @@ class Effects:
         # run.yaml may have been edited while the job waited, or since; and the ranks read the file themselves.
         await asyncio.to_thread(self._require_unchanged, point)
         job = self._allocation.job_id, os.environ.get("SLURM_ARRAY_JOB_ID")
-        events = await asyncio.to_thread(read_events, self._paths)
+        history = await asyncio.to_thread(read_history, self._paths)
         # At a restart in place, too: ranks would take what is not mounted for what is wrong.
-        await asyncio.to_thread(require_mounted, self._config, events)
-        if done := nothing_left(self._config, point.manifest, events, *job):
+        await asyncio.to_thread(require_mounted, self._config, history)
+        if done := nothing_left(self._config, point.manifest, history, *job):
             self._paths.resume_once.unlink(missing_ok=True)
             return inputs.AllDone(point.name, done)
         places = await self._allocation.places(self._lost)
@@ -375,7 +373,8 @@ class Effects:
         point = await wait_for_checkpoints(last, self._config, self._journal, self._step.leaving)
         if checkpoint.local_dir:
             present = os.listdir(self._paths.checkpoints)
-            alone = on_nodes_alone(read_events(self._paths), present, parts_since(self._paths))
+            history = read_history(self._paths)
+            alone = history.on_nodes_alone(present, parts_since(self._paths))
             told += [left_behind(name, nodes) for name, nodes in alone.items()]
         for line in dict.fromkeys([*told, *point.reasons]):
             self._journal.write(ev.Resume(line))
@@ -591,7 +590,7 @@ class Effects:
         stuck, reason = 0, ""
         # Storage may work by now; if not, this code runs again soon.
         with contextlib.suppress(OSError, TooMuch):
-            events = await answered(lambda: read_events(self._paths))
-            stuck = stuck_restarts(events)
-            reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
+            history = await answered(lambda: read_history(self._paths))
+            stuck = history.stuck
+            reason = history.no_progress(f"verl-slurm logs {shell_word(self._paths.root)}")
         self._post(inputs.BackoffOver(stuck, reason))

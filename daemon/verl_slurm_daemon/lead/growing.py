@@ -7,9 +7,8 @@ from collections.abc import Callable
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.growth import Growths, growths
-from verl_slurm.journal.folds.outages import Outages
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History
 from verl_slurm.journal.status import read_status
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.decide import inputs
@@ -68,17 +67,17 @@ async def watch_growth(
         idle = await allocation.idle_nodes()
         more = next((number for number in allowed if number <= nodes + idle), nodes)
         left_s = (clock() - began) / (done - first) * (config.train.steps - done)
-        events = await asyncio.to_thread(read_events, paths)
-        if _may_again(growths(events), clock()) and worth(nodes, more, left_s, _usual_cost(Outages(events))):
+        history = await asyncio.to_thread(read_history, paths)
+        if _may_again(history, clock()) and worth(nodes, more, left_s, _usual_cost(history)):
             said = f"{idle} more nodes are idle: from {nodes} to {more}, with {left_s:.0f} s to go on {nodes}"
             post(inputs.CauseKnown("growth", said, None))
             return
 
 
-def _may_again(former: Growths, now: float) -> bool:
-    return former.last is None or now - former.last > _LEAST_S * 2**former.fruitless
+def _may_again(history: History, now: float) -> bool:
+    return history.grew_at is None or now - history.grew_at > _LEAST_S * 2**history.fruitless_growths
 
 
-def _usual_cost(outages: Outages) -> float:
-    known = [each.seconds for each in outages.each if each.seconds is not None and each.queue_s]
+def _usual_cost(history: History) -> float:
+    known = [each.seconds for each in history.outages if each.seconds is not None and each.queue_s]
     return max(known[-3:], default=_COST_S)

@@ -36,17 +36,8 @@ from verl_slurm.config.schema import RunConfig
 from verl_slurm.containers.image import check_image
 from verl_slurm.dataset.fingerprint.record import check_dataset
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.outages import Outages
-from verl_slurm.journal.folds.progress import (
-    failed_starts,
-    has_trained,
-    no_progress,
-    short_starts,
-    stranger_restarts,
-    stuck_restarts,
-    unfit_starts,
-)
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History
 from verl_slurm.journal.status import Status, read_status
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm.verl.inputs import data_of
@@ -114,7 +105,7 @@ class Lead:
         steps = 0 if config.trainer.is_guest else config.train.steps  # a guest's loop says it itself
         self._status = Status(job_id=allocation.job_id, steps=steps, requeues=allocation.restart)
         self._status_due = 0.0
-        self._outages = Outages()
+        self._history = History()
         self._hooks: Hooks | None = None
         self._journal: Journal | None = None
         self._metrics: LeadMetrics | None = None
@@ -218,7 +209,7 @@ class Lead:
             )
         )
         with suppress(OSError, ValueError):  # it makes the next requeue faster; the journal may hold anything
-            if overruled := await self._allocation.learn(read_events(self._paths)):
+            if overruled := await self._allocation.learn(read_history(self._paths)):
                 journal.write(overruled)
 
     async def _end(
@@ -255,7 +246,7 @@ class Lead:
             self._status.step = max(former.get("step", 0), 0)
             # Up to the restart: by it is judged whether the ledger has all that was recorded.
             self._status.phase, self._status.index = former.get("phase", ""), former.get("index", 0)
-            self._outages = Outages(read_events(self._paths))
+            self._history = read_history(self._paths)
 
     def _journaled(self, event: ev.Event) -> None:
         if self._metrics is not None:
@@ -274,9 +265,9 @@ class Lead:
         if isinstance(event, ev.NodesChosen):
             status.spare_nodes = event.spare
         self._service_seen(event)
-        self._outages.feed(event)
-        if each := self._outages.each:
-            status.interruptions, status.interrupted_s = len(each), self._outages.seconds
+        self._history.feed(event)
+        if each := self._history.outages:
+            status.interruptions, status.interrupted_s = len(each), self._history.interrupted_s
             status.last_interruption = msgspec.to_builtins(each[-1])
 
     def _service_seen(self, event: ev.Event) -> None:
@@ -349,12 +340,12 @@ class Lead:
             return inputs.Over(ExitCode.CANCELLED, cancelled)
         if lacking := self._allocation.lacks():
             return inputs.NeedsPerson(1, lacking)
-        events = await asyncio.to_thread(read_events, self._paths)
+        history = await asyncio.to_thread(read_history, self._paths)
         limit = self._config.daemon.no_progress_limit
-        stuck, short = stuck_restarts(events), short_starts(events)
+        stuck, short = history.stuck, history.short
         # Counted in the journal over all attempts: a requeue does not renew this limit.
         if stuck >= limit:
-            reason = no_progress(events, stuck, f"verl-slurm logs {shell_word(self._paths.root)}")
+            reason = history.no_progress(f"verl-slurm logs {shell_word(self._paths.root)}")
             journal.write(ev.Held(stuck, reason))
             return inputs.Over(ExitCode.NO_PROGRESS, reason)
         if short >= limit:
@@ -376,8 +367,8 @@ class Lead:
             SlurmMissing: Slurm does not.
         """
         notices: list[str] = []
-        events = await asyncio.to_thread(read_events, self._paths)
-        await asyncio.to_thread(require_mounted, self._config, events)
+        history = await asyncio.to_thread(read_history, self._paths)
+        await asyncio.to_thread(require_mounted, self._config, history)
         await asyncio.to_thread(check_image, self._config)
         root = data_of(self._config)
         if root is not None:
@@ -392,11 +383,10 @@ class Lead:
         await effects.open()
         if self._metrics is not None and (problem := await self._metrics.open(self._allocation.address)):
             journal.write(ev.Warned("metrics", problem))
-        events = await asyncio.to_thread(read_events, self._paths)
-        mine = self._allocation
-        failed = failed_starts(events, mine.job_id, mine.restart)
-        counts = stranger_restarts(events), unfit_starts(events), failed
-        return inputs.Ready(self._config.speakers, *counts, trained=has_trained(events))
+        history = await asyncio.to_thread(read_history, self._paths)
+        failed = history.failed_starts(self._allocation.job_id, self._allocation.restart)
+        counts = history.strangers, history.unfit, failed
+        return inputs.Ready(self._config.speakers, *counts, trained=history.has_trained)
 
     async def _watch_the_fence(self) -> None:
         """Checks whether the run is still ours, while nothing else happens: a lead may wait for srun."""

@@ -12,7 +12,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Event, Restart
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.goodput import RunNumbers
+from verl_slurm.journal.history import History
 from verl_slurm.journal.status import Status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.wire.connection_limits import REASONS
@@ -58,7 +58,7 @@ class LeadMetrics:
         clock: Callable[[], float],
     ) -> None:
         self._paths, self._config, self._status, self._clock = paths, config, status, clock
-        self.run, self.live = RunNumbers(), LiveNumbers(range(config.speakers))
+        self.run, self.live = History(), LiveNumbers(range(config.speakers))
         self.refused: Mapping[str, int] = dict.fromkeys(REASONS, 0)
         """Refused connections at the control port, by reason; the lead counts them."""
         self._queue: int | None = None
@@ -145,14 +145,17 @@ class LeadMetrics:
         """Yields the four numbers that alerts are built from."""
         run, live = self.run, self.live
         # A run without a checkpoint loses everything since its beginning: that is its age.
-        saved = run.first_started if run.last_save is None else run.last_save
+        saved = run.last_save_at
+        if saved is None and run.attempts:
+            saved = run.attempts[0].began
         yield gauge(
             "verl_checkpoint_last_save_seconds_ago",
             "Since the newest checkpoint that was read back was written; before the first, since the run began.",
             None if saved is None else max(now - saved, 0.0),
         )
         # A save holds the rollouts, too, so the younger of both counts.
-        durable = [at for at in (run.last_durable, live.rollouts_at, saved) if at is not None]
+        written = run.all_saves[-1].at if run.all_saves else None
+        durable = [at for at in (written, live.rollouts_at, saved) if at is not None]
         yield gauge(
             "verl_runtime_state_age_seconds",
             "Since rollouts were journaled or a save written; before the first, since the run began.",
@@ -194,7 +197,9 @@ class LeadMetrics:
 
     def _of_saves(self) -> Iterator[Metric]:
         run = self.run
-        yield labelled(CounterMetricFamily, "verl_checkpoint_saves", "Written.", "kind", run.saves)
+        emergency = sum(save.event.emergency for save in run.all_saves)
+        kinds = {"periodic": len(run.all_saves) - emergency, "emergency": emergency}
+        yield labelled(CounterMetricFamily, "verl_checkpoint_saves", "Written.", "kind", kinds)
         for name, event, text in (
             ("verl_checkpoint_verified", "verified", "Read back and found good."),
             ("verl_checkpoint_corrupt", "corrupt", "Read back and not found good."),
@@ -204,11 +209,12 @@ class LeadMetrics:
             ("verl_warnings", "warning", "Warnings in the journal."),
         ):
             yield counter(name, text, run.counts[event])
+        costs = [cost for save in run.all_saves if (cost := save.cost) is not None]
         yield gauge(
             "verl_checkpoint_save_duration_seconds",
             "Of the newest save, until durable.",
-            run.last_save_seconds,
+            costs[-1][0] if costs else None,
         )
-        yield gauge("verl_checkpoint_save_bytes", "Of the newest save.", run.last_save_bytes)
-        yield counter("verl_checkpoint_save_seconds", "Of all saves.", run.save_seconds)
-        yield counter("verl_checkpoint_saved_bytes", "Of all saves.", run.save_bytes)
+        yield gauge("verl_checkpoint_save_bytes", "Of the newest save.", costs[-1][1] if costs else None)
+        yield counter("verl_checkpoint_save_seconds", "Of all saves.", sum(seconds for seconds, _ in costs))
+        yield counter("verl_checkpoint_saved_bytes", "Of all saves.", sum(size for _, size in costs))

@@ -9,8 +9,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import avoided_nodes
+from verl_slurm.journal.files import read_history
 from verl_slurm_daemon.allocation.contract import Allocation, Avoided
 from verl_slurm_daemon.decide import actions as act
 from verl_slurm_daemon.decide.inputs import RequeueAnswered
@@ -50,18 +49,16 @@ async def _avoid(
 ) -> None:
     """Tells Slurm which nodes failed this run or another one of the user lately. If there were some earlier and none
     now, tells it that as well."""
-    events, bad = await answered(lambda: read_events(paths)), await recalled(config)
+    history, bad = await answered(lambda: read_history(paths)), await recalled(config)
     for problem in bad.problems:
         journal.write(ev.Notice("health", f"passed over: {problem}"))
     # An earlier exclusion has to be taken back once its time is over: Slurm keeps it for good.
-    if not new and not bad.nodes and not any(isinstance(event, ev.Avoid) for event in events):
+    if not new and not bad.nodes and not history.avoided:
         return
-    own = avoided_nodes(events, new, datetime.now(UTC), config.daemon.avoid_node_s)
+    own = history.avoided_nodes(new, datetime.now(UTC), config.daemon.avoid_node_s)
     # First those that failed a check: where too few nodes are left, the last ones may be used again.
     nodes = tuple(dict.fromkeys((*bad.names, *own)))
-    told = [
-        event.told for event in events if isinstance(event, ev.Avoid) and event.job_id == allocation.job_id
-    ]
+    told = [event.told for event in history.avoided if event.job_id == allocation.job_id]
     before = told[-1] if told else []
     avoided = Avoided(f"nothing is avoided: no answer in {_AVOID_S:.0f} s", tuple(before))
     with contextlib.suppress(TimeoutError):

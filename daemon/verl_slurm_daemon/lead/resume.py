@@ -35,7 +35,7 @@ from verl_slurm.checkpoint.store.quarantine import move_to_quarantine
 from verl_slurm.checkpoint.store.recover import ResumeChoice, choose_resume
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal.events import Resume, Warned
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_history
 from verl_slurm.runtime_state.segment import HEAD_BYTES
 from verl_slurm_daemon.decide.delays import IN_PLACE_S
 from verl_slurm_daemon.journal import Journal
@@ -143,7 +143,7 @@ def find_resume_point(
 def _newer_from_tiers(
     paths: RunPaths, choice: ResumeChoice, verifier: Callable[[Path], Verdict]
 ) -> ResumeChoice:
-    lost, _ = missing_checkpoint(paths, read_events(paths), choice.name or "")
+    lost, _ = missing_checkpoint(paths, read_history(paths), choice.name or "")
     if not lost or not in_tiers(paths, lost):
         return choice
     try:
@@ -198,10 +198,10 @@ async def wait_for_checkpoints(
 
 
 def _warn_of_losses(journal: Journal, config: RunConfig, name: str) -> None:
-    paths, events = journal.paths, read_events(journal.paths)
+    paths, history = journal.paths, read_history(journal.paths)
     lost = {
-        "checkpoint": gone_back(paths, events, name),
-        "rollouts": lost_rollouts(paths, config, events, name),
+        "checkpoint": gone_back(paths, history, name),
+        "rollouts": lost_rollouts(paths, config, history, name),
     }
     for topic, text in lost.items():
         if text:

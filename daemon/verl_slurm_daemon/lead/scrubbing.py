@@ -18,8 +18,7 @@ from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.scrub import next_due, scrub_frozen, scrub_one
 from verl_slurm.config.schema import CheckpointConfig
 from verl_slurm.journal.events import Scrubbed
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.saves import last_judged
+from verl_slurm.journal.files import read_history
 from verl_slurm_daemon.journal import Journal
 
 _SETTLE_S = 600.0
@@ -42,7 +41,7 @@ def scrub_next(
     every_s = config.scrub_every_h * 3600
     infos = [*list_checkpoints(paths), *_frozen(paths)]
     # The journal has the time of each last read, so the schedule survives requeues.
-    due = next_due(infos, last_judged(read_events(paths)), now=now, every_s=every_s)
+    due = next_due(infos, read_history(paths).judged_at, now=now, every_s=every_s)
     if due.name is None or due.in_s > 0:
         return min(due.in_s, every_s), None
     # It sets damaged ones aside, which an attempt that lost the run must not do.

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
@@ -29,9 +29,9 @@ from verl_slurm.checkpoint.store.lost import require_run_id
 from verl_slurm.config.load import load_own
 from verl_slurm.config.roles import data_root
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Event, Restart, Warned
-from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.progress import failed_starts
+from verl_slurm.journal.events import Warned
+from verl_slurm.journal.files import read_history
+from verl_slurm.journal.history import History
 from verl_slurm.slurm.environment import SlurmJob
 from verl_slurm_daemon.allocation.contract import Allocation
 from verl_slurm_daemon.allocation.hostfile import Host, check_hosts, read_hostfile
@@ -251,18 +251,18 @@ async def spoken(work: Awaitable[T], what: str, journal: Journal) -> T:
         words.cancel()
 
 
-def require_mounted(config: RunConfig, events: Iterable[Event]) -> None:
+def require_mounted(config: RunConfig, history: History) -> None:
     """Checks that what a run has trained with is there at all, if ranks were started for it before.
 
     A mount point without its file system is an empty directory, or none: that is storage, and no changed data.
 
     Args:
-        events: of the run. At the first start a wrong path is more likely, and its reader refuses it.
+        history: of the run. At the first start a wrong path is more likely, and its reader refuses it.
 
     Raises:
         FileNotFoundError: a place is missing, or empty.
     """
-    if not any(isinstance(event, Restart) for event in events):
+    if not history.counts["restart"]:
         return
     places: dict[str, Path | str | None] = {"data.root": data_root(config), "Python": sys.executable}
     if (keys := config.checkpoint.encryption) is not None:
@@ -305,8 +305,8 @@ async def start_failed(
     """Returns the input that tells the policy that `error` stopped the start."""
     try:
         # Counted from the journal, since the process that failed before is gone; it may be on the storage that fails.
-        events = await answered(lambda: read_events(paths))
-        before = failed_starts(events, allocation.job_id, allocation.restart)
+        history = await answered(lambda: read_history(paths))
+        before = history.failed_starts(allocation.job_id, allocation.restart)
     except (OSError, TooMuch):
         before = _NOT_KNOWN
     return StartFailed(str(error), before, failed_code(error))

@@ -26,7 +26,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.journal import events as ev
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.saves import newest_save
+from verl_slurm.journal.history import History
 from verl_slurm.journal.status import read_status
 from verl_slurm.journal.steps import every_row
 from verl_slurm.runtime_state.segment import HEAD_BYTES, Frame, Gap
@@ -121,14 +121,14 @@ def lost_error(paths: RunPaths, trace: str, *, by_hand: bool = False) -> Checkpo
     )
 
 
-def missing_checkpoint(paths: RunPaths, events: Iterable[ev.Event], present: str) -> tuple[str, str]:
+def missing_checkpoint(paths: RunPaths, history: History, present: str) -> tuple[str, str]:
     """Returns the checkpoint that the run had last, where `present` is older, and what was done with it; two empty
     texts: none is missing.
 
     Args:
         present: the newest that is there, or that is resumed from. Empty: `former_checkpoint` tells.
     """
-    newest = newest_save(events)
+    newest = history.newest_save
     if not any(newest):  # an emptied journal
         newest = read_status(paths).get("last_checkpoint", ""), "verified"
     if not newest[0] and newest[1] == "verified":  # a loop without a daemon
@@ -138,16 +138,15 @@ def missing_checkpoint(paths: RunPaths, events: Iterable[ev.Event], present: str
     return newest if order is not None and before is not None and before < order else ("", "")
 
 
-def gone_back(
-    paths: RunPaths, events: Iterable[ev.Event], present: str, config: RunConfig | None = None
-) -> str:
+def gone_back(paths: RunPaths, history: History | None, present: str, config: RunConfig | None = None) -> str:
     """Returns what a start from `present` loses: a newer checkpoint, and the steps that are done again. Empty: nothing.
 
     Args:
+        history: None: of a loop without a daemon, which keeps no journal.
         present: as of `missing_checkpoint`.
         config: of a start that is to come, and may find it elsewhere.
     """
-    name, done = missing_checkpoint(paths, events, present)
+    name, done = missing_checkpoint(paths, history or History(), present)
     if not name:
         return ""
     where = "gone"
@@ -166,7 +165,7 @@ def gone_back(
     )
 
 
-def lost_rollouts(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event], present: str) -> str:
+def lost_rollouts(paths: RunPaths, config: RunConfig, history: History, present: str) -> str:
     """Returns what a start samples again although the ranks before it had recorded it. Empty: nothing is known to be.
 
     Call it before that start is in the journal.
@@ -177,20 +176,7 @@ def lost_rollouts(paths: RunPaths, config: RunConfig, events: Iterable[ev.Event]
     Raises:
         OSError: the ledger cannot be read.
     """
-    last: ev.Restart | None = None
-    reached: list[ev.Training | ev.FirstRollout] = []
-    for event in events:
-        match event:
-            case ev.Restart(resume=resume):
-                if last is None or last.resume != resume:
-                    reached = []
-                last = event
-            case ev.Training() | ev.FirstRollout():
-                reached.append(event)
-            case ev.Warned(topic="rollouts"):
-                reached = []  # told then
-            case ev.ForceResume(lost=text) if text:
-                last = None
+    last, reached = history.restart, history.reached
     if last is None or not paths.run_id.exists():
         return ""
     records = {(item.step, item.micro_batch) for item in _frames(paths)}

@@ -25,7 +25,7 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_history
 from verl_slurm.verl.inputs import data_of
 
 FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
@@ -71,7 +71,7 @@ def print_checkpoints(run: RunPaths, as_json: bool) -> None:
     columns = checkpoints_table(found, places, best.metric if best.keep else None)
     render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
     newest = next((info.name for info in found if info.kind == "committed"), "")
-    if lost := gone_back(run, read_events(run), newest, config):
+    if lost := gone_back(run, read_history(run), newest, config):
         render.warning(lost)
 
 

@@ -18,11 +18,11 @@ from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits,
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load, load_resolved
 from verl_slurm.config.schema import RunConfig
-from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import read_events
+from verl_slurm.journal.history import History
 from verl_slurm.journal.steps import every_row
 from verl_slurm.plan.advice import Option, Plan, Spread, make_plan
-from verl_slurm.plan.calibrate import happened, measure, measured_goodput, strikes_again
+from verl_slurm.plan.calibrate import happened, measure, strikes_again
 from verl_slurm.plan.facts import from_slurm, from_storage
 from verl_slurm.plan.inputs import LABELS, Inputs, Known, complete
 from verl_slurm.slurm.client import SlurmClient
@@ -105,10 +105,12 @@ def plan(
     """
     config, run = _configured(source, list(overrides))
     source_of_times = like or run
-    events = read_events(source_of_times) if source_of_times else []
+    history = History(read_events(source_of_times) if source_of_times else [])
     unread: list[str] = []
     rows = list(every_row(source_of_times, unread=unread)) if source_of_times else []
-    known = measure(events, rows, config.checkpoint.expected_mtbi_h)
+    for row in rows:
+        history.feed_row(row)
+    known = measure(history, rows, config.checkpoint.expected_mtbi_h)
     notes: list[str] = []
     if ask:
         told, notes = asyncio.run(from_slurm(config, SlurmClient()))
@@ -124,7 +126,7 @@ def plan(
         make_plan, config=config, dice=Random, simulations=simulations, price_per_hour=price_per_hour
     )
     ahead = make(inputs)
-    back = _looked_back(inputs, events, rows, make) if run and not like else None
+    back = _looked_back(inputs, history, rows, make) if run and not like else None
     if as_json:
         render.json_value({"plan": ahead, "back": back, "notes": notes})
         return
@@ -150,10 +152,11 @@ def _configured(source: Path, overrides: Sequence[str]) -> tuple[RunConfig, RunP
 
 
 def _looked_back(
-    inputs: Inputs, events: list[Event], rows: list[dict[str, Any]], make: Callable[..., Plan]
+    inputs: Inputs, history: History, rows: list[dict[str, Any]], make: Callable[..., Plan]
 ) -> dict[str, Any] | None:
     """Returns the run as it was, and its interruptions simulated again; None: it was never interrupted."""
-    past, goodput = happened(events, rows), measured_goodput(events, rows)
+    past, now = happened(history, rows), history.last_at or 0.0
+    goodput = history.goodput(now)
     if goodput is None or not past.strikes or not past.steps:
         return None
     done = Known(float(past.steps), "measured", "so far")
@@ -161,7 +164,11 @@ def _looked_back(
     no_limit = Known(math.inf, "measured", "its ends are among the interruptions")
     seen = inputs | {"steps": done, "limit_s": no_limit}
     again = make(seen, again=lambda least_s: strikes_again(past, least_s))
-    measured = {"goodput": goodput[0], "allocated_s": goodput[1], "interruptions": len(past.strikes)}
+    measured = {
+        "goodput": goodput,
+        "allocated_s": history.allocated_seconds(now),
+        "interruptions": len(past.strikes),
+    }
     return {"measured": measured, "plan": again}
 
 

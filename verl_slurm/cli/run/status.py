@@ -25,12 +25,10 @@ from verl_slurm.cli.show.run_tables import (
     steps_table,
 )
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Event, Held, Started, StartFailed, Submitted, Training, Warned
+from verl_slurm.journal.events import Event, Started, Submitted, Warned
 from verl_slurm.journal.files import read_events
-from verl_slurm.journal.folds.jobs import avoided_nodes
-from verl_slurm.journal.folds.nodes import lost_nodes, node_states
-from verl_slurm.journal.folds.outages import Outages, interruption_facts
-from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of, steps_of_equal_rewards
+from verl_slurm.journal.history import History, interruption_facts, since
+from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of, steps_of_equal_rewards
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.record import read_record
 from verl_slurm.runs.glance import Glance, glance, is_over
@@ -75,10 +73,11 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     """
     # The facts: files of the run, and one question to the scheduler. The rest of the function shows them.
     events, now = read_events(run), datetime.now(UTC)
-    facts, outages = _facts(run, events), Outages(events)
+    history = History(events)
+    facts, outages = _facts(run, history), history.outages
     facts["reward"] = _reward_in_force(run, facts["step"])
     facts["code"] = _code_words(run, events)
-    facts["lost"] = _losses(run, facts, events, outages)
+    facts["lost"] = _losses(run, facts, events, history)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
     rows = last_steps(run, max(num_steps, LOOKED_AT))
     facts["steps"] = rows[-num_steps:] if num_steps else []
@@ -88,7 +87,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         "steps": steps_of_equal_rewards(rows[-LOOKED_AT:]),
         "of": len(rows[-LOOKED_AT:]),
     }
-    facts |= {"pace": pace, "curve": curve, "nodes": _nodes(run, facts, events, now)}
+    facts |= {"pace": pace, "curve": curve, "nodes": _nodes(run, facts, history, now)}
     if as_json:
         render.json_value(facts)
         return
@@ -133,7 +132,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     lines.append(
         (
             "checkpoint",
-            str(verified) if hidden and verified else _checkpoint_words(run, facts, events),
+            str(verified) if hidden and verified else _checkpoint_words(run, facts, history),
         )
     )
     if events:
@@ -144,10 +143,10 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         lines.append(("ended", facts["ended"]))
     render.fields(lines, STATE_COLOURS)
     # The newest ones; --json has them all.
-    if outages.each and num_interruptions:
+    if outages and num_interruptions:
         render.line()
         render.table(
-            interruptions_table(outages.each[-num_interruptions:], now, has_ledger=has_ledger(run)),
+            interruptions_table(outages[-num_interruptions:], now, has_ledger=has_ledger(run)),
             right=("cost", "save", "queue", "start", "again"),
             first_to_go=INTERRUPTIONS_TO_GO,
         )
@@ -183,16 +182,15 @@ def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, obj
     return lines
 
 
-def _nodes(run: RunPaths, facts: dict[str, Any], events: list[Event], now: datetime) -> dict[str, list[str]]:
+def _nodes(run: RunPaths, facts: dict[str, Any], history: History, now: datetime) -> dict[str, list[str]]:
     try:
         avoid_s = load_resolved(run.run_yaml).daemon.avoid_node_s
     # A file that cannot be read costs this part of the answer, and not the others.
     except (OSError, VerlSlurmError):
         avoid_s = 0
     gone = facts["job_id"] is None or facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
-    return node_states(
-        facts["status"], lost_nodes(events), avoided_nodes(events, (), now, avoid_s), has_nodes=not gone
-    )
+    avoided = history.avoided_nodes((), now, avoid_s)
+    return node_states(facts["status"], history.lost_nodes, avoided, has_nodes=not gone)
 
 
 def _state_words(facts: dict[str, Any]) -> str:
@@ -203,9 +201,9 @@ def _state_words(facts: dict[str, Any]) -> str:
     return f"{state}, as of {since}"
 
 
-def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
+def _facts(run: RunPaths, history: History) -> dict[str, Any]:
     """Returns all facts about a run, and the scheduler's present answer."""
-    seen = glance(run.root, events)
+    seen = glance(run.root, history)
     answer: JobState | None = None
     if seen.job is not None:
         try:
@@ -215,7 +213,7 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
             answer = JobState(state="UNKNOWN", over=False, detail=error.one_line())
     unknown = ""
     if answer is None or (answer.over and not is_over(seen)):
-        unknown = _unknown_job(run, events, seen)
+        unknown = _unknown_job(run, history, seen)
     facts = told_facts(seen)
     if answer is not None and answer.over and not is_over(seen) and not unknown:
         facts["ended"] = (
@@ -223,18 +221,13 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
             if seen.is_cancelled
             else _over_words(run, facts["ended"], answer)
         )
-    words = (event for event in reversed(events) if isinstance(event, (Held, Started, Submitted)))
-    stood = next(words, None)
-    # A later attempt's start changes nothing, until it trains.
-    begun = (event for event in reversed(events) if isinstance(event, (StartFailed, Submitted, Training)))
-    failed = next(begun, None)
-    not_begun = ""
-    if isinstance(failed, StartFailed) and not isinstance(stood, Held) and not is_over(seen):
+    held, failed, not_begun = history.held, history.start_failed, ""
+    if failed is not None and held is None and not is_over(seen):
         not_begun = (
             f"{counted(failed.before + 1, 'attempt')} in a row, and the next comes by itself: {failed.detail}"
         )
     return facts | {
-        "held": stood.reason if isinstance(stood, Held) else "",
+        "held": "" if held is None else held.reason,
         "start_failed": not_begun,
         "unknown_job": unknown,
         "job_state": None if answer is None else answer.state,
@@ -257,10 +250,10 @@ def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
     )
 
 
-def _unknown_job(run: RunPaths, events: list[Event], seen: Glance) -> str:
+def _unknown_job(run: RunPaths, history: History, seen: Glance) -> str:
     """Describes a job of the run that Slurm has and its journal does not name; empty: there is none."""
     try:
-        unknown = unknown_jobs(run, events) if shutil.which("squeue") else []
+        unknown = unknown_jobs(run, history) if shutil.which("squeue") else []
     except VerlSlurmError as error:
         # A local run is none of Slurm's.
         is_local = seen.job is not None and seen.job.cluster == "local"
@@ -280,25 +273,20 @@ def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
         return [f"unknown: {error}"]
     lines = [] if record is None else record.lines()
     # Of the newest attempt: a later one may have found the former packages again.
-    for event in reversed(events):
-        if isinstance(event, Warned) and event.topic in ("code", "packages"):
-            lines.append(f"WARNING, {event.topic}: {event.text}")
-        if isinstance(event, Started | Submitted):
-            break
-    return lines
+    warned = _warned(since(events, Started, Submitted), "code", "packages")
+    return lines + [f"WARNING, {event.topic}: {event.text}" for event in reversed(warned)]
 
 
-def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], outages: Outages) -> list[str]:
+def _warned(events: list[Event], *topics: str) -> list[Warned]:
+    return [event for event in events if isinstance(event, Warned) and event.topic in topics]
+
+
+def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: History) -> list[str]:
     """Returns what the starts since the last submission found lost, and what the next one will; notes the latter in
     the interruption that is not over.
     """
-    lines: list[str] = []
-    for event in reversed(events):
-        if isinstance(event, Submitted):
-            break
-        if isinstance(event, Warned) and event.topic in ("checkpoint", "rollouts"):
-            lines.insert(0, event.text)
-    last = next((one for one in outages.each[-1:] if one.seconds is None and one.resumed is None), None)
+    lines = [event.text for event in _warned(since(events, Submitted), "checkpoint", "rollouts")]
+    last = next((one for one in history.outages[-1:] if one.seconds is None and one.resumed is None), None)
     ended = facts["job_over"] or facts["job_waits"] or facts["outcome"] is not None
     # While ranks are at work nothing is lost yet; and a colleague (`group`) sees no checkpoints.
     if not (ended or last) or not os.access(run.checkpoints, os.R_OK):
@@ -308,7 +296,7 @@ def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], outages: 
     # A file that cannot be read costs this line of the answer, and not the others.
     with suppress(OSError, VerlSlurmError):
         name = facts["checkpoint"]["name"] if facts["checkpoint"] else ""
-        if lost := lost_rollouts(run, load_resolved(run.run_yaml), events, name):
+        if lost := lost_rollouts(run, load_resolved(run.run_yaml), history, name):
             lines.append(lost)
             if last is not None:
                 last.rollouts_lost = lost
@@ -359,7 +347,7 @@ def _reward_words(facts: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _checkpoint_words(run: RunPaths, facts: dict[str, Any], events: list[Event]) -> str:
+def _checkpoint_words(run: RunPaths, facts: dict[str, Any], history: History) -> str:
     checkpoint, verified = facts["checkpoint"], facts["status"].get("last_checkpoint")
     if checkpoint is None:
         # A loop that was started by hand has no logs and keeps no journal.
@@ -373,6 +361,6 @@ def _checkpoint_words(run: RunPaths, facts: dict[str, Any], events: list[Event])
     good = "verified by the daemon" if checkpoint["name"] == verified else "see verl-slurm verify"
     words = f"{checkpoint['name']}, {size:.1f} MB, {ago(checkpoint['created_utc'])}, {good}"
     with suppress(OSError, VerlSlurmError):
-        if lost := gone_back(run, events, checkpoint["name"], load_resolved(run.run_yaml)):
+        if lost := gone_back(run, history, checkpoint["name"], load_resolved(run.run_yaml)):
             return f"{words}; WARNING, {lost}"
     return words

@@ -14,10 +14,10 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.pace import curve_of, live_line
-from verl_slurm.journal.events import Crash, Event, NodesChosen, Restart, Started
+from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import to_json
-from verl_slurm.journal.folds.nodes import lost_nodes, node_states
-from verl_slurm.journal.folds.pace import LOOKED_AT, pace_of
+from verl_slurm.journal.history import History
+from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.runs.follow import follow_run
 from verl_slurm.runs.follow_many import FleetWatch, Followed
@@ -35,7 +35,7 @@ def tell_until_end(paths: RunPaths, offset: int, *, as_json: bool, verbose: bool
     gauge = _Gauge(paths)
 
     def on_event(event: Event) -> None:
-        gauge.feed(event)
+        gauge.history.feed(event)
         if (text := teller.tell(event)) is not None:
             bottom.line(text)
 
@@ -63,14 +63,7 @@ class _Gauge:
         self._paths = paths
         self._step = -1
         self._rows: list[dict[str, Any]] = []
-        self._events: list[Event] = []
-
-    def feed(self, event: Event) -> None:
-        """Takes an event; those of an attempt say which nodes it has lost."""
-        if isinstance(event, Started):
-            self._events.clear()
-        if isinstance(event, Started | Crash | Restart | NodesChosen):
-            self._events.append(event)
+        self.history = History()
 
     def line(self, status: dict[str, Any]) -> str:
         """Returns the line for a snapshot, with a bar and a curve if the terminal draws them."""
@@ -81,7 +74,7 @@ class _Gauge:
             story.progress(status),
             pace_of(self._rows, step, status.get("steps")),
             curve_of(self._rows),
-            node_states(status, lost_nodes(self._events), (), has_nodes=True),
+            node_states(status, self.history.lost_nodes, (), has_nodes=True),
             render.width() if render.draws() else 0,
         )
 

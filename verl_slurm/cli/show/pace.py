@@ -13,7 +13,7 @@ import msgspec
 from verl_slurm.base.one_line import counted
 from verl_slurm.cli.show.render import span
 from verl_slurm.cli.show.run_tables import TELLING
-from verl_slurm.journal.folds.pace import Pace, number
+from verl_slurm.journal.pace import Pace, number
 
 _BLOCKS = " ▏▎▍▌▋▊▉█"
 _EMPTY = "░"

@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from verl_slurm.cli.show.render import span
-from verl_slurm.journal.folds.outages import Outage
-from verl_slurm.journal.folds.pace import number
+from verl_slurm.journal.history import Outage
+from verl_slurm.journal.pace import number
 
 _PARTS = ("save", "queue", "start", "again")
 """Of an outage, in seconds."""

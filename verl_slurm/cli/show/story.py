@@ -8,6 +8,7 @@ import msgspec
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.journal import events as ev
+from verl_slurm.journal.causes import meaning_of
 from verl_slurm.journal.files import to_json
 
 _PHASES = {
@@ -28,20 +29,6 @@ _SHOWN = (
 )
 
 
-_PLAIN = {
-    "preemption": "Slurm takes the nodes for a more urgent job",
-    "time_limit": "the job's time is nearly up",
-    "cancel": "the job was cancelled",
-    "requeued": "somebody requeued the job in Slurm",
-    "node_lost": "a node of the job is gone",
-    "failed": "something broke, and Slurm does not start the job again",
-    "reclaimed": "the cloud takes a node back",
-    "bad_node": "a node is not fit for ranks",
-    "service": "a service that the run needs cannot be started again",
-    "operator": "an operator asked for a save",
-    "operator_requeue": "an operator asked for a requeue",
-    "growth": "more nodes are idle",
-}
 # A hostile event may have 8 MiB of such mentions. So a match takes the rest of the text, and a false one fails soon.
 _RAW_FACTS = re.compile(r"(?:^|[;:,] ?)JobState=\S{1,64} .*", re.DOTALL)
 
@@ -51,7 +38,7 @@ def for_people(event: ev.Event) -> ev.Event:
     if isinstance(event, ev.Cause):
         plain = _without_facts(event.evidence)
         if plain != event.evidence:
-            words = [part for part in (_PLAIN.get(event.cause, ""), plain) if part]
+            words = [part for part in (meaning_of(event.cause).words, plain) if part]
             return msgspec.structs.replace(event, evidence="; ".join(words) or "Slurm says so")
     detail = getattr(event, "detail", "")
     if (plain := _without_facts(detail)) != detail:

@@ -16,7 +16,7 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.doctor.cluster_rules import SaveTime, expected_save, judge_deadlines, measured_save
 from verl_slurm.doctor.places import PlaceReport, probe_place
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_history
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.loops.reach import STEPS_LOOKED_AT, reach
 from verl_slurm.submit.checks.preflight import SlurmSays
@@ -45,7 +45,7 @@ def save_time(
 ) -> SaveTime | None:
     """Returns the time that a save of this run takes; None: unknown."""
     # What was measured in this run counts before anything that is expected of its storage.
-    saving = measured_save(read_events(paths))
+    saving = measured_save(read_history(paths))
     size = checkpoint_size(config, committed)
     # Trying the storage writes 64 MiB: not for a state of which the speed hardly matters.
     if saving is None and size is not None and size[0] >= _WORTH_TRYING:

@@ -29,7 +29,7 @@ from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.config.reward_spec import parse_reward, source_file
 from verl_slurm.config.schema import BUILTIN, RunConfig
 from verl_slurm.dataset.fingerprint.record import fingerprint
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.files import read_history
 from verl_slurm.wire.reward_plan import read_reward_plan
 
 _MOST_READ = 1 << 30
@@ -220,10 +220,10 @@ def _again(config: RunConfig, paths: RunPaths, name: str, damaged: str = "") -> 
     Args:
         damaged: the verdict on a newer one.
     """
-    events = read_events(paths)
-    lost = gone_back(paths, events, name, config)
+    history = read_history(paths)
+    lost = gone_back(paths, history, name, config)
     if lost:  # later a copy is of no use any more
         lost += ", unless you bring it back first (a backup, checkpoints/quarantine)"
     elif damaged:  # the journal has no word of it
         lost = f"the run goes back to {name}, and does the steps after it again"
-    return "; ".join(filter(None, (damaged, lost, lost_rollouts(paths, config, events, name))))
+    return "; ".join(filter(None, (damaged, lost, lost_rollouts(paths, config, history, name))))

@@ -1,6 +1,6 @@
-"""How far a run is, how long its last steps took, and how much training is left."""
+"""How far a run is, how long its last steps took, how much training is left, and what its nodes do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -74,3 +74,38 @@ def number(value: object) -> float | None:
     ):
         return None
     return float(value)
+
+
+NODE_STATES = {
+    "starting": "starting",
+    "launching": "starting",
+    "running": "training",
+    "saving": "saving",
+    "checking": "saving",
+    "paused": "restarting",
+    "leaving": "leaving",
+}
+"""The state of a lead (`verl_slurm_daemon.decide.states`) -> that of the nodes whose ranks it leads."""
+
+
+def node_states(
+    status: Mapping[str, Any], lost: Collection[str], avoided: Collection[str], *, has_nodes: bool
+) -> dict[str, list[str]]:
+    """Returns the nodes by what they do; a state without nodes is left out.
+
+    Args:
+        status: the snapshot (`journal.status`).
+        lost: as `History.lost_nodes` has them.
+        avoided: those that the next job stays away from.
+        has_nodes: the run's job is running; one that waits or is over has none.
+    """
+    found: dict[str, list[str]] = {}
+    if has_nodes:
+        doing = NODE_STATES.get(str(status.get("state")), "waiting")
+        spare = [str(node) for node in status.get("spare_nodes", ())]
+        trained = [str(node) for node in status.get("train_nodes", ())]
+        found[doing] = [node for node in trained if node not in lost]
+        found["spare"] = [node for node in spare if node not in lost]
+        found["lost"] = list(lost)
+    found["avoided"] = list(avoided)
+    return {state: nodes for state, nodes in found.items() if nodes}
