@@ -90,20 +90,23 @@ def agents_inside(config: RunConfig) -> bool:
     return config.slurm.container is not None and not ranks_inside(config)
 
 
-def contained_ranks_argv(config: RunConfig, gpus: Gpus, control: str, launcher: Sequence[str]) -> list[str]:
+def contained_ranks_argv(
+    config: RunConfig, gpus: Gpus, control: str, launcher: Sequence[str], *places: str
+) -> list[str]:
     """Returns the command of an agent outside.
 
     Args:
         gpus: of this node.
         control: the agent's control directory.
         launcher: Python and its arguments, as outside of a container.
+        places: that are written to besides.
 
     Raises:
         ConfigError: `mounts.mounts`.
     """
     container = config.slurm.container
     assert container is not None
-    words = RUNTIMES[container.runtime].words(Wanted(container, mounts(config, control), gpus))
+    words = RUNTIMES[container.runtime].words(Wanted(container, mounts(config, control, *places), gpus))
     inside = ["verl_slurm.containers.inside", control, container.workdir, container.python, *launcher[1:]]
     return [*words, *probe_argv(config, inside)]
 

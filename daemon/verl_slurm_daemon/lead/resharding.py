@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from functools import partial
 
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.rank_python import ranks_python
 from verl_slurm.journal import events as ev
 from verl_slurm.verl.reshard.at_start import prepare_ranks
 from verl_slurm_daemon.journal import Journal
@@ -21,7 +23,7 @@ async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Even
         leaving: set when the attempt is to end; then nothing is kept of the work.
 
     Raises:
-        ConfigError: the checkpoint cannot be divided so.
+        ConfigError: the checkpoint cannot be divided so, or not by the ranks' Python.
         VerlSlurmError, OSError: it was not divided; nothing is left of the attempt.
     """
     if config.trainer.backend != "verl":
@@ -40,7 +42,8 @@ async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Even
         )
     try:
         # In a thread: it may take as long as a save and a verification, and the lead has to hear Slurm meanwhile.
-        made = await asyncio.to_thread(prepare_ranks, *run, point.manifest, ranks, stop_if_leaving)
+        python = partial(ranks_python, config, on_node=True)
+        made = await asyncio.to_thread(prepare_ranks, *run, point.manifest, ranks, python, stop_if_leaving)
     except _Leaving:
         return False
     if made is not None and point.manifest is not None:

@@ -1,6 +1,6 @@
 """`verl-slurm reshard`."""
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,9 @@ from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.config.load import load_own
+from verl_slurm.containers.rank_python import ranks_python
 from verl_slurm.verl.layout import step_of
-from verl_slurm.verl.reshard.apply import work_bytes
 from verl_slurm.verl.reshard.checkpoint import (
     Made,
     Source,
@@ -26,7 +27,7 @@ from verl_slurm.verl.reshard.checkpoint import (
     write_checkpoint,
     write_step,
 )
-from verl_slurm.verl.reshard.plan import ReshardPlan
+from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan, this_python
 
 _MOST = 65_536
 
@@ -55,6 +56,9 @@ def reshard(
     schedules and its place in the data are kept; each tensor, put together, has the same bits as before, which is
     checked. Ranks that CKPT does not have get generators of their own. CKPT stays as it is.
 
+    It is torch that divides, in the ranks' Python of the run that CKPT lies in (slurm.python, its image), and in the
+    Python of this command for any other CKPT.
+
     A run does this by itself when it is submitted with another distributed.dp_size. The command is for a look before
     (--dry-run), and for a checkpoint that goes elsewhere: --out then holds one of the same name, verified like any, or
     for plain verl a trainer.default_local_dir with that one step.
@@ -72,15 +76,16 @@ def reshard(
     try:
         bar.show(f"verifying {directory.name}, every byte")
         source = open_source(directory)
-        plan = plan_source(source, ranks)
-        require_room(plan, out)
+        python = _python_of(source)
+        plan = plan_source(source, ranks, python)
+        require_room(source, plan, out)
         if dry_run:
             bar.close()
             _say(source, plan, None, as_json=as_json)
             return
-        counter = bar.counter("writing and comparing", work_bytes(plan))
+        counter = bar.counter("writing and comparing", plan.work_bytes)
         with whole_output(out, "the divided checkpoint") as staging:
-            made = _make(source, plan, staging, counter)
+            made = _make(source, plan, staging, python, counter)
     finally:
         bar.close()
     _say(source, plan, made, as_json=as_json, out=out)
@@ -95,14 +100,22 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _make(source: Source, plan: ReshardPlan, staging: Path, counter: Callable[[int], None]) -> Made:
+def _python_of(source: Source) -> RanksPython:
+    """Returns the Python of the ranks of the checkpoint's run; of any other checkpoint this one."""
+    run = RunPaths(source.directory.parent.parent)
+    if source.directory.parent != run.checkpoints or not run.run_yaml.is_file():
+        return this_python
+    return partial(ranks_python, load_own(run.run_yaml), on_node=False)
+
+
+def _make(source: Source, plan: ReshardPlan, staging: Path, python: RanksPython, counter: OnBytes) -> Made:
     if source.manifest is None:
-        return write_step(source, plan, staging, counter)
+        return write_step(source, plan, staging, python, counter)
     inner = staging / ".writing"
     inner.mkdir(mode=0o700)
     final, manifest = staging / source.manifest.name, source.manifest
     place = StagingDirectory(directory=inner, final=final, step=manifest.step, safe_point=manifest.safe_point)
-    made = write_checkpoint(source, plan, place, on_bytes=counter)
+    made = write_checkpoint(source, plan, place, python, on_bytes=counter)
     # A hint among many checkpoints; here is one.
     (staging / "latest").unlink(missing_ok=True)
     return made
@@ -112,11 +125,12 @@ def _say(
     source: Source, plan: ReshardPlan, made: Made | None, *, as_json: bool, out: Path | None = None
 ) -> None:
     path = None if made is None or out is None else out / made.path.name
+    kept = min(plan.before, plan.after)
     roles = [
         {
-            "role": role.model.role or "model",
-            "engine": f"fsdp{role.model.engine}",
-            "tensors": len(role.parameters) + len(role.moments),
+            "role": role.role or "model",
+            "engine": f"fsdp{role.engine}",
+            "tensors": role.num_tensors,
             "divided": role.num_divided,
             "num_bytes": role.num_bytes,
         }
@@ -127,7 +141,7 @@ def _say(
             "source": str(source.directory),
             "ranks": {"before": plan.before, "after": plan.after},
             "models": roles,
-            "generators": {"kept": plan.kept, "new": plan.new},
+            "generators": {"kept": kept, "new": plan.after - kept},
             "data_states": plan.num_data,
             "checkpoint": None if path is None else str(path),
             "tensors_sha256": None if made is None else made.tensors,
@@ -140,11 +154,10 @@ def _say(
         ("ranks", f"{plan.before} -> {plan.after}"),
     ]
     for role in plan.roles:
-        sizes = f"{len(role.parameters) + len(role.moments)} tensors, {role.num_divided} of them divided"
-        text = f"FSDP{role.model.engine}, {sizes}, {role.num_bytes / 1e6:.1f} MB"
-        rows.append((role.model.role or "model", text))
-    new = f"; {counted(plan.new, 'rank')} with new ones" if plan.new else ""
-    rows.append(("generators", f"{counted(plan.kept, 'rank')} kept{new}"))
+        sizes = f"{role.num_tensors} tensors, {role.num_divided} of them divided"
+        rows.append((role.role or "model", f"FSDP{role.engine}, {sizes}, {role.num_bytes / 1e6:.1f} MB"))
+    new = f"; {counted(plan.after - kept, 'rank')} with new ones" if plan.after > kept else ""
+    rows.append(("generators", f"{counted(kept, 'rank')} kept{new}"))
     rows.append(("data", "at the same place" + (f", {plan.num_data} states" if plan.num_data else "")))
     if made is not None and path is not None:
         rows += [

@@ -11,7 +11,6 @@ has saved a newer checkpoint with its new number of ranks.
 """
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -32,6 +31,7 @@ from verl_slurm.verl.reshard.checkpoint import (
     source_of,
     write_checkpoint,
 )
+from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython
 
 
 def prepare_ranks(
@@ -39,7 +39,8 @@ def prepare_ranks(
     epoch: int,
     manifest: Manifest | None,
     ranks: int,
-    on_bytes: Callable[[int], None] = lambda _: None,
+    python: RanksPython,
+    on_bytes: OnBytes = lambda _: None,
 ) -> Made | None:
     """Divides a verified checkpoint of the run among `ranks` ranks, unless it is of so many, or was divided before.
 
@@ -47,7 +48,9 @@ def prepare_ranks(
 
     Args:
         manifest: of the checkpoint to resume from; None: the run begins from nothing.
-        on_bytes: told how many more bytes were written or compared. An exception of its ends the work.
+        python: of the ranks.
+        on_bytes: told how many more bytes were written or compared, and 0 twice in a second. An exception of its ends
+            the work.
 
     Returns:
         What was made; None: nothing had to be.
@@ -74,12 +77,12 @@ def prepare_ranks(
         return None
     # Of another number of ranks, of another save of this step, or damaged; the source has all that was in it.
     shutil.rmtree(final, ignore_errors=True)
-    plan = plan_source(source, ranks)
-    require_room(plan, divided.checkpoints)
+    plan = plan_source(source, ranks, python)
+    require_room(source, plan, divided.checkpoints)
     staging = begin(divided, wanted.step, wanted.safe_point)
     try:
         return write_checkpoint(
-            source, plan, staging, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
+            source, plan, staging, python, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
         )
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)
