@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from verl_slurm_daemon.journal import Journal
-from verl_slurm_daemon.lead import resharding
 from verl_slurm_daemon.lead.resharding import fit_ranks
 from verl_slurm_daemon.lead.resume import ResumePoint
 
@@ -19,12 +18,15 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, f
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.verl.reshard import at_start
 
 
 @pytest.fixture(autouse=True)
 def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        resharding, "ranks_python", lambda config, module, places, **how: fake_divider(module, places)
+        at_start,
+        "ranks_python",
+        lambda config, contained, module, places, **how: fake_divider(module, places),
     )
 
 

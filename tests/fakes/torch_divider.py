@@ -9,15 +9,14 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from verl_slurm.verl.reshard.dividing import Command
 
 
-def fake_divider(module: Sequence[str], places: Sequence[Path]) -> AbstractContextManager[Command]:
+def fake_divider(module: Sequence[str], places: Sequence[Path]) -> Command:
     """The Python of the ranks."""
-    return nullcontext(Command([sys.executable, "-P", __file__, *module[1:]], dict(os.environ), "a fake"))
+    return Command([sys.executable, "-P", __file__, *module[1:]], dict(os.environ), "a fake")
 
 
 def shard_step(directory: Path, step: int, ranks: int) -> Path:
@@ -38,8 +37,8 @@ def _main(words: list[str]) -> None:
     before = int(first.name.split("_")[3])
     if len(words) == 2:
         role = {"role": "actor", "engine": 2, "num_tensors": 1, "num_divided": 1, "num_bytes": 8}
-        plan = {"before": before, "after": after, "roles": [role], "num_data": None, "written_bytes": 8}
-        print(json.dumps({"type": "plan", **plan}))
+        plan = {"before": before, "after": after, "roles": [role], "num_data": None}
+        print(json.dumps({"type": "plan", **plan, "written_bytes": 8, "largest_bytes": 8}))
         return
     target = Path(words[2])
     shutil.copytree(step, target, ignore=shutil.ignore_patterns("*_rank_*"))

@@ -8,7 +8,6 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, f
 from verl_slurm.checkpoint.store.tree import open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.cli.__main__ import main
-from verl_slurm.cli.checkpoint import reshard as command
 from verl_slurm.verl.positions import Positions, positions_file
 from verl_slurm.verl.reshard import checkpoint as resharding, torch_shards
 from verl_slurm.verl.reshard.at_start import prepare_ranks
@@ -64,9 +62,7 @@ def divided(step: Path, ranks: int, place: Path) -> Path:
     """The step for other ranks, in this process: torch's import takes seconds."""
     place.mkdir(exist_ok=True)
     with open_directory(step) as root, torch.no_grad():
-        torch_shards.divide(
-            torch_shards.read_step(root, step, ranks), ranks, place / step.name, lambda _: None
-        )
+        torch_shards.divide(torch_shards.read_step(root, step, ranks), place / step.name, lambda _: None)
     return place / step.name
 
 
@@ -184,11 +180,10 @@ def test_parts_are_those_that_torch_would_cut_the_whole_tensor_into() -> None:
                 return [*chunks, *[whole.narrow(dim, 0, 0)] * (ranks - len(chunks))]
 
             slot = torch_shards.Slot("x", {}, "x")
-            spread = torch_shards.Spread("x", parts(before), shape, dim, None, slot)
-            move = torch_shards.Move(spread, dim, is_dtensor=False)
+            spread = torch_shards.Spread(slot, parts(before), shape, dim, None, new_dim=dim)
             for rank, wanted in enumerate(parts(after)):
-                assert torch.equal(move.part(after, rank), wanted), (shape, dim, before, after, rank)
-                assert move.shape(after, rank) == wanted.shape
+                assert torch.equal(spread.new_part(after, rank), wanted), (shape, dim, before, after, rank)
+                assert spread.new_shape(after, rank) == wanted.shape
 
 
 def flat_parts(step: Path, ranks: int) -> list[torch.Tensor]:
@@ -266,7 +261,7 @@ def test_a_step_of_plain_verl_becomes_a_directory_that_verl_resumes_from(tmp_pat
 def test_a_dry_run_prints_the_plan_that_is_carried_out_and_writes_nothing(
     paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "this_python", fake_divider)
+    monkeypatch.setattr(resharding, "this_python", fake_divider)
     place = committed(paths, shard_step(paths.work(1), 4, 2), 2).rename(tmp_path / "step_000004")
     words = ["reshard", str(place), "--ranks", "3", "--out", str(tmp_path / "out")]
     assert main([*words, "--dry-run"]) == ExitCode.OK
@@ -429,9 +424,9 @@ def test_the_native_trainers_checkpoints_need_no_dividing(paths: RunPaths) -> No
 # ---- the process
 
 
-def python_that(program: str) -> Callable[[Sequence[str], Sequence[Path]], AbstractContextManager[Command]]:
+def python_that(program: str) -> Callable[[Sequence[str], Sequence[Path]], Command]:
     """A Python of the ranks that runs this text."""
-    return lambda *_: nullcontext(Command([sys.executable, "-c", program], dict(os.environ), "/their/python"))
+    return lambda *_: Command([sys.executable, "-c", program], dict(os.environ), "/their/python")
 
 
 @pytest.mark.parametrize(
@@ -475,7 +470,7 @@ def test_the_process_ends_before_its_directory_is_removed(tmp_path: Path) -> Non
 
 
 def test_an_error_of_the_storage_keeps_its_number(tmp_path: Path) -> None:
-    program = 'print(\'{"type": "storage", "number": 28, "text": "No space left", "path": "/x"}\')'
+    program = 'print(\'{"type": "refused", "errno": 28, "what": "No space left", "where": "/x"}\')'
     with pytest.raises(OSError) as caught:
         divide_step(tmp_path, 3, tmp_path / "new", python_that(program), lambda _: None)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/x")
@@ -490,13 +485,13 @@ def test_numbers_at_another_place_are_found_before_anything_is_kept(
 ) -> None:
     """What only the comparison can find: a plan that is carried out wrongly."""
     step = fsdp2_step(tmp_path, 4, 2)
-    right = torch_shards.Move.part
+    right = torch_shards.Spread.new_part
 
-    def wrong(move: torch_shards.Move, after: int, rank: int) -> torch.Tensor:
-        part = right(move, after, rank)
-        return part.roll(1) if (move.tensor.path, rank) == ("state.1.exp_avg_sq", 1) else part
+    def wrong(spread: torch_shards.Spread, after: int, rank: int) -> torch.Tensor:
+        part = right(spread, after, rank)
+        return part.roll(1) if (spread.slot.path, rank) == ("state.1.exp_avg_sq", 1) else part
 
-    monkeypatch.setattr(torch_shards.Move, "part", wrong)
+    monkeypatch.setattr(torch_shards.Spread, "new_part", wrong)
     with pytest.raises(CheckpointCorrupt, match=r"not the same.*optim: state.1.exp_avg_sq"):
         divided(step, 3, tmp_path / "other")
 
@@ -506,11 +501,11 @@ def test_a_division_that_fails_leaves_nothing_behind(
 ) -> None:
     place = committed(paths, shard_step(paths.work(1), 4, 2), 2).rename(tmp_path / "step_000004")
 
-    def failing(module: Sequence[str], places: Sequence[Path]) -> AbstractContextManager[Command]:
-        full = 'print(\'{"type": "storage", "number": 28, "text": "No space left on device"}\')'
+    def failing(module: Sequence[str], places: Sequence[Path]) -> Command:
+        full = 'print(\'{"type": "refused", "errno": 28, "what": "No space left on device"}\')'
         return (python_that(full) if len(module) > 3 else fake_divider)(module, places)
 
-    monkeypatch.setattr(command, "this_python", failing)
+    monkeypatch.setattr(resharding, "this_python", failing)
     words = ["reshard", str(place), "--ranks", "3", "--out", str(tmp_path / "out")]
     assert main(words) == ExitCode.PERMISSION
     assert sorted(os.listdir(tmp_path)) == ["run", "step_000004"]
@@ -589,7 +584,7 @@ def test_an_attempt_that_is_to_end_or_was_replaced_leaves_no_copy(paths: RunPath
         prepare_ranks(paths, 1, manifest, 3, fake_divider, leave)
     assert os.listdir(paths.resharded.checkpoints) == []
 
-    def replaced(module: Sequence[str], places: Sequence[Path]) -> AbstractContextManager[Command]:
+    def replaced(module: Sequence[str], places: Sequence[Path]) -> Command:
         if len(module) > 3:
             take_epoch(paths, job_id="2", restart=0)
         return fake_divider(module, places)

@@ -1,6 +1,5 @@
 """`verl-slurm reshard`."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,19 @@ from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
-from verl_slurm.config.load import load_own
-from verl_slurm.containers.rank_python import ranks_python
+from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.reshard.checkpoint import (
     Made,
     Source,
     open_source,
     plan_source,
+    python_for,
     require_room,
     write_checkpoint,
     write_step,
 )
-from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan, this_python
+from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan
 
 _MOST = 65_536
 
@@ -76,7 +75,7 @@ def reshard(
     try:
         bar.show(f"verifying {directory.name}, every byte")
         source = open_source(directory)
-        python = _python_of(source)
+        python = python_for(source, contained_argv)
         plan = plan_source(source, ranks, python)
         require_room(source, plan, out)
         if dry_run:
@@ -100,14 +99,6 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _python_of(source: Source) -> RanksPython:
-    """Returns the Python of the ranks of the checkpoint's run; of any other checkpoint this one."""
-    run = RunPaths(source.directory.parent.parent)
-    if source.directory.parent != run.checkpoints or not run.run_yaml.is_file():
-        return this_python
-    return partial(ranks_python, load_own(run.run_yaml), on_node=False)
-
-
 def _make(source: Source, plan: ReshardPlan, staging: Path, python: RanksPython, counter: OnBytes) -> Made:
     if source.manifest is None:
         return write_step(source, plan, staging, python, counter)
@@ -125,7 +116,6 @@ def _say(
     source: Source, plan: ReshardPlan, made: Made | None, *, as_json: bool, out: Path | None = None
 ) -> None:
     path = None if made is None or out is None else out / made.path.name
-    kept = min(plan.before, plan.after)
     roles = [
         {
             "role": role.role or "model",
@@ -141,7 +131,7 @@ def _say(
             "source": str(source.directory),
             "ranks": {"before": plan.before, "after": plan.after},
             "models": roles,
-            "generators": {"kept": kept, "new": plan.after - kept},
+            "generators": {"kept": plan.kept, "new": plan.new},
             "data_states": plan.num_data,
             "checkpoint": None if path is None else str(path),
             "tensors_sha256": None if made is None else made.tensors,
@@ -156,8 +146,8 @@ def _say(
     for role in plan.roles:
         sizes = f"{role.num_tensors} tensors, {role.num_divided} of them divided"
         rows.append((role.role or "model", f"FSDP{role.engine}, {sizes}, {role.num_bytes / 1e6:.1f} MB"))
-    new = f"; {counted(plan.after - kept, 'rank')} with new ones" if plan.after > kept else ""
-    rows.append(("generators", f"{counted(kept, 'rank')} kept{new}"))
+    new = f"; {counted(plan.new, 'rank')} with new ones" if plan.new else ""
+    rows.append(("generators", f"{counted(plan.kept, 'rank')} kept{new}"))
     rows.append(("data", "at the same place" + (f", {plan.num_data} states" if plan.num_data else "")))
     if made is not None and path is not None:
         rows += [

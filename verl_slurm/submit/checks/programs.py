@@ -297,11 +297,6 @@ def python_not_run(reason: str) -> Iterator[None]:
         _NOT_RUN.reset(token)
 
 
-def why_python_not_run() -> str:
-    """Returns the reason within `python_not_run`; empty: it is run."""
-    return _NOT_RUN.get()
-
-
 def ranks_search(config: RunConfig) -> list[str]:
     """Returns the directories in which the ranks' Python looks for modules, as far as this machine can tell."""
     own = _own_python_path(config)

@@ -11,6 +11,8 @@ has saved a newer checkpoint with its new number of ranks.
 """
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,6 +25,7 @@ from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.commit import begin, sweep
 from verl_slurm.checkpoint.store.tree import names_in
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.reshard.checkpoint import (
     RECORD,
     Made,
@@ -31,7 +34,24 @@ from verl_slurm.verl.reshard.checkpoint import (
     source_of,
     write_checkpoint,
 )
-from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython
+from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ranks_python
+
+
+def prepare_start(
+    config: RunConfig,
+    contained: Callable[..., list[str]],
+    paths: RunPaths,
+    epoch: int,
+    manifest: Manifest | None,
+    on_bytes: OnBytes,
+) -> Made | None:
+    """Does the work of `prepare_ranks` for all ranks of a run, by their own Python, on a node of the job.
+
+    Args:
+        contained: `containers.runtimes.contained_argv`.
+    """
+    python = partial(ranks_python, config, contained, on_node=True)
+    return prepare_ranks(paths, epoch, manifest, config.distributed.world_size, python, on_bytes)
 
 
 def prepare_ranks(

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -23,14 +24,24 @@ import msgspec
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
 from verl_slurm.base.files import fsync_path, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
 from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.tree import list_tree, open_directory
 from verl_slurm.checkpoint.store.verify import verify
+from verl_slurm.config.load import load_own
 from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
-from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan, divide_step, plan_step
+from verl_slurm.verl.reshard.dividing import (
+    OnBytes,
+    RanksPython,
+    ReshardPlan,
+    divide_step,
+    plan_step,
+    ranks_python,
+    this_python,
+)
 from verl_slurm.verl.shards import judge_step
 from verl_slurm.verl.tracker import tracker_file
 
@@ -110,6 +121,21 @@ def source_of(directory: Path, manifest: Manifest) -> Source:
         expected="one of verl",
         remedy="submit its run with another distributed.dp_size: any number of ranks reads it",
     )
+
+
+def python_for(source: Source, contained: Callable[..., list[str]]) -> RanksPython:
+    """Returns the Python of the ranks of the checkpoint's run; of any other checkpoint that of this process.
+
+    Args:
+        contained: `containers.runtimes.contained_argv`.
+
+    Raises:
+        ConfigError, PermissionRefused: the run's configuration does not load, or could be another user's.
+    """
+    run = RunPaths(source.directory.parent.parent)
+    if source.directory.parent != run.checkpoints or not run.run_yaml.is_file():
+        return this_python
+    return partial(ranks_python, load_own(run.run_yaml), contained)
 
 
 def plan_source(source: Source, ranks: int, python: RanksPython) -> ReshardPlan:

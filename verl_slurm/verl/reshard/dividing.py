@@ -13,25 +13,36 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import IO, NamedTuple, Protocol, TypeVar
+from typing import IO, NamedTuple, TypeVar
 
 import msgspec
 
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, VerlSlurmError
 from verl_slurm.base.processes import die_with_parent
 from verl_slurm.base.search_path import clean_environment
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.slurm.rank_setup import python_of, setup_script
 
 OnBytes = Callable[[int], None]
 
 _PROGRAM = "verl_slurm.verl.reshard.torch_shards"
 _MAX_LINE = 1 << 20
 _LOOK_MS = 500
-_MISSING = re.compile(r"No module named '([\w.]+)'")
-# Slurm sends its warnings to every process of a step; this one ends with the thread that reads its answers.
+_END_S = 5.0
+END = signal.SIGQUIT
+"""Ends the process at once; Slurm sends it to nothing."""
+# Slurm sends these to every process of a step. The process ends with the thread that reads its answers.
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
+# What the set-up prints must not come between the program's lines.
+_AFTER_SETUP = """\
+_verl_slurm_argv=("$@")
+exec {{_verl_slurm_output}}>&1 1>&2
+{script}exec "${{_verl_slurm_argv[@]}}" >&"$_verl_slurm_output"
+"""
+_MISSING = re.compile(r"No module named '([\w.]+)'")
 
 
 class RolePlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +68,7 @@ class ReshardPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
         before, after: ranks.
         num_data: data loader states of SFT; None: PPO, whose one state does not depend on the ranks.
         written_bytes: of the tensors in the files of all new ranks.
+        largest_bytes: of those in one file.
     """
 
     before: int
@@ -64,10 +76,21 @@ class ReshardPlan(msgspec.Struct, frozen=True, kw_only=True, tag="plan"):
     roles: tuple[RolePlan, ...]
     num_data: int | None
     written_bytes: int
+    largest_bytes: int
 
     @property
     def num_bytes(self) -> int:
         return sum(role.num_bytes for role in self.roles)
+
+    @property
+    def kept(self) -> int:
+        """Returns the ranks that keep their generators' state."""
+        return min(self.before, self.after)
+
+    @property
+    def new(self) -> int:
+        """Returns the ranks that get generators of their own."""
+        return self.after - self.kept
 
     @property
     def work_bytes(self) -> int:
@@ -88,9 +111,10 @@ class Divided(msgspec.Struct, frozen=True, kw_only=True, tag="divided"):
 
 
 class ReshardRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
-    """An error by its parts."""
+    """An error by its parts; `errno`: an OSError, which has `what` and `where` alone."""
 
-    exit_code: int
+    exit_code: int = 0
+    errno: int | None = None
     what: str
     where: str | None = None
     found: str | None = None
@@ -98,19 +122,9 @@ class ReshardRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     remedy: str | None = None
 
 
-class ReshardStorageFailed(msgspec.Struct, frozen=True, kw_only=True, tag="storage"):
-    """An OSError by its parts."""
-
-    number: int
-    text: str
-    path: str | None = None
-
-
-Answer = ReshardPlan | Worked | Divided | ReshardRefused | ReshardStorageFailed
+Answer = ReshardPlan | Worked | Divided | ReshardRefused
 _ANSWER = msgspec.json.Decoder(Answer)
-_ERRORS: dict[int, type[VerlSlurmError]] = {
-    int(one.exit_code): one for one in (ConfigError, CheckpointCorrupt)
-}
+_ERRORS = {int(one.exit_code): one for one in (ConfigError, CheckpointCorrupt)}
 A = TypeVar("A", ReshardPlan, Divided)
 
 
@@ -122,17 +136,55 @@ class Command(NamedTuple):
     python: str
 
 
-class RanksPython(Protocol):
-    """Makes the command of a module of ours in some Python; held while it runs."""
-
-    def __call__(self, module: Sequence[str], places: Sequence[Path]) -> AbstractContextManager[Command]:
-        """Args: module: its name and its arguments. places: that it reads and writes below."""
+RanksPython = Callable[[Sequence[str], Sequence[Path]], Command]
+"""Makes the command of a module of ours in some Python, of the module's name and arguments, and of the places that it
+reads and writes below."""
 
 
-def this_python(module: Sequence[str], places: Sequence[Path]) -> AbstractContextManager[Command]:
+def this_python(module: Sequence[str], places: Sequence[Path]) -> Command:
     """Takes the Python of this process."""
     argv = [sys.executable, "-P", "-m", *module]
-    return nullcontext(Command(argv, clean_environment(dict(os.environ)), sys.executable))
+    return Command(argv, clean_environment(dict(os.environ)), sys.executable)
+
+
+def ranks_python(
+    config: RunConfig,
+    contained: Callable[..., list[str]],
+    module: Sequence[str],
+    places: Sequence[Path],
+    *,
+    on_node: bool = False,
+) -> Command:
+    """Takes the Python of a run's ranks, with their modules, or in the run's image.
+
+    Args:
+        config: paths absolute.
+        contained: `containers.runtimes.contained_argv`.
+        on_node: this is a node of the job: the user's own commands (`slurm.setup`) are run, and their variables set.
+
+    Raises:
+        ConfigError: the image is one that srun alone starts, or a path cannot be mounted.
+    """
+    container = config.slurm.container
+    if container is not None:
+        if container.runtime == "pyxis":
+            raise ConfigError(
+                "a checkpoint cannot be divided in this image",
+                where="slurm.container.runtime: pyxis",
+                found="an image that srun alone starts, for agents and their ranks",
+                remedy="divide it by `verl-slurm reshard CKPT --ranks N --out DIR`, run by a Python with the image's "
+                "torch, and go on from there (checkpoint.resume_from), or keep the number of ranks",
+            )
+        argv = contained(config, module, *map(str, places))
+        return Command(argv, dict(os.environ), f"{container.python} in {container.image}")
+    python = python_of(config.slurm) or sys.executable
+    argv, environ = [python, "-P", "-m", *module], clean_environment(dict(os.environ))
+    if on_node:
+        environ |= {name: str(value) for name, value in config.env.items()}
+    if script := setup_script(config.slurm, commands=on_node):
+        words = ("/bin/bash", "--noprofile", "--norc", "-c", _AFTER_SETUP.format(script=script), "verl-slurm")
+        argv = [*words, *argv]
+    return Command(argv, environ, python)
 
 
 def plan_step(step: Path, ranks: int, python: RanksPython) -> ReshardPlan:
@@ -162,7 +214,9 @@ def divide_step(step: Path, ranks: int, target: Path, python: RanksPython, on_by
     return _ask(Divided, words, [step, target.parent], step, python, on_bytes)
 
 
-def cannot(where: Path, found: str, expected: str | None = None) -> ConfigError:
+def cannot(
+    where: Path, found: str, expected: str = "shards of FSDP2 or FSDP1 on one mesh of all ranks"
+) -> ConfigError:
     """Returns the refusal of a checkpoint that cannot be divided anew."""
     return ConfigError(
         "the checkpoint cannot be divided among another number of ranks",
@@ -178,7 +232,8 @@ def _ask(
 ) -> A:
     last: Answer | None = None
     # stderr goes to a file: it is read when the child has ended, and a full pipe would stop the child before.
-    with python([_PROGRAM, *words], places) as command, tempfile.TemporaryFile() as stderr:
+    command = python([_PROGRAM, *words], places)
+    with tempfile.TemporaryFile() as stderr:
         try:
             child = subprocess.Popen(
                 command.argv,
@@ -204,18 +259,14 @@ def _ask(
             raise VerlSlurmError("the division gave no answer that is understood", found=error) from error
         finally:
             # `on_bytes` raised, or a signal came: the child must not write into a directory that is being removed.
-            if child.poll() is None:
-                # With what `slurm.setup` has started.
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+            _end(child)
             child.stdout.close()
         match last:
-            case ReshardRefused() if last.exit_code in _ERRORS:
-                facts = msgspec.structs.asdict(last)
-                del facts["exit_code"]
-                raise _ERRORS[last.exit_code](**facts)
-            case ReshardStorageFailed():
-                raise OSError(last.number, last.text, last.path)
+            case ReshardRefused(errno=int(number)):
+                raise OSError(number, last.what, last.where)
+            case ReshardRefused(exit_code=code) if code in _ERRORS:
+                facts = {"where": last.where, "found": last.found, "expected": last.expected}
+                raise _ERRORS[code](last.what, remedy=last.remedy, **facts)
         if child.returncode == 0 and isinstance(last, wanted):
             return last
         raise _broken(child.returncode, _last_line(stderr), step, command, planned=wanted is ReshardPlan)
@@ -225,6 +276,17 @@ def _child_setup() -> None:
     for number in _WARNINGS:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
+
+
+def _end(child: "subprocess.Popen[bytes]") -> None:
+    # First by a signal that a container's runtime passes on: what it has started may outlive it. The whole session, for
+    # what `slurm.setup` has started.
+    for number in (END, signal.SIGKILL):
+        if child.poll() is None:
+            os.killpg(child.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_END_S)
+    child.wait()
 
 
 def _lines(pipe: IO[bytes], look: Callable[[], None]) -> Iterator[bytes]:

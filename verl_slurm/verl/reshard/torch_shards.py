@@ -20,21 +20,23 @@ torch unpickles with `weights_only`, maps the files, and never has more than the
 """
 
 import ctypes
+import errno
 import json
 import math
 import os
 import random
 import re
 import resource
+import signal
 import struct
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -52,11 +54,11 @@ from verl_slurm.checkpoint.store.tree import list_tree, open_below, open_directo
 from verl_slurm.verl.copying import copy_files, how_to_copy
 from verl_slurm.verl.layout import read_layout, shard_of
 from verl_slurm.verl.reshard.dividing import (
+    END,
     Answer,
     Divided,
     ReshardPlan,
     ReshardRefused,
-    ReshardStorageFailed,
     RolePlan,
     Worked,
     cannot,
@@ -85,21 +87,10 @@ _SEEDS = ("_base_seed", "_shared_seed")
 
 
 class Unclear(ValueError):
-    """A step of a form that cannot be divided.
-
-    Attributes:
-        expected: what could be.
-    """
-
-    def __init__(
-        self, found: str, expected: str | None = "shards of FSDP2 or FSDP1 on one mesh of all ranks"
-    ) -> None:
-        super().__init__(found)
-        self.expected = expected
+    """A step of a form that cannot be divided. Args: what was found, and what could be divided."""
 
 
-@dataclass
-class Slot:
+class Slot(NamedTuple):
     """Where a value is kept in what a file holds: `holder[key]`."""
 
     path: str
@@ -113,65 +104,114 @@ class Slot:
 
 @dataclass
 class Spread:
-    """One tensor of all ranks that saved.
+    """One tensor of all ranks that saved, and what becomes of it.
 
     Attributes:
+        slot: in rank 0's file.
         parts: each rank's own, on the CPU.
-        shape: of the whole tensor.
+        shape: of the whole tensor; of one of FSDP1's flat parameters without the filling.
         dim: along which it is divided; None: whole on every rank.
         mesh: rank 0's; None: a plain tensor.
-        slot: in rank 0's file.
-        is_flat: a part of FSDP1's flat parameters; `shape` is without the filling.
+        new_dim, new_dtensor: the same for the new ranks: along what it is divided, and whether as a DTensor.
     """
 
-    path: str
+    slot: Slot
     parts: list[torch.Tensor]
     shape: tuple[int, ...]
     dim: int | None
     mesh: DeviceMesh | None
-    slot: Slot
     is_flat: bool = False
+    new_dim: int | None = None
+    new_dtensor: bool = False
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """Returns what all ranks agree on."""
+        return (self.slot.path, self.shape, self.dim, self.mesh is None, self.parts[0].dtype)
 
     @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * self.parts[0].element_size()
 
+    def new_shape(self, after: int, rank: int) -> tuple[int, ...]:
+        """Returns the shape of the part that `rank` of `after` gets."""
+        if self.is_flat:
+            return (-(-self.shape[0] // after),)
+        if self.new_dim is None:
+            return self.shape
+        begin, end = share(self.shape[self.new_dim], after, rank)
+        return (*self.shape[: self.new_dim], end - begin, *self.shape[self.new_dim + 1 :])
+
+    def new_part(self, after: int, rank: int) -> torch.Tensor:
+        """Returns that part, new and on the CPU: the GPU's number may not exist on the rank that loads it, and both
+        FSDP and the optimizers move what they load to where they need it."""
+        if self.new_dim is None:
+            return self.parts[0].clone() if self.dim is None else torch.cat(self.parts, self.dim)
+        begin, end = share(self.shape[self.new_dim], after, rank)
+        pieces, at = [], 0
+        for part in self.parts:
+            first, last = max(begin - at, 0), min(end - at, part.shape[self.new_dim])
+            at += part.shape[self.new_dim]
+            pieces.append(part.narrow(self.new_dim, first, last - first) if first < last else part[:0])
+        if self.is_flat:
+            # Zeros, as FSDP1 itself fills up: their gradient is always 0.
+            pieces.append(self.parts[0].new_zeros(self.new_shape(after, rank)[0] - (end - begin)))
+        kept = [piece for piece in pieces if piece.numel()]
+        return torch.cat(kept, self.new_dim) if kept else self.parts[0].new_empty(self.new_shape(after, rank))
+
 
 @dataclass
 class Shards:
-    """The files of one kind of all ranks: model or optimizer.
+    """The files of one kind of all ranks.
 
     Attributes:
         value: what rank 0's file holds.
         rest: digest of it without the tensors.
     """
 
+    kind: Literal["model", "optim"]
     value: Any
     rest: bytes
     tensors: list[Spread]
 
+    def new_bytes(self, after: int, rank: int) -> int:
+        """Returns the bytes of tensors in the new file of a rank."""
+        return sum(math.prod(t.new_shape(after, rank)) * t.parts[0].element_size() for t in self.tensors)
+
 
 @dataclass
 class Role:
-    """One model of a step."""
+    """One model of a step; `device`: the type of the ranks' devices."""
 
     name: str
     engine: int
-    kinds: dict[str, Shards]
+    kinds: list[Shards]
     device: str
-    """The type of the ranks' devices."""
 
 
 @dataclass
 class Step:
-    """A whole step; `data`: data loader states of SFT, and what each has given out (None: no such number)."""
+    """A step that is to be divided among `after` ranks.
+
+    Attributes:
+        root: its open directory.
+        data: data loader states of SFT from now on, and what each has given out (None: no such number is kept).
+    """
 
     root: int
     path: Path
-    ranks: int
+    names: list[str]
+    before: int
+    after: int
     roles: list[Role]
     data: tuple[int, int | None] | None
-    names: list[str] = field(default_factory=list)
+
+
+def share(length: int, ranks: int, rank: int) -> tuple[int, int]:
+    """Returns begin and end of the rows of `rank`, of `length` on `ranks`, as `torch.chunk` and FSDP divide them: all
+    have ceil(length / ranks) rows, except that the last ones may have fewer, or none."""
+    rows = -(-length // ranks)
+    return min(rank * rows, length), min((rank + 1) * rows, length)
 
 
 # ---- what a file holds
@@ -252,7 +292,7 @@ def _look_into(value: Any, spared: Collection[str] = ()) -> tuple[list[Slot], by
         raise Unclear("nested too deeply") from None
 
 
-def _read_shards(root: int, role: str, kind: str, ranks: int) -> Shards:
+def _read_shards(root: int, role: str, kind: Literal["model", "optim"], ranks: int) -> Shards:
     """Reads what the files of all ranks hold. Of those after the first the parts alone are kept.
 
     Raises:
@@ -262,22 +302,18 @@ def _read_shards(root: int, role: str, kind: str, ranks: int) -> Shards:
     for rank in range(ranks):
         value = _load(root, shard_name(role, kind, ranks, rank))
         slots, rest = _look_into(value)
-        spreads = [_spread(slot, rank, ranks) for slot in slots]
-        if shards is None:
-            shards = Shards(value, rest, spreads)
-            continue
-        forms = [
-            [(one.path, one.shape, one.dim, one.mesh is None, one.parts[0].dtype) for one in each]
-            for each in (shards.tensors, spreads)
-        ]
-        if rest != shards.rest or forms[0] != forms[1]:
+        tensors = [_spread(slot, rank, ranks) for slot in slots]
+        shards = shards or Shards(kind, value, rest, tensors)
+        if (rest, [one.form for one in tensors]) != (shards.rest, [one.form for one in shards.tensors]):
             raise Unclear(f"{kind} of rank {rank} holds other things than that of rank 0")
-        for first, one in zip(shards.tensors, spreads, strict=True):
-            first.parts += one.parts
+        for first, one in zip(shards.tensors, tensors, strict=True):
+            first.parts += one.parts if rank else []
     assert shards is not None
     for one in shards.tensors:
-        if one.dim is not None:
-            _require_whole(one, one.dim)
+        parts = [part.to("meta") for part in one.parts]
+        together = parts[0].shape if one.dim is None else torch.cat(parts, one.dim).shape
+        if one.shape != together:
+            raise Unclear(f"{one.slot.path} has parts of {list(together)} together, {list(one.shape)} in all")
     return shards
 
 
@@ -286,15 +322,14 @@ def _spread(slot: Slot, rank: int, ranks: int) -> Spread:
     tensor, path = slot.value, slot.path
     dim, mesh, local = None, None, tensor
     if type(tensor) is DTensor:
-        mesh, local = tensor.device_mesh, tensor.to_local()
-        dim = _dim(tensor, path, rank, ranks)
+        dim, mesh, local = _dim(tensor, path, rank, ranks), tensor.device_mesh, tensor.to_local()
     if type(local) is not torch.Tensor:
         raise Unclear(f"{path} is a {type(local).__module__}.{type(local).__name__}")
     if local.layout is not torch.strided or local.device.type != "cpu" or local.is_quantized:
         raise Unclear(f"{path} is a tensor of {local.layout} on {local.device}, {local.dtype}")
     if not local.is_contiguous():
         raise Unclear(f"{path} is not contiguous")
-    return Spread(path, [local], tuple(tensor.shape), dim, mesh, slot)
+    return Spread(slot, [local], tuple(tensor.shape), dim, mesh)
 
 
 def _dim(tensor: DTensor, path: str, rank: int, ranks: int) -> int | None:
@@ -316,15 +351,6 @@ def _dim(tensor: DTensor, path: str, rank: int, ranks: int) -> int | None:
     return placement.dim
 
 
-def _require_whole(tensor: Spread, dim: int) -> None:
-    sizes = [part.shape[dim] if part.ndim == len(tensor.shape) else -1 for part in tensor.parts]
-    for part, size in zip(tensor.parts, sizes, strict=True):
-        if tuple(part.shape) != (*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]):
-            raise Unclear(f"{tensor.path}: a part of {list(part.shape)} of {list(tensor.shape)}")
-    if sum(sizes) != tensor.shape[dim]:
-        raise Unclear(f"{tensor.path}: parts of {sizes} rows, {tensor.shape[dim]} in all")
-
-
 def shard_name(role: str, kind: str, ranks: int, rank: int) -> str:
     """Names a shard, relative to the step."""
     return f"{role}/{kind}_world_size_{ranks}_rank_{rank}.pt".lstrip("/")
@@ -338,42 +364,49 @@ class _Shape(msgspec.Struct):
     world_size: int
 
 
-def read_step(root: int, path: Path, ranks: int) -> Step:
-    """Reads what the shards of a step hold, as far as a plan for `ranks` ranks depends on it. Needs `torch.no_grad`.
+def read_step(root: int, path: Path, after: int) -> Step:
+    """Reads what the shards of a step hold, and plans what becomes of them. Needs `torch.no_grad`.
 
     Args:
         root: the open directory.
 
     Raises:
         Unclear: it cannot be divided so.
-        CheckpointCorrupt: there are no shards.
         OSError: it cannot be read.
     """
     names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
     layout = read_layout(names)
-    if layout.world_size is None:
-        raise CheckpointCorrupt("the step is not whole", where=path, found="no shards")
-    roles = [_read_role(root, name, layout.world_size) for name in layout.roles]
-    data = _plan_data(root, layout.world_size, layout.num_data, ranks) if layout.entry == "sft" else None
-    return Step(root, path, layout.world_size, roles, data, names)
+    before = layout.world_size or 0
+    roles = [_read_role(root, name, before, after) for name in layout.roles]
+    data = _plan_data(root, before, layout.num_data, after) if layout.entry == "sft" else None
+    return Step(root, path, names, before, after, roles, data)
 
 
-def _read_role(root: int, name: str, ranks: int) -> Role:
+def _read_role(root: int, name: str, before: int, after: int) -> Role:
     where = f"{name}/{_FSDP_CONFIG}".lstrip("/")
     with open_below(root, where) as fd:
         try:
             shape = msgspec.json.decode(read_fd(fd, CONFIG), type=_Shape)
         except (msgspec.MsgspecError, ValueError) as error:
             raise Unclear(f"{where}: {error}") from None
-    if shape.FSDP_version not in (1, 2) or shape.world_size != ranks:
+    if shape.FSDP_version not in (1, 2) or shape.world_size != before:
         raise Unclear(f"{where} says FSDP {shape.FSDP_version} on {shape.world_size} ranks")
-    kinds = {kind: _read_shards(root, name, kind, ranks) for kind in ("model", "optim")}
-    if shape.FSDP_version == 1:
-        _set_lengths(kinds["optim"], _flat_lengths(name, ranks, kinds["model"], kinds["optim"]))
-    generators = _generators(_load(root, shard_name(name, "extra_state", ranks, 0), _GENERATORS))
+    model, optimizer = (_read_shards(root, name, kind, before) for kind in ("model", "optim"))
+    is_first = shape.FSDP_version == 1
+    for one in (*model.tensors, *optimizer.tensors):
+        one.new_dim, one.new_dtensor = one.dim, one.mesh is not None
+        # On one rank FSDP1 divides nothing and saves plain tensors; on more it wants DTensors.
+        if is_first and after == 1:
+            one.new_dim, one.new_dtensor = None, False
+    if is_first and before == 1:
+        for one in model.tensors:
+            one.new_dim, one.new_dtensor = (0, True) if one.shape else (None, False)
+    if is_first:
+        _set_lengths(optimizer, _flat_lengths(name, before, model, optimizer))
+    generators = _generators(_load(root, shard_name(name, "extra_state", before, 0), _GENERATORS))
     # verl names the state of the accelerator's generator by its type.
     device = min(set(generators) - {"cpu", "numpy", "random"}, default="cpu")
-    return Role(name, shape.FSDP_version, kinds, device)
+    return Role(name, shape.FSDP_version, [model, optimizer], device)
 
 
 def _generators(extra: Any) -> dict[str, Any]:
@@ -383,14 +416,14 @@ def _generators(extra: Any) -> dict[str, Any]:
 
 def _flat_index(tensor: Spread) -> int | None:
     """Returns the number of the flat parameter that a tensor of FSDP1's optimizer belongs to."""
-    match = _INDEX.match(tensor.path)
+    match = _INDEX.match(tensor.slot.path)
     return int(match[1]) if match is not None and tensor.parts[0].ndim == 1 else None
 
 
 def _set_lengths(optimizer: Shards, lengths: Sequence[int]) -> None:
     for one in optimizer.tensors:
         if (at := _flat_index(one)) is not None:
-            one.shape, one.dim, one.is_flat = (lengths[at],), 0, True
+            one.shape, one.dim, one.new_dim, one.is_flat = (lengths[at],), 0, 0, True
 
 
 def _flat_lengths(role: str, ranks: int, model: Shards, optimizer: Shards) -> list[int]:
@@ -437,11 +470,11 @@ def _candidates(model: Shards, ranks: int) -> Iterator[list[int]]:
     for one in model.tensors:
         # A buffer is plain beside DTensors, and in no flat parameter.
         if ranks == 1 or one.mesh is not None:
-            lengths[unit_of(one.path)] += math.prod(one.shape)
+            lengths[unit_of(one.slot.path)] += math.prod(one.shape)
     yield [length for length in lengths.values() if length]
     # Such a layer has two names in the model's file, and its numbers are in the flat parameter once.
     for one in model.tensors:
-        if one.path == _OUTPUT:
+        if one.slot.path == _OUTPUT:
             lengths[unit_of(_OUTPUT)] -= math.prod(one.shape)
             yield [length for length in lengths.values() if length]
 
@@ -486,101 +519,28 @@ def _plan_data(root: int, before: int, count: int, after: int) -> tuple[int, int
     return wanted, total // wanted
 
 
-# ---- how its tensors are cut
-
-
-def share(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Returns begin and end of the rows of `rank`, of `length` on `ranks`, as `torch.chunk` and FSDP divide them: all
-    have ceil(length / ranks) rows, except that the last ones may have fewer, or none."""
-    rows = -(-length // ranks)
-    return min(rank * rows, length), min((rank + 1) * rows, length)
-
-
-def _cut(parts: Sequence[torch.Tensor], dim: int, begin: int, end: int) -> torch.Tensor:
-    """Returns a new tensor of the rows from `begin` to `end` of parts that follow each other along `dim`."""
-    pieces, at = [], 0
-    for part in parts:
-        first, last = max(begin - at, 0), min(end - at, part.shape[dim])
-        at += part.shape[dim]
-        if first < last:
-            pieces.append(part.narrow(dim, first, last - first))
-    return torch.cat(pieces, dim) if pieces else parts[0].narrow(dim, 0, 0).clone()
-
-
-@dataclass
-class Move:
-    """What becomes of a tensor: divided along `dim` from now on (None: not), as a DTensor or plain."""
-
-    tensor: Spread
-    dim: int | None
-    is_dtensor: bool
-
-    def shape(self, after: int, rank: int) -> tuple[int, ...]:
-        """Returns the shape of the part that `rank` of `after` gets."""
-        shape, dim = self.tensor.shape, self.dim
-        if self.tensor.is_flat:
-            return (-(-shape[0] // after),)
-        if dim is None:
-            return shape
-        begin, end = share(shape[dim], after, rank)
-        return (*shape[:dim], end - begin, *shape[dim + 1 :])
-
-    def part(self, after: int, rank: int) -> torch.Tensor:
-        """Returns that part, new and on the CPU: the GPU's number may not exist on the rank that loads it, and both
-        FSDP and the optimizers move what they load to where they need it."""
-        tensor = self.tensor
-        if self.dim is None:
-            return tensor.parts[0].clone() if tensor.dim is None else torch.cat(tensor.parts, tensor.dim)
-        begin, end = share(tensor.shape[self.dim], after, rank)
-        part = _cut(tensor.parts, self.dim, begin, end)
-        if not tensor.is_flat:
-            return part
-        # Zeros, as FSDP1 itself fills up: their gradient is always 0.
-        return torch.cat([part, part.new_zeros(self.shape(after, rank)[0] - len(part))])
-
-
-def _moves(role: Role, kind: str, before: int, after: int) -> list[Move]:
-    moves = []
-    for one in role.kinds[kind].tensors:
-        dim, is_dtensor = one.dim, one.mesh is not None
-        # On one rank FSDP1 divides nothing and saves plain tensors; on more it wants DTensors.
-        if role.engine == 1 and kind == "model" and after == 1:
-            dim, is_dtensor = None, False
-        elif role.engine == 1 and kind == "model" and before == 1 and one.shape:
-            dim, is_dtensor = 0, True
-        moves.append(Move(one, dim, is_dtensor))
-    return moves
-
-
-def _file_bytes(moves: Sequence[Move], after: int, rank: int) -> int:
-    return sum(math.prod(move.shape(after, rank)) * move.tensor.parts[0].element_size() for move in moves)
-
-
-def _all_moves(step: Step, after: int) -> list[list[Move]]:
-    """Returns the moves into each kind of file."""
-    return [_moves(role, kind, step.ranks, after) for role in step.roles for kind in role.kinds]
-
-
-def plan_of(step: Step, after: int) -> ReshardPlan:
+def plan_of(step: Step) -> ReshardPlan:
     """Returns what is to be done."""
     roles = []
     for role in step.roles:
-        moves = [move for kind in role.kinds for move in _moves(role, kind, step.ranks, after)]
+        tensors = [one for shards in role.kinds for one in shards.tensors]
         roles.append(
             RolePlan(
                 role=role.name,
                 engine=role.engine,
-                num_tensors=len(moves),
-                num_divided=sum(move.is_dtensor or move.tensor.is_flat for move in moves),
-                num_bytes=sum(move.tensor.num_bytes for move in moves),
+                num_tensors=len(tensors),
+                num_divided=sum(one.new_dtensor or one.is_flat for one in tensors),
+                num_bytes=sum(one.num_bytes for one in tensors),
             )
         )
-    written = sum(
-        _file_bytes(moves, after, rank) for moves in _all_moves(step, after) for rank in range(after)
-    )
-    num_data = None if step.data is None else step.data[0]
+    every = [shards for role in step.roles for shards in role.kinds]
     return ReshardPlan(
-        before=step.ranks, after=after, roles=tuple(roles), num_data=num_data, written_bytes=written
+        before=step.before,
+        after=step.after,
+        roles=tuple(roles),
+        num_data=None if step.data is None else step.data[0],
+        written_bytes=sum(one.new_bytes(step.after, rank) for one in every for rank in range(step.after)),
+        largest_bytes=max(one.new_bytes(step.after, 0) for one in every),
     )
 
 
@@ -603,47 +563,42 @@ def _mesh(former: DeviceMesh | None, device: str, ranks: int, rank: int) -> Devi
     return made
 
 
-def _as_dtensor(move: Move, part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-    whole = torch.empty(move.tensor.shape, device="meta")
-    placement: Placement = Replicate() if move.dim is None else Shard(move.dim)
+def _as_dtensor(tensor: Spread, part: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    whole = torch.empty(tensor.shape, device="meta")
+    placement: Placement = Replicate() if tensor.new_dim is None else Shard(tensor.new_dim)
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     # Not `from_local`, which moves the part to the mesh's devices.
     spec = DTensorSpec(mesh, (placement,), tensor_meta=meta)
     return DTensor(part, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _write_shards(
-    role: Role, kind: str, moves: list[Move], step: Step, after: int, folder: Path
-) -> Iterator[int]:
+def _write_shards(shards: Shards, role: Role, after: int, folder: Path) -> Iterator[int]:
     """Writes the files of one kind; yields the bytes of each."""
-    former = next((move.tensor.mesh for move in moves if move.tensor.mesh is not None), None)
+    former = next((one.mesh for one in shards.tensors if one.mesh is not None), None)
     for rank in range(after):
         mesh, known = _mesh(former, role.device, after, rank), dict[Any, torch.Tensor]()
-        for move in moves:
+        for one in shards.tensors:
             # An output layer that is the embedding lies once in a file, under two names.
-            parts = move.tensor.parts
-            key = (tuple(part.data_ptr() for part in parts), parts[0].dtype, move.tensor.shape, move.dim)
-            if key not in known or not move.tensor.num_bytes:
-                known[key] = move.part(after, rank)
-            part = known[key]
-            move.tensor.slot.holder[move.tensor.slot.key] = (
-                _as_dtensor(move, part, mesh) if move.is_dtensor else part
-            )
-        _save(folder / shard_name("", kind, after, rank), role.kinds[kind].value)
-        for move in moves:  # before the next file's are made
-            move.tensor.slot.holder[move.tensor.slot.key] = None
-        yield _file_bytes(moves, after, rank)
+            key = (*one.form[1:], *(part.data_ptr() for part in one.parts))
+            if key not in known or not one.num_bytes:
+                known[key] = one.new_part(after, rank)
+            new = _as_dtensor(one, known[key], mesh) if one.new_dtensor else known[key]
+            one.slot.holder[one.slot.key] = new
+        _save(folder / shard_name("", shards.kind, after, rank), shards.value)
+        for one in shards.tensors:  # before the next file's are made
+            one.slot.holder[one.slot.key] = None
+        yield shards.new_bytes(after, rank)
 
 
-def _write_extra(step: Step, role: str, after: int, folder: Path) -> None:
-    for rank in range(after):
-        path = folder / shard_name("", "extra_state", after, rank)
-        if rank < step.ranks:
-            name = shard_name(role, "extra_state", step.ranks, rank)
+def _write_extra(step: Step, role: str, folder: Path) -> None:
+    for rank in range(step.after):
+        path = folder / shard_name("", "extra_state", step.after, rank)
+        if rank < step.before:
+            name = shard_name(role, "extra_state", step.before, rank)
             with open_below(step.root, name) as fd, open(os.dup(fd), "rb") as former:
                 write_file(path, former.read(), durable=False)
         else:
-            extra = _load(step.root, shard_name(role, "extra_state", step.ranks, 0), _GENERATORS)
+            extra = _load(step.root, shard_name(role, "extra_state", step.before, 0), _GENERATORS)
             _renew(_generators(extra), rank)
             _save(path, extra)
 
@@ -687,7 +642,8 @@ def _digest(tensor: Spread, where: Path, on_bytes: Callable[[int], None]) -> byt
         CheckpointCorrupt: it is whole on every rank, and not the same on all of them.
         Unclear: it is filled up with other numbers than 0.
     """
-    head = f"{tensor.path}|{tensor.parts[0].dtype}|{tensor.shape}|".encode()
+    path = tensor.slot.path
+    head = f"{path}|{tensor.parts[0].dtype}|{tensor.shape}|".encode()
     copies = [tensor.parts] if tensor.dim is not None else [[part] for part in tensor.parts]
     digests = []
     for parts in copies:
@@ -697,7 +653,7 @@ def _digest(tensor: Spread, where: Path, on_bytes: Callable[[int], None]) -> byt
             whole.update(numbers[:remaining].view(torch.uint8).numpy().data)
             if numbers[remaining:].view(torch.uint8).any():
                 # The lengths would be wrong, and with them the place of each number.
-                raise Unclear(f"{tensor.path} is filled up with other numbers than 0")
+                raise Unclear(f"{path} is filled up with other numbers than 0")
             remaining -= min(remaining, len(numbers))
         digests.append(whole.digest())
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
@@ -705,7 +661,7 @@ def _digest(tensor: Spread, where: Path, on_bytes: Callable[[int], None]) -> byt
         raise CheckpointCorrupt(
             "the ranks disagree about a tensor that all of them hold",
             where=where,
-            found=f"{tensor.path} differs between rank 0 and rank {other}",
+            found=f"{path} differs between rank 0 and rank {other}",
             remedy="reshard an older checkpoint, or go on with the number of ranks that saved it",
         )
     on_bytes(tensor.num_bytes)
@@ -726,11 +682,11 @@ def _digests(tensors: Sequence[Spread], where: Path, on_bytes: Callable[[int], N
         return list(pool.map(lambda one: _digest(one, where, on_bytes), tensors))
 
 
-def divide(step: Step, after: int, target: Path, on_bytes: Callable[[int], None]) -> str:
+def divide(step: Step, target: Path, on_bytes: Callable[[int], None]) -> str:
     """Makes `target`, a new directory, and returns the digest of all tensors put together.
 
     Args:
-        step: as `read_step` gave it; its tensors are gone afterwards.
+        step: its tensors are gone afterwards.
         on_bytes: told how many more bytes were written or compared; by several threads.
 
     Raises:
@@ -738,13 +694,11 @@ def divide(step: Step, after: int, target: Path, on_bytes: Callable[[int], None]
         Unclear: a flat parameter is filled up with other numbers than 0.
         OSError: the storage refused.
     """
-    whole = sha256()
-    with open_directory(step.path) as root:
-        kept = {
-            e.path: identity_of(e.info)
-            for e in list_tree(root)
-            if e.kind == "file" and _is_kept(e.path, step)
-        }
+    whole, after = sha256(), step.after
+    entries = [
+        entry for entry in list_tree(step.root) if entry.path in step.names and _is_kept(entry.path, step)
+    ]
+    kept = {entry.path: identity_of(entry.info) for entry in entries}
     copy_files(step.path, target, kept, how_to_copy(step.path, target.parent))
     for role in step.roles:
         folder = target / role.name
@@ -753,28 +707,24 @@ def divide(step: Step, after: int, target: Path, on_bytes: Callable[[int], None]
             values = json.loads(read_fd(fd, CONFIG))
         config = json.dumps({**values, "world_size": after}, indent=4).encode()
         write_file(folder / _FSDP_CONFIG, config, durable=False)
-        _write_extra(step, role.name, after, folder)
-        for kind, shards in role.kinds.items():
-            moves = _moves(role, kind, step.ranks, after)
+        _write_extra(step, role.name, folder)
+        for shards in role.kinds:
             before = _digests(shards.tensors, step.path / role.name, on_bytes)
-            for num_bytes in _write_shards(role, kind, moves, step, after, folder):
+            for num_bytes in _write_shards(shards, role, after, folder):
                 on_bytes(num_bytes)
-            lengths = {one.path: one for one in shards.tensors if one.is_flat}
-            # As they lie there now, read like any others.
+            # As they lie there now, read like any others; of the plan the length of flat parameters alone is used.
             with open_directory(target) as made:
-                now = _read_shards(made, role.name, kind, after)
-            for one in now.tensors:
-                if one.path in lengths:
-                    one.shape, one.dim, one.is_flat = lengths[one.path].shape, 0, True
-            if now.rest != shards.rest or [one.path for one in now.tensors] != [
-                one.path for one in shards.tensors
-            ]:
-                raise _differs(folder, f"other tensors in {kind}")
-            for one, was, made_of in zip(
-                shards.tensors, before, _digests(now.tensors, folder, on_bytes), strict=True
+                new = _read_shards(made, role.name, shards.kind, after)
+            if len(new.tensors) != len(shards.tensors) or new.rest != shards.rest:
+                raise _differs(folder, f"other tensors in {shards.kind}")
+            for one, former in zip(new.tensors, shards.tensors, strict=True):
+                if former.is_flat:
+                    one.shape, one.dim, one.is_flat = former.shape, 0, True
+            for one, was, now in zip(
+                shards.tensors, before, _digests(new.tensors, folder, on_bytes), strict=True
             ):
-                if was != made_of:
-                    raise _differs(folder, f"{kind}: {one.path}")
+                if was != now:
+                    raise _differs(folder, f"{shards.kind}: {one.slot.path}")
                 whole.update(was)
     if step.data is not None:
         _write_data(step, *step.data, target)
@@ -816,13 +766,12 @@ def _answer(path: Path, after: int, target: Path | None, say: Callable[[Answer],
         infos = [entry.info for entry in list_tree(root) if entry.kind == "file"]
         _limit_memory(sum(min(info.st_size, info.st_blocks * 512) for info in infos) + _ROOM)
         step = read_step(root, path, after)
-        plan = plan_of(step, after)
+        plan = plan_of(step)
         if target is None:
             return plan
         # The new files are mapped when they are compared, and one of them is in memory while it is written.
-        largest = max(_file_bytes(moves, after, 0) for moves in _all_moves(step, after))
-        _limit_memory(plan.written_bytes + largest + _ROOM)
-        return Divided(tensors=divide(step, after, target, lambda n: say(Worked(num_bytes=n))))
+        _limit_memory(plan.written_bytes + plan.largest_bytes + _ROOM)
+        return Divided(tensors=divide(step, target, lambda num_bytes: say(Worked(num_bytes=num_bytes))))
 
 
 def _refusal(error: VerlSlurmError) -> ReshardRefused:
@@ -836,6 +785,8 @@ def main(argv: Sequence[str]) -> None:
     lines = os.dup(1)
     os.dup2(2, 1)
     path, after = Path(argv[0]), int(argv[1])
+    # The first process of a container gets no signal that it has no handler for.
+    signal.signal(END, lambda *_: os._exit(1))
 
     def say(answer: Answer) -> None:
         os.write(lines, msgspec.json.encode(answer) + b"\n")
@@ -848,7 +799,7 @@ def main(argv: Sequence[str]) -> None:
         with torch.no_grad():
             last = _answer(path, after, Path(argv[2]) if argv[2:] else None, say)
     except Unclear as error:
-        last = _refusal(cannot(path, str(error), error.expected))
+        last = _refusal(cannot(path, *error.args))
     except VerlSlurmError as error:
         last = _refusal(error)
     except MemoryError:
@@ -856,10 +807,8 @@ def main(argv: Sequence[str]) -> None:
         found = f"they take more memory than their own size and {_ROOM >> 20} MiB"
         last = _refusal(cannot(path, f"shards that are described by more than verl writes: {found}"))
     except OSError as error:
-        path_of_error = None if error.filename is None else str(error.filename)
-        last = ReshardStorageFailed(
-            number=error.errno or 0, text=error.strerror or str(error), path=path_of_error
-        )
+        place = None if error.filename is None else str(error.filename)
+        last = ReshardRefused(errno=error.errno or errno.EIO, what=error.strerror or str(error), where=place)
     say(last)
     # At once: gigabytes of small objects take long to free.
     os._exit(0)
