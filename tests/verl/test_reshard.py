@@ -80,6 +80,15 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 
+def with_pickle(shard: Path, change: Callable[[bytes], bytes], compression: int = zipfile.ZIP_STORED) -> None:
+    """Puts other bytes in the place of a file's pickle."""
+    with zipfile.ZipFile(shard) as old:
+        members = {info.filename: old.read(info) for info in old.infolist()}
+    with zipfile.ZipFile(shard, "w", compression) as new:
+        for name, text in members.items():
+            new.writestr(name, change(text) if name.endswith("data.pkl") else text)
+
+
 # ---- what is kept
 
 
@@ -118,6 +127,23 @@ def test_a_tensor_of_two_names_lies_once_in_each_file(tmp_path: Path) -> None:
     step = divided(fsdp2_step(tmp_path, 4, 2), 3, tmp_path / "other")
     shard = torch.load(step / "actor/model_world_size_3_rank_0.pt", weights_only=False)
     assert shard["head"].to_local().data_ptr() == shard["embed"].to_local().data_ptr()
+
+
+def test_shards_that_gpus_have_saved_are_divided_where_there_is_none(tmp_path: Path) -> None:
+    step = fsdp2_step(tmp_path, 4, 2)
+    wanted = gathered(step / "actor")
+
+    def on_gpu(data: bytes) -> bytes:
+        assert b"X\x03\x00\x00\x00cpu" in data
+        return data.replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:0")
+
+    for shard in step.glob("actor/[mo]*.pt"):
+        with_pickle(shard, on_gpu)
+    place = divided(step, 3, tmp_path / "other") / "actor"
+    assert same(gathered(place), wanted)
+    model = torch.load(place / "model_world_size_3_rank_0.pt", weights_only=True)
+    assert model["embed"].device == torch.device("cpu")
+    assert model["embed"].device_mesh.device_type == "cuda:0"  # as if the mesh's type was that
 
 
 def test_ranks_that_stay_keep_their_generators_and_new_ones_get_their_own(tmp_path: Path) -> None:
@@ -597,20 +623,12 @@ def test_an_attempt_that_is_to_end_or_was_replaced_leaves_no_copy(paths: RunPath
 # ---- how much memory
 
 
-def with_pickle(shard: Path, data: bytes, compression: int = zipfile.ZIP_STORED) -> None:
-    """Puts other bytes in the place of a file's pickle."""
-    with zipfile.ZipFile(shard) as old:
-        members = {info.filename: old.read(info) for info in old.infolist()}
-    with zipfile.ZipFile(shard, "w", compression) as new:
-        for name, text in members.items():
-            new.writestr(name, data if name.endswith("data.pkl") else text)
-
-
 def test_a_few_bytes_that_say_a_list_of_lists_of_lists_are_looked_at_once(tmp_path: Path) -> None:
     """A pickle of a few bytes that is 2**40 lists for a reader that walks through it."""
     each = (b"]h%ca" % (level - 1) + b"h%ca" % (level - 1) + b"q%c" % level for level in range(1, 40))
     step = fsdp2_step(tmp_path, 4, 2, roles=("",), samples=12)
-    with_pickle(step / "data_0.pt", b"\x80\x02]q\x00" + b"".join(each) + b"}X\x01\x00\x00\x00ah\x27s.")
+    some = b"\x80\x02]q\x00" + b"".join(each) + b"}X\x01\x00\x00\x00ah\x27s."
+    with_pickle(step / "data_0.pt", lambda _: some)
     refused(step, 3, "different places")
 
 
@@ -620,6 +638,6 @@ def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(
 ) -> None:
     step = fsdp2_step(tmp_path, 4, 2, roles=("",), samples=12)
     long = b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * (12 << 20) + b"ls."
-    with_pickle(step / "model_world_size_2_rank_1.pt", long, compression)
+    with_pickle(step / "model_world_size_2_rank_1.pt", lambda _: long, compression)
     with pytest.raises(ConfigError, match="more memory than their own size and 512 MiB"):
         plan_source(Source(directory=step, step=step, manifest=None), 3, this_python)

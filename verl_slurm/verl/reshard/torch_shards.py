@@ -41,7 +41,6 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 import numpy as np
 import torch
-from numpy._core.multiarray import _reconstruct as numpy_array
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -68,12 +67,14 @@ from verl_slurm.verl.shards import identity_of
 _ROOM = 512 << 20
 _M_ARENA_MAX = -8  # malloc.h of glibc
 _FSDP_CONFIG = "fsdp_config.json"
+_MADE_BY = np.zeros(0).__reduce__()[0]
 _GENERATORS = [
     np.ndarray,
     np.dtype,
     type(np.dtype(np.uint32)),
-    numpy_array,
-    (numpy_array, "numpy.core.multiarray._reconstruct"),  # its place in NumPy 1
+    # By its place in NumPy 2 and 1.
+    (_MADE_BY, "numpy._core.multiarray._reconstruct"),
+    (_MADE_BY, "numpy.core.multiarray._reconstruct"),
 ]
 """What the state of NumPy's generator is made of, in `extra_state`."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.layout)
