@@ -471,7 +471,7 @@ def test_an_answer_that_is_not_a_plan_is_an_error(
     tmp_path: Path, program: str, error: type[VerlSlurmError], found: str
 ) -> None:
     with pytest.raises(error, match=found):
-        plan_step(tmp_path, 3, python_that(program))
+        plan_step(tmp_path, 3, python_that(program), lambda _: None)
 
 
 def test_the_process_ends_before_its_directory_is_removed(tmp_path: Path) -> None:
@@ -632,12 +632,9 @@ def test_a_few_bytes_that_say_a_list_of_lists_of_lists_are_looked_at_once(tmp_pa
     refused(step, 3, "different places")
 
 
-@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "packed"])
-def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(
-    tmp_path: Path, compression: int
-) -> None:
+def test_a_small_file_that_describes_gigabytes_is_refused_in_one_line(tmp_path: Path) -> None:
     step = fsdp2_step(tmp_path, 4, 2, roles=("",), samples=12)
     long = b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * (12 << 20) + b"ls."
-    with_pickle(step / "model_world_size_2_rank_1.pt", lambda _: long, compression)
+    with_pickle(step / "model_world_size_2_rank_1.pt", lambda _: long, zipfile.ZIP_DEFLATED)
     with pytest.raises(ConfigError, match="more memory than their own size and 512 MiB"):
         plan_source(Source(directory=step, step=step, manifest=None), 3, this_python)

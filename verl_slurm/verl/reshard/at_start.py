@@ -97,7 +97,7 @@ def prepare_ranks(
         return None
     # Of another number of ranks, of another save of this step, or damaged; the source has all that was in it.
     shutil.rmtree(final, ignore_errors=True)
-    plan = plan_source(source, ranks, python)
+    plan = plan_source(source, ranks, python, on_bytes)
     require_room(source, plan, divided.checkpoints)
     staging = begin(divided, wanted.step, wanted.safe_point)
     try:

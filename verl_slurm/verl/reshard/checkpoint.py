@@ -138,15 +138,17 @@ def python_for(source: Source, contained: Callable[..., list[str]]) -> RanksPyth
     return partial(ranks_python, load_own(run.run_yaml), contained)
 
 
-def plan_source(source: Source, ranks: int, python: RanksPython) -> ReshardPlan:
-    """Plans the same state on `ranks` ranks.
+def plan_source(
+    source: Source, ranks: int, python: RanksPython, on_bytes: OnBytes = lambda _: None
+) -> ReshardPlan:
+    """Plans the same state on `ranks` ranks. `on_bytes`: as in `dividing.plan_step`.
 
     Raises:
         ConfigError, CheckpointCorrupt: as `require_fsdp`; it cannot be divided so.
         VerlSlurmError, OSError: as `dividing.plan_step`.
     """
     require_fsdp(source, ranks)
-    return plan_step(source.step, ranks, python)
+    return plan_step(source.step, ranks, python, on_bytes)
 
 
 def require_fsdp(source: Source, ranks: int) -> None:

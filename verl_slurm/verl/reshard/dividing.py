@@ -32,8 +32,8 @@ _PROGRAM = "verl_slurm.verl.reshard.torch_shards"
 _MAX_LINE = 1 << 20
 _LOOK_MS = 500
 _END_S = 5.0
-END = signal.SIGQUIT
-"""Ends the process at once; Slurm sends it to nothing."""
+END = signal.SIGALRM
+"""Ends the process; Slurm sends it to nothing, and it writes no core file."""
 # Slurm sends these to every process of a step. The process ends with the thread that reads its answers.
 _WARNINGS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGCONT, signal.SIGHUP)
 # What the set-up prints must not come between the program's lines.
@@ -187,8 +187,11 @@ def ranks_python(
     return Command(argv, environ, python)
 
 
-def plan_step(step: Path, ranks: int, python: RanksPython) -> ReshardPlan:
+def plan_step(step: Path, ranks: int, python: RanksPython, on_bytes: OnBytes) -> ReshardPlan:
     """Plans the same state on `ranks` ranks.
+
+    Args:
+        on_bytes: called with 0 twice in a second. An exception of its ends the work.
 
     Raises:
         ConfigError: it cannot be divided so, not in limited memory, or the Python lacks torch.
@@ -196,7 +199,7 @@ def plan_step(step: Path, ranks: int, python: RanksPython) -> ReshardPlan:
         VerlSlurmError: the process broke.
         OSError: it cannot be read.
     """
-    return _ask(ReshardPlan, [str(step), str(ranks)], [step], step, python, lambda _: None)
+    return _ask(ReshardPlan, [str(step), str(ranks)], [step], step, python, on_bytes)
 
 
 def divide_step(step: Path, ranks: int, target: Path, python: RanksPython, on_bytes: OnBytes) -> Divided:
