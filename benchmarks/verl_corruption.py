@@ -35,6 +35,7 @@ from verl_slurm.checkpoint.store.loop_checkpoint import for_ranks, require_guest
 from verl_slurm.checkpoint.store.recover import choose_resume
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.verl.reshard.at_start import prepare_ranks
+from verl_slurm.verl.reshard.dividing import this_python
 
 _LAST, _FURTHER, _EPOCH = 6, 7, 8
 _SOMEWHERE = re.compile(r"/\S*?/(?=global_step)")
@@ -158,7 +159,7 @@ class _Served:
             if case.ranks != 2:
                 owner = read_epoch(paths)
                 assert owner is not None
-                prepare_ranks(paths, owner.epoch, read_manifest(newest), case.ranks)
+                prepare_ranks(paths, owner.epoch, read_manifest(newest), case.ranks, this_python)
                 copy = for_ranks(paths, newest.name, case.ranks)
                 require_guest(copy, "verl", world_size=case.ranks)
                 return (

@@ -10,16 +10,24 @@ from verl_slurm_daemon.lead.resharding import fit_ranks
 from verl_slurm_daemon.lead.resume import ResumePoint
 
 from tests.builders import begun_run
+from tests.fakes.torch_divider import fake_divider, shard_step
 from tests.journals import read_events
-from tests.verl.fake_shards import fsdp2_step
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, for_ranks
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.verl.reshard import at_start
 
-pytestmark = pytest.mark.torch
+
+@pytest.fixture(autouse=True)
+def _without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        at_start,
+        "ranks_python",
+        lambda config, contained, module, places, **how: fake_divider(module, places),
+    )
 
 
 @pytest.fixture
@@ -32,11 +40,10 @@ def config(ranks: int) -> RunConfig:
     return parse_config(text.encode(), "x.yaml", [])
 
 
-def point(paths: RunPaths, mesh: tuple[int, ...] = (2,)) -> ResumePoint:
-    ranks = mesh[0] * mesh[-1] if len(mesh) > 1 else mesh[0]
-    work = paths.work(1)
-    work.mkdir(parents=True)
-    step = fsdp2_step(work, 4, ranks, mesh=mesh)
+def point(paths: RunPaths, ranks: int = 2, *more: str) -> ResumePoint:
+    step = shard_step(paths.work(1), 4, ranks)
+    for name in more:
+        (step / name).touch()
     save = LoopSave(guest="verl", step=4, epoch=1, world_size=ranks)
     name = commit_tree(paths, save, {step.name: step}).name
     return ResumePoint(name, (), "", read_manifest(paths.checkpoints / name))
@@ -83,6 +90,6 @@ def test_an_attempt_that_has_to_end_starts_no_ranks_and_keeps_nothing(paths: Run
 
 
 def test_what_cannot_be_divided_ends_the_start_with_the_reason(paths: RunPaths) -> None:
-    at = point(paths, (2, 2))
-    with pytest.raises(ConfigError, match="ddp x fsdp"):
-        started(paths, 2, at)
+    at = point(paths, 2, "actor/__0_0.distcp")
+    with pytest.raises(ConfigError, match="Megatron"):
+        started(paths, 3, at)

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +15,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-
-from verl_slurm.verl.reshard.cuts import share
 
 WHOLE = {"embed": (7, 3), "layer.w": (4, 5), "layer.b": (2,), "norm": (1,)}
 """The parameters, by name. Two ranks and three divide none of them evenly."""
@@ -42,8 +41,11 @@ def _divided(whole: torch.Tensor, mesh: Any, rank: int, placement: Placement) ->
     placements = [*[Replicate()] * (mesh.ndim - 1), placement]
     local = whole
     if isinstance(placement, Shard):
-        begin, end = share(whole.shape[placement.dim], mesh.size(-1), rank % mesh.size(-1))
-        local = whole.narrow(placement.dim, begin, end - begin).clone().contiguous()
+        parts = whole.chunk(mesh.size(-1), placement.dim)
+        number = rank % mesh.size(-1)
+        # The last ranks may get no row.
+        local = parts[number] if number < len(parts) else whole.narrow(placement.dim, 0, 0)
+        local = local.clone().contiguous()
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
@@ -84,6 +86,53 @@ def fsdp2_step(
         torch.save(_loader(samples, 0), path / "data.pt")
     for name in [path, *path.rglob("*")]:
         os.chmod(name, 0o700 if name.is_dir() else 0o600)
+    return path
+
+
+def fsdp1_step(
+    directory: Path, ranks: int, *, last: int | None = None, groups: int = 1, fill: float = 0.0
+) -> Path:
+    """`directory/global_step_4` of FSDP1 with a root and two layers, each a unit with a flat parameter.
+
+    Args:
+        last: length of the last unit's flat parameter; default: that of its parameters.
+        groups: of the optimizer.
+        fill: what the last rank's parts of flat parameters are filled up with.
+    """
+    path = fsdp2_step(directory, 4, ranks)
+    names = {"embed": (7, 3), "layers.0.w": (4, 5), "layers.1.w": (3, 3), "lm_head.weight": (7, 3)}
+    units = [21, 20, 9 if last is None else last]  # the output layer is the embedding
+    for rank in range(ranks):
+        with _rank(rank, (ranks,)) as mesh:
+            wholes = {name: _numbers(name, shape, 0) for name, shape in names.items()}
+            wholes["lm_head.weight"] = wholes["embed"]
+            model = OrderedDict(
+                (name, _divided(whole, mesh, rank, Shard(0)) if ranks > 1 else whole)
+                for name, whole in wholes.items()
+            )
+            wrapped = "_fsdp_wrapped_module"
+            modules = [
+                "",
+                wrapped,
+                *(f"{wrapped}.layers.{n}{end}" for n in (0, 1) for end in ("", f".{wrapped}")),
+            ]
+            model._metadata = OrderedDict((name, {"version": 1}) for name in modules)  # type: ignore[attr-defined]
+            state: dict[int, Any] = {}
+            for at, length in enumerate(units):
+                rows = -(-length // ranks)
+                flat = torch.full((rows * ranks,), fill)
+                flat[:length] = _numbers(f"flat{at}", (length,), 0)
+                state[at] = {
+                    "step": torch.tensor(4.0),
+                    "exp_avg": flat[rank * rows : (rank + 1) * rows].clone(),
+                }
+            torch.save(model, path / f"actor/model_world_size_{ranks}_rank_{rank}.pt")
+            optim = {
+                "state": state,
+                "param_groups": [{"lr": 1e-3, "params": [0, 1, 2]}, *[{"params": []}] * (groups - 1)],
+            }
+            torch.save(optim, path / f"actor/optim_world_size_{ranks}_rank_{rank}.pt")
+    (path / "actor" / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 1, "world_size": ranks}))
     return path
 
 

@@ -103,24 +103,24 @@ def contained_ranks_argv(config: RunConfig, gpus: Gpus, control: str, launcher: 
     """
     container = config.slurm.container
     assert container is not None
-    words = RUNTIMES[container.runtime].words(Wanted(container, mounts(config, control), gpus))
     inside = ["verl_slurm.containers.inside", control, container.workdir, container.python, *launcher[1:]]
-    return [*words, *probe_argv(config, inside)]
+    return contained_argv(config, inside, control, gpus=gpus)
 
 
-def contained_agents_argv(config: RunConfig, agent: Sequence[str]) -> list[str]:
-    """Returns the words of srun for agents inside, and their command.
+def contained_argv(config: RunConfig, module: Sequence[str], *places: str, gpus: Gpus = "") -> list[str]:
+    """Returns the command of a module of ours inside; for agents the words of srun, and their command.
 
     Args:
-        agent: `PYTHON -P -m MODULE ARGS...`.
+        module: its name and its arguments.
+        places: that it writes to, besides those of the run.
 
     Raises:
         ConfigError: `mounts.mounts`.
     """
     container = config.slurm.container
     assert container is not None
-    words = RUNTIMES[container.runtime].words(Wanted(container, mounts(config), ""))
-    return [*words, *probe_argv(config, agent[3:])]
+    words = RUNTIMES[container.runtime].words(Wanted(container, mounts(config, *places), gpus))
+    return [*words, *probe_argv(config, module)]
 
 
 def in_image(config: RunConfig) -> dict[str, str]:

@@ -10,7 +10,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.search_path import clean_environment
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.config.services import nodes_of_services
-from verl_slurm.containers.runtimes import agents_inside, contained_agents_argv, ranks_inside
+from verl_slurm.containers.runtimes import agents_inside, contained_argv, ranks_inside
 from verl_slurm.wire.environment import (
     CONTROL_VARIABLE,
     EPOCH_VARIABLE,
@@ -144,7 +144,7 @@ def step_argv(
         # The step goes on when Slurm takes a lost node from the job: another has its place, or none is needed.
         *(["--no-kill"] if config.may_lose_nodes else []),
     ]
-    return [*argv, *(contained_agents_argv(config, agent) if agents_inside(config) else agent)]
+    return [*argv, *(contained_argv(config, agent[3:]) if agents_inside(config) else agent)]
 
 
 def launcher_argv(

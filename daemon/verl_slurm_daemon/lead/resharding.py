@@ -4,8 +4,9 @@ import asyncio
 import time
 
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.journal import events as ev
-from verl_slurm.verl.reshard.at_start import prepare_ranks
+from verl_slurm.verl.reshard.at_start import prepare_start
 from verl_slurm_daemon.journal import Journal
 from verl_slurm_daemon.lead.resume import ResumePoint
 
@@ -21,7 +22,7 @@ async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Even
         leaving: set when the attempt is to end; then nothing is kept of the work.
 
     Raises:
-        ConfigError: the checkpoint cannot be divided so.
+        ConfigError: the checkpoint cannot be divided so, or not by the ranks' Python.
         VerlSlurmError, OSError: it was not divided; nothing is left of the attempt.
     """
     if config.trainer.backend != "verl":
@@ -32,19 +33,17 @@ async def fit_ranks(config: RunConfig, point: ResumePoint, leaving: asyncio.Even
             raise _Leaving
 
     began = time.monotonic()
-    run, ranks = (journal.paths, journal.epoch), config.distributed.world_size
-    if point.manifest is not None and point.manifest.world_size != ranks:
+    run, ranks = (config, contained_argv, journal.paths, journal.epoch), config.distributed.world_size
+    before = ranks if point.manifest is None else point.manifest.world_size
+    if before != ranks:
         # Before it, too: with large models it takes minutes.
-        journal.write(
-            ev.Resume(f"{point.name} is of {point.manifest.world_size} ranks: divided among {ranks}")
-        )
+        journal.write(ev.Resume(f"{point.name} is of {before} ranks: divided among {ranks}"))
     try:
         # In a thread: it may take as long as a save and a verification, and the lead has to hear Slurm meanwhile.
-        made = await asyncio.to_thread(prepare_ranks, *run, point.manifest, ranks, stop_if_leaving)
+        made = await asyncio.to_thread(prepare_start, *run, point.manifest, stop_if_leaving)
     except _Leaving:
         return False
-    if made is not None and point.manifest is not None:
-        seconds = round(time.monotonic() - began, 3)
-        before = point.manifest.world_size
-        journal.write(ev.Resharded(point.name, before, ranks, seconds, made.num_bytes))
+    if made is not None:
+        took_s = round(time.monotonic() - began, 3)
+        journal.write(ev.Resharded(point.name, before, ranks, took_s, made.num_bytes))
     return True

@@ -1,6 +1,5 @@
 """`verl-slurm reshard`."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,19 @@ from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
 from verl_slurm.cli.show import render
+from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.verl.layout import step_of
-from verl_slurm.verl.reshard.apply import work_bytes
 from verl_slurm.verl.reshard.checkpoint import (
     Made,
     Source,
     open_source,
     plan_source,
+    python_for,
     require_room,
     write_checkpoint,
     write_step,
 )
-from verl_slurm.verl.reshard.plan import ReshardPlan
+from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan
 
 _MOST = 65_536
 
@@ -55,6 +55,9 @@ def reshard(
     schedules and its place in the data are kept; each tensor, put together, has the same bits as before, which is
     checked. Ranks that CKPT does not have get generators of their own. CKPT stays as it is.
 
+    It is torch that divides, in the ranks' Python of the run that CKPT lies in (slurm.python, its image), and in the
+    Python of this command for any other CKPT.
+
     A run does this by itself when it is submitted with another distributed.dp_size. The command is for a look before
     (--dry-run), and for a checkpoint that goes elsewhere: --out then holds one of the same name, verified like any, or
     for plain verl a trainer.default_local_dir with that one step.
@@ -72,15 +75,16 @@ def reshard(
     try:
         bar.show(f"verifying {directory.name}, every byte")
         source = open_source(directory)
-        plan = plan_source(source, ranks)
-        require_room(plan, out)
+        python = python_for(source, contained_argv)
+        plan = plan_source(source, ranks, python)
+        require_room(source, plan, out)
         if dry_run:
             bar.close()
             _say(source, plan, None, as_json=as_json)
             return
-        counter = bar.counter("writing and comparing", work_bytes(plan))
+        counter = bar.counter("writing and comparing", plan.work_bytes)
         with whole_output(out, "the divided checkpoint") as staging:
-            made = _make(source, plan, staging, counter)
+            made = _make(source, plan, staging, python, counter)
     finally:
         bar.close()
     _say(source, plan, made, as_json=as_json, out=out)
@@ -95,14 +99,14 @@ def _named(place: Path, run: RunPaths | None) -> Path:
     return step.parent if (step.parent / MANIFEST).exists() else step
 
 
-def _make(source: Source, plan: ReshardPlan, staging: Path, counter: Callable[[int], None]) -> Made:
+def _make(source: Source, plan: ReshardPlan, staging: Path, python: RanksPython, counter: OnBytes) -> Made:
     if source.manifest is None:
-        return write_step(source, plan, staging, counter)
+        return write_step(source, plan, staging, python, counter)
     inner = staging / ".writing"
     inner.mkdir(mode=0o700)
     final, manifest = staging / source.manifest.name, source.manifest
     place = StagingDirectory(directory=inner, final=final, step=manifest.step, safe_point=manifest.safe_point)
-    made = write_checkpoint(source, plan, place, on_bytes=counter)
+    made = write_checkpoint(source, plan, place, python, on_bytes=counter)
     # A hint among many checkpoints; here is one.
     (staging / "latest").unlink(missing_ok=True)
     return made
@@ -114,9 +118,9 @@ def _say(
     path = None if made is None or out is None else out / made.path.name
     roles = [
         {
-            "role": role.model.role or "model",
-            "engine": f"fsdp{role.model.engine}",
-            "tensors": len(role.parameters) + len(role.moments),
+            "role": role.role or "model",
+            "engine": f"fsdp{role.engine}",
+            "tensors": role.num_tensors,
             "divided": role.num_divided,
             "num_bytes": role.num_bytes,
         }
@@ -140,9 +144,8 @@ def _say(
         ("ranks", f"{plan.before} -> {plan.after}"),
     ]
     for role in plan.roles:
-        sizes = f"{len(role.parameters) + len(role.moments)} tensors, {role.num_divided} of them divided"
-        text = f"FSDP{role.model.engine}, {sizes}, {role.num_bytes / 1e6:.1f} MB"
-        rows.append((role.model.role or "model", text))
+        sizes = f"{role.num_tensors} tensors, {role.num_divided} of them divided"
+        rows.append((role.role or "model", f"FSDP{role.engine}, {sizes}, {role.num_bytes / 1e6:.1f} MB"))
     new = f"; {counted(plan.new, 'rank')} with new ones" if plan.new else ""
     rows.append(("generators", f"{counted(plan.kept, 'rank')} kept{new}"))
     rows.append(("data", "at the same place" + (f", {plan.num_data} states" if plan.num_data else "")))

@@ -32,7 +32,9 @@ from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.verify import read_manifest
 from verl_slurm.config.elastic import allowed_nodes
 from verl_slurm.config.schema import RunConfig
+from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.loops.verl_settings import start_settings
+from verl_slurm.submit.checks import programs
 from verl_slurm.submit.checks.model_files import refuse_adapter, refuse_pointers, weights_problem
 from verl_slurm.submit.checks.programs import Found, answer_of_ranks_python, check_modules, check_source
 from verl_slurm.submit.checks.verl_data import check_sizes, check_verl_data
@@ -51,15 +53,10 @@ from verl_slurm.verl.inputs import (
     with_critic,
 )
 from verl_slurm.verl.layout import is_distributed, step_of, way_out
-from verl_slurm.verl.overrides import (
-    Setting,
-    judged,
-    require_possible,
-    switches_as_text,
-    value_at,
-)
+from verl_slurm.verl.overrides import Setting, judged, require_possible, switches_as_text, value_at
 from verl_slurm.verl.releases import Entry, installed_verl, require_usable
-from verl_slurm.verl.reshard.checkpoint import plan_source, require_room, source_of
+from verl_slurm.verl.reshard.checkpoint import plan_source, require_fsdp, require_room, source_of
+from verl_slurm.verl.reshard.dividing import ranks_python
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _OF_CLASSES = ("tool_config_path", "agent_loop_config_path", "interaction_config_path")
@@ -402,7 +399,7 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
     """Refuses a number of ranks among which the start could not divide the checkpoint; returns a note if it will.
 
     verl reads a checkpoint back with exactly as many ranks as wrote it, so the start divides it (`verl.reshard`). Here
-    the same plan is made, of bytes that are not verified yet.
+    the same plan is made by the ranks' Python, if nothing on the nodes changes it, of bytes that are not verified yet.
 
     Raises:
         ConfigError: the reason, and the way out.
@@ -426,8 +423,11 @@ def check_ranks(config: RunConfig, paths: RunPaths, committed: Sequence[Checkpoi
     own = path / f"global_step_{step}"
     try:
         manifest = read_manifest(path)
-        plan = plan_source(source_of(path, manifest), now)
-        require_room(plan, paths.resharded.checkpoints)
+        require_fsdp(source := source_of(path, manifest), now)
+        if unseen := programs.why_unseen(config):
+            return f"not looked at: whether {path.name} of {ranks} ranks can be divided among {now}: {unseen}"
+        plan = plan_source(source, now, partial(ranks_python, config, contained_argv))
+        require_room(source, plan, paths.resharded.checkpoints)
     except ConfigError as error:
         # Megatron's has a merger of its own, which the error names.
         megatron = is_distributed([entry.path for entry in manifest.files])

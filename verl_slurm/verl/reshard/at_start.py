@@ -12,6 +12,7 @@ has saved a newer checkpoint with its new number of ranks.
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from verl_slurm.base.tree import names_in
 from verl_slurm.checkpoint.format.specification import Manifest
 from verl_slurm.checkpoint.store.commit import begin, sweep
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
+from verl_slurm.config.schema import RunConfig
 from verl_slurm.verl.reshard.checkpoint import (
     RECORD,
     Made,
@@ -32,6 +34,24 @@ from verl_slurm.verl.reshard.checkpoint import (
     source_of,
     write_checkpoint,
 )
+from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ranks_python
+
+
+def prepare_start(
+    config: RunConfig,
+    contained: Callable[..., list[str]],
+    paths: RunPaths,
+    epoch: int,
+    manifest: Manifest | None,
+    on_bytes: OnBytes,
+) -> Made | None:
+    """Does the work of `prepare_ranks` for all ranks of a run, by their own Python, on a node of the job.
+
+    Args:
+        contained: `containers.runtimes.contained_argv`.
+    """
+    python = partial(ranks_python, config, contained, on_node=True)
+    return prepare_ranks(paths, epoch, manifest, config.distributed.world_size, python, on_bytes)
 
 
 def prepare_ranks(
@@ -39,7 +59,8 @@ def prepare_ranks(
     epoch: int,
     manifest: Manifest | None,
     ranks: int,
-    on_bytes: Callable[[int], None] = lambda _: None,
+    python: RanksPython,
+    on_bytes: OnBytes = lambda _: None,
 ) -> Made | None:
     """Divides a verified checkpoint of the run among `ranks` ranks, unless it is of so many, or was divided before.
 
@@ -47,7 +68,9 @@ def prepare_ranks(
 
     Args:
         manifest: of the checkpoint to resume from; None: the run begins from nothing.
-        on_bytes: told how many more bytes were written or compared. An exception of its ends the work.
+        python: of the ranks.
+        on_bytes: told how many more bytes were written or compared, and 0 twice in a second. An exception of its ends
+            the work.
 
     Returns:
         What was made; None: nothing had to be.
@@ -74,12 +97,12 @@ def prepare_ranks(
         return None
     # Of another number of ranks, of another save of this step, or damaged; the source has all that was in it.
     shutil.rmtree(final, ignore_errors=True)
-    plan = plan_source(source, ranks)
-    require_room(plan, divided.checkpoints)
+    plan = plan_source(source, ranks, python, on_bytes)
+    require_room(source, plan, divided.checkpoints)
     staging = begin(divided, wanted.step, wanted.safe_point)
     try:
         return write_checkpoint(
-            source, plan, staging, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
+            source, plan, staging, python, epoch_check=lambda: require_epoch(paths, epoch), on_bytes=on_bytes
         )
     except BaseException:
         shutil.rmtree(staging.directory, ignore_errors=True)

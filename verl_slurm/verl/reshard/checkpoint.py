@@ -2,8 +2,8 @@
 
 ```
 verify     every byte of the source against its manifest; a step of plain verl against torch.save's CRC-32s
-plan       `plan.plan_reshard`
-apply      into a staging directory, and compared there (`apply`, `compare`)
+plan       by torch in a process of the ranks' Python (`dividing`)
+divide     by another one, into a staging directory, and compared there
 commit     sealed and renamed like any save (`checkpoint.store.commit`)
 verify     every byte of the result
 ```
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,23 +24,29 @@ import msgspec
 from verl_slurm.base import bounded
 from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, NoRoom
 from verl_slurm.base.files import fsync_path, write_file
+from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.tree import list_tree, open_directory
 from verl_slurm.checkpoint.decide.storage import need_of_next
 from verl_slurm.checkpoint.format.specification import MANIFEST, Manifest, Topology, guest_directory
 from verl_slurm.checkpoint.store.commit import StagingDirectory, commit, seal
 from verl_slurm.checkpoint.store.medium import room_for
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.verl.reshard.apply import apply_plan, work_bytes
-from verl_slurm.verl.reshard.describe import describe_step, require_bounded
-from verl_slurm.verl.reshard.plan import ReshardPlan, cannot, plan_reshard
+from verl_slurm.config.load import load_own
+from verl_slurm.verl.layout import is_distributed, merge_command, read_layout
+from verl_slurm.verl.reshard.dividing import (
+    OnBytes,
+    RanksPython,
+    ReshardPlan,
+    divide_step,
+    plan_step,
+    ranks_python,
+    this_python,
+)
 from verl_slurm.verl.shards import judge_step
 from verl_slurm.verl.tracker import tracker_file
 
-OnBytes = Callable[[int], None]
-
 RECORD = "resharded"
 """The key in metadata.json."""
-_KNOWN_TORCH = "2.13."
 _METADATA = "metadata.json"
 
 
@@ -117,45 +123,81 @@ def source_of(directory: Path, manifest: Manifest) -> Source:
     )
 
 
-def plan_source(source: Source, ranks: int) -> ReshardPlan:
-    """Plans the same state on `ranks` ranks.
+def python_for(source: Source, contained: Callable[..., list[str]]) -> RanksPython:
+    """Returns the Python of the ranks of the checkpoint's run; of any other checkpoint that of this process.
+
+    Args:
+        contained: `containers.runtimes.contained_argv`.
 
     Raises:
-        ConfigError: it cannot be divided so, or not in limited memory.
-        CheckpointCorrupt, OSError: as `describe.describe_step`.
+        ConfigError, PermissionRefused: the run's configuration does not load, or could be another user's.
     """
-    require_bounded(source.step)
-    plan = plan_reshard(describe_step(source.step), ranks)
-    # One rank of FSDP1 saves no DTensor whose description could be changed for others.
-    described = any(move.tensor.is_dtensor for role in plan.roles for move in role.parameters)
-    if not described and ranks > 1 and not _installed_torch().startswith(_KNOWN_TORCH):
-        raise cannot(
-            source.step,
-            f"FSDP1 on one rank, and torch {_installed_torch()}",
-            f"torch {_KNOWN_TORCH}x, or FSDP2",
+    run = RunPaths(source.directory.parent.parent)
+    if source.directory.parent != run.checkpoints or not run.run_yaml.is_file():
+        return this_python
+    return partial(ranks_python, load_own(run.run_yaml), contained)
+
+
+def plan_source(
+    source: Source, ranks: int, python: RanksPython, on_bytes: OnBytes = lambda _: None
+) -> ReshardPlan:
+    """Plans the same state on `ranks` ranks. `on_bytes`: as in `dividing.plan_step`.
+
+    Raises:
+        ConfigError, CheckpointCorrupt: as `require_fsdp`; it cannot be divided so.
+        VerlSlurmError, OSError: as `dividing.plan_step`.
+    """
+    require_fsdp(source, ranks)
+    return plan_step(source.step, ranks, python, on_bytes)
+
+
+def require_fsdp(source: Source, ranks: int) -> None:
+    """Requires by the names of the files that it is a step of FSDP for another number of ranks.
+
+    Raises:
+        ConfigError: it is none.
+        CheckpointCorrupt: files are missing or contradict each other.
+        OSError: it cannot be read.
+    """
+    step = source.step
+    with open_directory(step) as root:
+        names = [entry.path for entry in list_tree(root) if entry.kind == "file"]
+    if is_distributed(names):
+        raise ConfigError(
+            "only checkpoints of verl's FSDP engine can be divided anew",
+            where=step,
+            found="a distributed checkpoint (Megatron, torchtitan)",
+            remedy="begin a new run from its weights alone (optimizer, schedule and place in the data are lost): "
+            f"`{merge_command(step, 'ppo', 'megatron')}`, then verl.actor_rollout_ref.model.path=MODEL_DIR",
         )
-    return plan
+    layout = read_layout(names)
+    if layout.problems or layout.world_size is None:
+        raise CheckpointCorrupt(
+            "the step is not whole",
+            where=step,
+            found="; ".join(str(problem) for problem in layout.problems[:3]) or "no shards",
+        )
+    if ranks == layout.world_size:
+        raise ConfigError(
+            "the checkpoint is of this number of ranks already",
+            where=step,
+            found=ranks,
+            remedy="nothing has to be done: verl reads it as it is",
+        )
 
 
-def _installed_torch() -> str:
-    try:
-        return metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def require_room(plan: ReshardPlan, where: Path) -> None:
+def require_room(source: Source, plan: ReshardPlan, where: Path) -> None:
     """Requires that the result fits.
 
     Raises:
         NoRoom: it does not.
     """
-    with open_directory(plan.step) as root:
+    with open_directory(source.step) as root:
         sizes = [entry.info.st_size for entry in list_tree(root) if entry.kind == "file"]
     # What is whole on every rank, and the descriptions, grow with the ranks; all else stays.
-    num_bytes = max(sum(sizes), work_bytes(plan) - 2 * plan.num_bytes)
+    num_bytes = max(sum(sizes), plan.written_bytes)
     num_files = len(sizes) * max(1, -(-plan.after // plan.before))
-    basis = f"{plan.step.name} on {plan.after} ranks"
+    basis = f"{source.step.name} on {plan.after} ranks"
     room = room_for(where, need_of_next(num_bytes, num_files, basis=basis, margin=0.02))
     if room.enough is False:
         raise NoRoom(
@@ -167,6 +209,7 @@ def write_checkpoint(
     source: Source,
     plan: ReshardPlan,
     staging: StagingDirectory,
+    python: RanksPython,
     *,
     epoch_check: Callable[[], None] = lambda: None,
     on_bytes: OnBytes = lambda _: None,
@@ -175,13 +218,14 @@ def write_checkpoint(
 
     Raises:
         CheckpointCorrupt: the result is not the same state, or does not verify.
+        ConfigError, VerlSlurmError: as `dividing.divide_step`.
         Fenced: by `epoch_check`.
         OSError: the storage refused. On any error `staging` is left for the caller to remove.
     """
     manifest, began = source.manifest, time.monotonic()
     assert manifest is not None
     directory, own = staging.directory, guest_directory("verl", manifest.step)
-    tensors = apply_plan(plan, directory / own, on_bytes)
+    tensors = divide_step(source.step, plan.after, directory / own, python, on_bytes).tensors
     for entry in manifest.files:
         if not entry.path.startswith(f"{own}/"):
             # Verified moments ago, and small: configuration, schema, tracker, positions in the data.
@@ -216,16 +260,21 @@ def _with_record(data: bytes, manifest: Manifest, plan: ReshardPlan, tensors: st
 
 
 def write_step(
-    source: Source, plan: ReshardPlan, directory: Path, on_bytes: OnBytes = lambda _: None
+    source: Source,
+    plan: ReshardPlan,
+    directory: Path,
+    python: RanksPython,
+    on_bytes: OnBytes = lambda _: None,
 ) -> Made:
     """Makes `directory`, which exists and is empty, a `trainer.default_local_dir` of verl with the step in it. Durable.
 
     Raises:
         CheckpointCorrupt: the result is not the same state, or not whole.
+        ConfigError, VerlSlurmError: as `dividing.divide_step`.
         OSError: the storage refused.
     """
     target = directory / source.step.name
-    tensors = apply_plan(plan, target, on_bytes)
+    tensors = divide_step(source.step, plan.after, target, python, on_bytes).tensors
     judged = judge_step(target)
     if not judged.ok:
         raise CheckpointCorrupt("the divided step is not whole", where=target, found=judged.one_line())
