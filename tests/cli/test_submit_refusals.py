@@ -230,7 +230,7 @@ def test_a_slurm_that_does_not_answer_is_never_replaced_by_this_machine(
 
 
 def test_an_unwritten_directory_for_a_status_is_not_a_run(workplace: Path, cli: Cli) -> None:
-    for command in ("status", "watch", "logs", "cancel", "requeue", "checkpoints"):
+    for command in ("status", "watch", "logs", "cancel", "requeue"):
         result = cli(command, "data")
         assert result.code == ExitCode.NOT_FOUND
         assert "not a run directory" in result.error
@@ -318,7 +318,7 @@ def test_a_directory_without_a_run_is_not_submitted(workplace: Path, cli: Cli) -
 
 
 def test_what_is_neither_run_nor_checkpoint_is_not_verified(workplace: Path, cli: Cli) -> None:
-    for words in (("verify", "data"), ("compare", "data", "data")):
+    for words in (("verify", "data"), ("inspect", "data", "data")):
         result = cli(*words)
         assert result.code == ExitCode.NOT_FOUND
         assert "neither a run nor a checkpoint: data" in result.error
@@ -335,7 +335,7 @@ def test_another_user_s_run_is_one_line_and_does_not_hide_the_others(
             ("status", closed_place / "theirs"),
             ("submit", closed_place / "theirs"),
             ("submit", closed_place / "my.yaml"),
-            ("checkpoints", closed_place / "theirs"),
+            ("list", closed_place / "theirs"),
         ):
             result = cli(*words)
             assert (result.code, bool(result.error)) == (ExitCode.PERMISSION, True), words

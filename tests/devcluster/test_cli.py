@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from verl_slurm.base.errors import ConfigError, NotFound
 from verl_slurm.cli.setup.devcluster import devcluster as command
 
-COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "restore-node", "env")
+COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "env")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

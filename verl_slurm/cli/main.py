@@ -38,33 +38,17 @@ COMMANDS = {
     "logs": Entry("run.logs", "What the daemon, its agents or the ranks of a run print."),
     "cancel": Entry("run.jobs", "End a run's job for good; it will not be requeued."),
     "requeue": Entry("run.jobs", "Save, end this job, and have it start again."),
-    "alert-receiver": Entry("run.alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."),
     "update-reward": Entry("run.update_reward", "Replace the reward while the run goes on."),
-    "checkpoints": Entry("checkpoint.verify", "The checkpoints of a run, newest first."),
-    "verify": Entry("checkpoint.verify", "Read checkpoints back, every byte, against their SHA-256."),
-    "compare": Entry(
-        "checkpoint.verify", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
-    ),
-    "inspect": Entry("checkpoint.inspection", "What is in a checkpoint: position, sizes, tensors, history."),
-    "diff": Entry("checkpoint.inspection", "How two checkpoints differ: schema, config, topology, data."),
+    "verify": Entry("checkpoint.verify", "Read checkpoints back, every byte, and set aside what is damaged."),
+    "inspect": Entry("checkpoint.inspection", "What is in a checkpoint, or how two differ, bit for bit."),
     "export": Entry("checkpoint.export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
     "reshard": Entry("checkpoint.reshard", "Divide a checkpoint of verl among another number of ranks."),
     "adopt": Entry("checkpoint.adopt", "Judge what plain verl has saved, and take it over into a run."),
     "prune": Entry(
         "checkpoint.upkeep", "Remove checkpoints no longer needed, and say why each stays or goes."
     ),
-    "scrub": Entry(
-        "checkpoint.upkeep", "Read back all checkpoints and the data, and set aside what is damaged."
-    ),
-    "tiers": Entry(
-        "checkpoint.tiers", "What of a run lies in which storage tier, and whether it was read back."
-    ),
-    "offload": Entry(
-        "checkpoint.tiers", "Copy verified checkpoints on to the run's tiers, drop what is too old."
-    ),
-    "fetch-back": Entry("checkpoint.tiers", "Bring a checkpoint back from a tier, verified."),
+    "tiers": Entry("checkpoint.upkeep", "What lies in which storage tier; copy it on, or bring it back."),
     "fingerprint": Entry("checkpoint.verify", "The SHA-256 tree hash of a data set, and its drift."),
-    "key": Entry("checkpoint.key", "Make a key to encrypt and sign checkpoints with, or show its id."),
     "doctor": Entry("setup.doctor", "Look at a cluster as a run will find it, and say what to change."),
     "demo": Entry("setup.demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("setup.devcluster", "A real Slurm cluster of several nodes on this machine."),

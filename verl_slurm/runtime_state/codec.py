@@ -143,5 +143,5 @@ def _refused(where: object, found: str, expected: str) -> CheckpointCorrupt:
         where=where,
         found=found,
         expected=expected,
-        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        remedy="resume from an older checkpoint (verl-slurm list RUN)",
     )

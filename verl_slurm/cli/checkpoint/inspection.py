@@ -1,14 +1,17 @@
-"""`verl-slurm inspect` and `diff`."""
+"""`verl-slurm inspect`: what is in a checkpoint, and how two differ."""
 
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
+from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.inspect.compare import compare
 from verl_slurm.checkpoint.inspect.describe import describe
 from verl_slurm.checkpoint.inspect.difference import SUBJECTS, difference
 from verl_slurm.checkpoint.store.run_config import keys_for
@@ -21,26 +24,55 @@ from verl_slurm.cli.show.pace import sparkline
 _FIRST = ("reward", "kl", "policy_loss", "value_loss", "entropy")
 _MAX_CURVES = 12
 _GUESTS = {"verl": "verl's", "loop": "the user's own (verl_slurm.run)"}
-_run_option = click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
+@click.command(
+    epilog=exits(ExitCode.DIFFERENT, ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND)
+)
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
-@_run_option
+@click.argument("other", metavar="[OTHER]", type=PLACE, required=False)
+@click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
+@click.option("--bits", is_flag=True, help="Of two: are all values the same, bit for bit?")
 @click.option(
     "--tensors", is_flag=True, help="List every tensor: type, shape, size, pieces. In --json they always are."
 )
-@key_option("The key to open it with, instead of what its run says.")
+@key_option("The key to open them with, instead of what their runs say.")
 @json_option
 def inspect(
-    checkpoint: Path, run: RunPaths | None, tensors: bool, key_file: Path | None, as_json: bool
-) -> None:
+    checkpoint: Path,
+    other: Path | None,
+    run: RunPaths | None,
+    bits: bool,
+    tensors: bool,
+    key_file: Path | None,
+    as_json: bool,
+) -> int:
     """What is in CKPT: position, origin, topology, sizes, tensors, KL window, rollout queue, metric history.
 
     CKPT is a checkpoint directory, a run (its newest one), or a name with --run. The files that are shown are held
     to their digests; the tensors are listed, not read (`verl-slurm verify` reads every byte).
+
+    With OTHER: how the two differ in position, schema, configuration, topology, data, frozen models, shapes. With
+    --bits instead: whether all tensors of models and optimizers and the runtime state of every rank are the same, bit
+    for bit; both are verified first. Of what a loop that is not ours saved (docs/guests.md) the files are compared.
+    Exit code 0 says the same, 19 different.
+
+    \b
+    verl-slurm inspect runs/my
+    verl-slurm inspect step_000120 step_000240 --run runs/my
+    verl-slurm inspect runs/a runs/b --bits
     """
-    directory = one_checkpoint(checkpoint, run)
+    if other is None:
+        if bits:
+            raise click.UsageError("--bits compares two checkpoints: give OTHER, too.")
+        _describe(one_checkpoint(checkpoint, run), key_file, tensors=tensors, as_json=as_json)
+        return ExitCode.OK
+    a, b = one_checkpoint(checkpoint, run), one_checkpoint(other, run)
+    is_same = (_compare if bits else _differ)(a, b, key_file, as_json=as_json)
+    return ExitCode.OK if is_same else ExitCode.DIFFERENT
+
+
+def _describe(directory: Path, key_file: Path | None, *, tensors: bool, as_json: bool) -> None:
     facts = describe(directory, keys_for(directory, key_file))
     if as_json:
         render.json_value(facts)
@@ -182,29 +214,15 @@ def _curves(curves: list[dict[str, Any]]) -> None:
         render.line(f"and {len(curves) - _MAX_CURVES} more metrics: --json")
 
 
-_DIFF_EXITS = (ExitCode.DIFFERENT, ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND)
-
-
-@click.command(epilog=exits(*_DIFF_EXITS))
-@click.argument("a", type=PLACE)
-@click.argument("b", type=PLACE)
-@_run_option
-@key_option("The key of both, instead of what their runs say.")
-@json_option
-def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json: bool) -> int:
-    """How checkpoints A and B differ: position, schema, configuration, topology, data, frozen models, shapes.
-
-    Each is a checkpoint directory, a run (its newest one), or a name with --run. Values of weights and states are
-    not looked at: `verl-slurm compare A B` does that, bit for bit. Exit code 0 says the same, 19 different.
-    """
-    left, right = one_checkpoint(a, run), one_checkpoint(b, run)
-    # A key for each side, since A and B may be of two runs.
-    found = difference(left, right, keys_for(left, key_file), keys_for(right, key_file))
+def _differ(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
+    """Shows how two checkpoints differ, but for the values of weights and states."""
+    # A key for each side, since the two may be of two runs.
+    found = difference(a, b, keys_for(a, key_file), keys_for(b, key_file))
     if as_json:
         shown = [asdict(row) for row in found]
-        render.json_value({"a": str(left), "b": str(right), "same": not found, "differences": shown})
-        return ExitCode.DIFFERENT if found else ExitCode.OK
-    render.fields([("a", left), ("b", right)])
+        render.json_value({"a": str(a), "b": str(b), "same": not found, "differences": shown})
+        return not found
+    render.fields([("a", a), ("b", b)])
     # What does not differ is named as well: silence about a subject could mean that it was not looked at.
     same = [subject for subject in SUBJECTS if not any(row.subject == subject for row in found)]
     for subject in SUBJECTS:
@@ -216,8 +234,30 @@ def diff(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json:
     if same:
         render.line(f"the same: {', '.join(same)}")
     render.line(f"DIFFERENT in {counted(len(found), 'place')}" if found else "no difference in any of these")
-    render.line("values of weights and states are not compared here: verl-slurm compare A B")
-    return ExitCode.DIFFERENT if found else ExitCode.OK
+    render.line("values of weights and states are not compared here: --bits does that")
+    return not found
+
+
+def _compare(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
+    """Says whether two checkpoints have the same values, bit for bit."""
+    try:
+        # Both are verified first: damage must not look like a difference.
+        found = compare(a, b, key_file)
+    except (CheckpointCorrupt, KeyRefused) as error:
+        # What the comparing process said is a whole sentence already, with its remedy.
+        raise type(error)(str(error.found or error.what)) from None
+    if as_json:
+        render.json_value(msgspec.to_builtins(found) | {"same": found.same})
+        return found.same
+    if found.same:
+        what = counted(found.num_files, "file") if found.num_files else counted(found.num_tensors, "tensor")
+        render.line(f"the same: {what}, {found.num_bytes / 1e6:.1f} MB, bit for bit")
+    else:
+        render.line(f"DIFFERENT in {counted(len(found.differing), 'place')}")
+    render.fields([("a", found.a), ("b", found.b)])
+    for name in found.differing:
+        render.line(f"  {name}")
+    return found.same
 
 
 def _side(value: object) -> str:

@@ -1,193 +1,189 @@
-"""`verl-slurm checkpoints`, `verify`, `compare` and `fingerprint`."""
+"""`verl-slurm verify` and `fingerprint`: reads checkpoints and data back."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
-from verl_slurm.base.errors import CheckpointCorrupt, KeyRefused, NotFound, VerlSlurmError
+from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.keys import Keyring
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
-from verl_slurm.checkpoint.format.info import CheckpointInfo
-from verl_slurm.checkpoint.inspect.compare import compare as compare_checkpoints, newest_checkpoint
+from verl_slurm.checkpoint.inspect.compare import newest_checkpoint
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.lost import gone_back
-from verl_slurm.checkpoint.store.run_config import keys_for
-from verl_slurm.checkpoint.store.verify import verify as verify_directory
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.checkpoint.store.frozen import frozen_digests
+from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
+from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
+from verl_slurm.cli.options import PLACE, RUN, Number, exits, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.dataset.fingerprint import record as prints
 from verl_slurm.dataset.fingerprint.cache import default_path
-from verl_slurm.journal.files import read_events
 from verl_slurm.verl.inputs import data_of
 
-FIRST_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
-"""Columns that are dropped if the terminal is narrow, in this order."""
+_UNCHECKED = "not checked"
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND))
-@click.argument("run", type=RUN)
-@json_option
-def checkpoints(run: RunPaths, as_json: bool) -> None:
-    """The checkpoints of RUN, newest first, from their manifests alone (`verify` reads the files).
-
-    \b
-    committed     whole by its manifest
-    torn          its writer died before the commit; never used, removed at the next start
-    quarantined   did not verify, set aside
-    foreign       not a checkpoint of ours
-
-    With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
-    that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
-    """
-    print_checkpoints(run, as_json)
-
-
-def print_checkpoints(run: RunPaths, as_json: bool) -> None:
-    """Prints the table of `checkpoints RUN` and `list RUN`."""
-    found = list_checkpoints(run)
-    config = None
-    # One of another version: what there is can be listed all the same.
-    with suppress(VerlSlurmError):
-        config = load_resolved(run.run_yaml)
-    best = Best(keep=0) if config is None else Best.of(config.checkpoint)
-    places = rank_best(found, best)
-    if as_json:
-        numbers = {name: place.number for name, place in places.items()}
-        render.json_value(
-            [asdict(info) | {"path": str(info.path), "best": numbers.get(info.name)} for info in found]
-        )
-        return
-    if not found:
-        render.line(f"no checkpoints in {run.checkpoints} yet")
-        return
-    columns = checkpoints_table(found, places, best.metric if best.keep else None)
-    render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=FIRST_TO_GO)
-    newest = next((info.name for info in found if info.kind == "committed"), "")
-    if lost := gone_back(run, read_events(run), newest, config):
-        render.warning(lost)
-
-
-def checkpoints_table(
-    found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None
-) -> dict[str, list[str]]:
-    """Returns cells by heading.
-
-    Args:
-        places: the ranks of the best checkpoints, by name.
-        metric: the metric that ranks them.
-    """
-    columns: dict[str, list[str]] = {
-        "name": [info.name for info in found],
-        "kind": [info.kind for info in found],
-        "phase": [info.phase or "-" for info in found],
-    }
-    if metric is not None:
-        columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
-    return columns | {
-        "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
-        "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
-        "files": [str(info.num_files) for info in found],
-        "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],
-        "created": [info.created_utc or "-" for info in found],
-        "detail": [info.detail for info in found],
-    }
-
-
-def _metric_words(value: float | None, place: Rank | None) -> str:
-    if value is None:
-        return "-"
-    mark = "" if place is None else " best" if place.number == 1 else f" best {place.number}"
-    return f"{value:.4g}{mark}"
-
-
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
+@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
 @click.argument("place", type=PLACE)
+@click.option("--scrub", is_flag=True, help="All that a run would need one day; set aside what is damaged.")
+@click.option("--dry-run", is_flag=True, help="With --scrub: read everything, set nothing aside.")
+@click.option("--no-data", is_flag=True, help="With --scrub: leave the data set out.")
+@click.option("--rate", type=Number(min=0.1), metavar="MB/S", help="Read no faster than this.")
 @key_option("The key that signed them, instead of what the run says.")
 @click.option("--without-key", is_flag=True, help="Do not ask who made them: their bytes need no key.")
 @json_option
-def verify(place: Path, key_file: Path | None, without_key: bool, as_json: bool) -> int:
+def verify(
+    place: Path,
+    scrub: bool,
+    dry_run: bool,
+    no_data: bool,
+    rate: float | None,
+    key_file: Path | None,
+    without_key: bool,
+    as_json: bool,
+) -> int:
     """Read checkpoints back, every byte, and hold them against their manifests.
 
-    PLACE is a run (all its committed checkpoints) or one checkpoint directory. Nothing is changed. Every file
-    that is missing, extra, cut, altered or a link is named. Where the run has a key, each manifest must be signed
-    with it. Encrypted files are checked as they lie on disk.
+    PLACE is a run (all its committed checkpoints) or one checkpoint directory. Every file that is missing, extra, cut,
+    altered or a link is named. Where the run has a key, each manifest must be signed with it. Encrypted files are
+    checked as they lie on disk. Nothing is changed without --scrub.
+
+    --scrub reads all that the run would need one day: its checkpoints, partial ones too, the copies of models that do
+    not train (RUN/frozen), and the data set in full, so a change behind an unchanged size and mtime is found. What is
+    damaged beyond doubt is set aside (checkpoints/quarantine, frozen/quarantine): a resume takes the checkpoint before
+    at once, the next start makes a new copy of the model. What cannot be read, what others may write, and what is not
+    signed with the run's key is named and left. Where that key cannot be read here, the bytes are checked all the
+    same, and `signature not checked: no key` is said. The daemon of a running job does the same with one checkpoint
+    after the other (checkpoint.scrub_every_h), and brings the second copy of a damaged one home where the nodes have
+    one (checkpoint.local_dir).
+
+    \b
+    verl-slurm verify runs/big
+    verl-slurm verify runs/big --scrub --rate 200
+    verl-slurm verify runs/big --scrub --dry-run --no-data --json
     """
-    paths = _checkpoints_of(place)
+    if (dry_run or no_data) and not scrub:
+        raise click.UsageError("--dry-run and --no-data go with --scrub.")
+    run = RUN.convert(place, None, None) if scrub else None
     # Before the first byte is read: a key that is missing would otherwise show after hours.
-    keys = None if without_key else keys_for(place, key_file)
-    # All of them, whatever the first ones say: the answer is a list of what is wrong.
-    verdicts = [verify_directory(path, keys=keys) for path in paths]
-    good = all(verdict.ok for verdict in verdicts)
-    if as_json:
-        shown = [
-            {
-                "name": verdict.name,
-                "ok": verdict.ok,
-                "problems": verdict.problems,
-                "num_bytes": verdict.num_bytes,
-                "seconds": round(verdict.seconds, 4),
-            }
-            for verdict in verdicts
-        ]
-        render.json_value({"ok": good, "checkpoints": shown})
+    if without_key:
+        keys, missing = None, "--without-key"
+    # A login node may lack the key. Damage is found without it, and what was not asked is said.
     else:
-        for verdict in verdicts:
-            if verdict.ok:
-                size = verdict.num_bytes / 1e6
-                render.line(f"{verdict.name}  verified, {size:.1f} MB in {verdict.seconds:.2f} s")
-            for problem in verdict.problems:
-                render.line(f"{verdict.name}  BAD {problem.path}: {problem.what}")
+        keys, missing = keys_at_hand(place, key_file) if scrub else (keys_for(place, key_file), "")
+    bar = render.Bar(enabled=not as_json)
+    read, drifted = _read_back(
+        _checkpoints_of(place) if run is None else _committed(run),
+        run,
+        bar,
+        keys=keys,
+        set_aside=scrub and not dry_run,
+        bytes_per_s=rate and rate * 1e6,
+        with_data=not no_data,
+    )
+    bar.close()
+    everything = [row for rows in read.values() for row in rows]
+    # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.
+    is_signed = any(one.is_signed for _, one in read["checkpoints"])
+    missing = missing or ("the run is configured with none" if is_signed else "")
+    signature = "checked" if keys else f"{_UNCHECKED}: no key ({missing})" if missing else "none"
+    good = all(one.verdict.ok for _, one in everything)
+    if as_json:
+        answer: dict[str, Any] = {"ok": good and not drifted, "signature": signature}
+        answer |= {kind: [_facts(path, one) for path, one in rows] for kind, rows in read.items()}
+        render.json_value(answer | ({} if run is None else {"data": drifted}))
+    else:
+        if signature.startswith(_UNCHECKED):
+            render.warning(f"signature {signature}")
+        for path, one in everything:
+            _tell(path.name if run is None else str(path.relative_to(run.root)), one)
+        for line in drifted:
+            render.line(f"data: {line}")
     if good:
-        return ExitCode.OK
-    # Damage outweighs a missing signature: a key that is found later repairs no byte.
-    return ExitCode.KEY if all(v.ok or v.needs_key for v in verdicts) else ExitCode.CORRUPT
+        return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
+    # Damage outweighs a missing signature: a key that is found later repairs no byte. Both outweigh data that changed:
+    # a resume needs the checkpoint first.
+    needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in everything)
+    return ExitCode.KEY if needs_key else ExitCode.CORRUPT
 
 
-@click.command(epilog=exits(ExitCode.DIFFERENT, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
-@click.argument("a", type=PLACE)
-@click.argument("b", type=PLACE)
-@click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
-@key_option("The key of both, instead of what their runs say.")
-@json_option
-def compare(a: Path, b: Path, run: RunPaths | None, key_file: Path | None, as_json: bool) -> int:
-    """Are checkpoints A and B the same, bit for bit? Each is a checkpoint, a run (its newest), or a name with --run.
+_Read = dict[str, list[tuple[Path, Scrubbed]]]
 
-    Compared are all tensors of models and optimizers and the runtime state of every rank; both are verified
-    first. Of what a loop that is not ours saved (docs/guests.md) the files are compared. Exit code 0 says the same,
-    19 different.
+
+def _read_back(
+    sizes: dict[Path, int],
+    run: RunPaths | None,
+    bar: render.Bar,
+    *,
+    keys: Keyring | None,
+    set_aside: bool,
+    bytes_per_s: float | None,
+    with_data: bool,
+) -> tuple[_Read, list[str]]:
+    """Reads the checkpoints; of a `run` its frozen models and its data, too.
+
+    Args:
+        sizes: bytes of each checkpoint.
     """
-    try:
-        # Both are verified first: damage must not look like a difference.
-        found = compare_checkpoints(one_checkpoint(a, run), one_checkpoint(b, run), key_file)
-    except CheckpointCorrupt as error:
-        # What the comparing process said is a whole sentence already, with its remedy.
-        raise CheckpointCorrupt(str(error.found or error.what)) from None
-    except KeyRefused as error:
-        raise KeyRefused(str(error.found or error.what)) from None
-    if as_json:
-        render.json_value(msgspec.to_builtins(found) | {"same": found.same})
-        return ExitCode.OK if found.same else ExitCode.DIFFERENT
-    if found.same:
-        what = (
-            f"{counted(found.num_files, 'file')}"
-            if found.num_files
-            else f"{counted(found.num_tensors, 'tensor')}"
-        )
-        render.line(f"the same: {what}, {found.num_bytes / 1e6:.1f} MB, bit for bit")
-    else:
-        render.line(f"DIFFERENT in {counted(len(found.differing), 'place')}")
-    render.fields([("a", found.a), ("b", found.b)])
-    for name in found.differing:
-        render.line(f"  {name}")
-    return ExitCode.OK if found.same else ExitCode.DIFFERENT
+    read: _Read = {"checkpoints": []}
+    done, drifted = 0, []
+    # All of them, whatever the first ones say: the answer is a list of what is wrong.
+    for path, num_bytes in sizes.items():
+        bar.show("reading back", done, sum(sizes.values()))
+        scrubbed = scrub_one(path, set_aside=set_aside, keys=keys, bytes_per_s=bytes_per_s)
+        read["checkpoints"].append((path, scrubbed))
+        done += num_bytes
+    if run is not None:
+        # After the checkpoints, which a resume needs first.
+        bar.show("reading back frozen models")
+        read["frozen"] = [
+            (run.frozen / name, scrub_frozen(run, name, set_aside=set_aside, bytes_per_s=bytes_per_s))
+            for name in frozen_digests(run)
+        ]
+        drifted = _drift(run) if with_data else []
+    # What is gone was pruned by the living run since it was listed, which is no damage.
+    return {kind: [row for row in rows if not row[1].gone] for kind, rows in read.items()}, drifted
+
+
+def _committed(run: RunPaths) -> dict[Path, int]:
+    infos = [info for place in (run, run.partial) for info in list_checkpoints(place)]
+    return {info.path: info.num_bytes for info in infos if info.kind == "committed"}
+
+
+def _facts(path: Path, one: Scrubbed) -> dict[str, object]:
+    return {
+        "name": one.verdict.name,
+        "path": str(path),
+        "ok": one.verdict.ok,
+        "problems": one.verdict.problems,
+        "set_aside": one.set_aside and str(one.set_aside),
+        "num_bytes": one.verdict.num_bytes,
+        "seconds": round(one.verdict.seconds, 4),
+    }
+
+
+def _tell(name: str, one: Scrubbed) -> None:
+    if one.verdict.ok:
+        size = one.verdict.num_bytes / 1e6
+        render.line(f"{name}  verified, {size:.1f} MB in {one.verdict.seconds:.2f} s")
+    for problem in one.verdict.problems:
+        render.line(f"{name}  BAD {problem.path}: {problem.what}")
+    if one.set_aside is not None:
+        render.line(f"{name}  set aside: {'/'.join(one.set_aside.parts[-3:])}")
+
+
+def _drift(run: RunPaths) -> list[str]:
+    """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
+    old = prints.read(run)
+    if old is None:
+        return []  # not submitted yet
+    # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
+    seen = prints.survey(Path(load_resolved(run.run_yaml).data.root), cache=run.hash_cache, full=True)
+    drift = asdict(prints.drift(old, seen.found))
+    return [f"{kind} {name}" for kind, names in drift.items() for name in names]
 
 
 @click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
@@ -263,11 +259,12 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
     return ExitCode.OK if same else ExitCode.DATASET_DRIFT
 
 
-def _checkpoints_of(place: Path) -> list[Path]:
+def _checkpoints_of(place: Path) -> dict[Path, int]:
+    """Returns the checkpoints that a word names, and their bytes."""
     if (place / "run.yaml").is_file():
         # Torn ones in staging are no loss; one with a final name that lost its manifest is.
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
-        found = [info.path for info in infos if not info.name.startswith(".")]
+        found = {info.path: info.num_bytes for info in infos if not info.name.startswith(".")}
         if not found:
             raise NotFound(
                 "the run has no checkpoint yet", where=place, remedy=f"verl-slurm status {shell_word(place)}"
@@ -288,7 +285,7 @@ def _checkpoints_of(place: Path) -> list[Path]:
             expected="run.yaml or manifest.json in it",
             remedy="`verl-slurm list DIR` shows the runs below DIR",
         )
-    return [place]
+    return {place: 0}
 
 
 def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
@@ -304,9 +301,9 @@ def one_checkpoint(place: Path, run: RunPaths | None = None) -> Path:
                 "not a checkpoint's name",
                 where=place,
                 expected="one like step_000012, with --run",
-                remedy=f"`verl-slurm checkpoints {shell_word(run.root)}` lists them",
+                remedy=f"`verl-slurm list {shell_word(run.root)}` lists them",
             )
-        return _checkpoints_of(run.checkpoints / place)[0].resolve()
+        return next(iter(_checkpoints_of(run.checkpoints / place))).resolve()
 
     is_run = (place / "run.yaml").is_file()
-    return newest_checkpoint(place) if is_run else _checkpoints_of(place)[0].resolve()
+    return newest_checkpoint(place) if is_run else next(iter(_checkpoints_of(place))).resolve()

@@ -1,21 +1,29 @@
 """`verl-slurm list`: the runs below a directory, one line each."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
 
-from verl_slurm.base.errors import NotFound
+from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
+from verl_slurm.checkpoint.store.lost import gone_back
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.render import ago, span
+from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import Ended
+from verl_slurm.journal.files import read_events
 from verl_slurm.runs.glance import Glance, Seen, ask_for, glance_at_all, is_over, state_of
 
 FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
@@ -37,7 +45,7 @@ STATE_COLOURS = {
 )
 @json_option
 def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
-    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints.
+    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints, newest first.
 
     \b
     state   prepared, queued, starting, running, saving, ..., done, cancelled, failed with N;
@@ -47,11 +55,20 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
             (with a +: the last one is not over)
 
     Slurm is asked once for all runs; --state failed takes all that failed, whatever the exit code.
+
+    Of checkpoints it tells what their manifests say (`verl-slurm verify` reads the files):
+
+    \b
+    committed     whole by its manifest
+    torn          its writer died before the commit; never used, removed at the next start
+    quarantined   did not verify, set aside
+    foreign       not a checkpoint of ours
+
+    With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
+    that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
     """
     if (place / "run.yaml").is_file():
-        from verl_slurm.cli.checkpoint.verify import print_checkpoints
-
-        print_checkpoints(RunPaths(place.resolve()), as_json)
+        _print_checkpoints(RunPaths(place.resolve()), as_json)
         return
     runs = glance_at_all(place.resolve())
     # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
@@ -152,3 +169,64 @@ def _facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
         },
         **({"error": run.error} if run.error else {}),
     }
+
+
+CHECKPOINTS_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
+"""Columns that are dropped if the terminal is narrow, in this order."""
+
+
+def _print_checkpoints(run: RunPaths, as_json: bool) -> None:
+    found = list_checkpoints(run)
+    config = None
+    # One of another version: what there is can be listed all the same.
+    with suppress(VerlSlurmError):
+        config = load_resolved(run.run_yaml)
+    best = Best(keep=0) if config is None else Best.of(config.checkpoint)
+    places = rank_best(found, best)
+    if as_json:
+        numbers = {name: place.number for name, place in places.items()}
+        render.json_value(
+            [asdict(info) | {"path": str(info.path), "best": numbers.get(info.name)} for info in found]
+        )
+        return
+    if not found:
+        render.line(f"no checkpoints in {run.checkpoints} yet")
+        return
+    columns = checkpoints_table(found, places, best.metric if best.keep else None)
+    render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=CHECKPOINTS_TO_GO)
+    newest = next((info.name for info in found if info.kind == "committed"), "")
+    if lost := gone_back(run, read_events(run), newest, config):
+        render.warning(lost)
+
+
+def checkpoints_table(
+    found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None
+) -> dict[str, list[str]]:
+    """Returns cells by heading.
+
+    Args:
+        places: the ranks of the best checkpoints, by name.
+        metric: the metric that ranks them.
+    """
+    columns: dict[str, list[str]] = {
+        "name": [info.name for info in found],
+        "kind": [info.kind for info in found],
+        "phase": [info.phase or "-" for info in found],
+    }
+    if metric is not None:
+        columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
+    return columns | {
+        "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
+        "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
+        "files": [str(info.num_files) for info in found],
+        "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],
+        "created": [info.created_utc or "-" for info in found],
+        "detail": [info.detail for info in found],
+    }
+
+
+def _metric_words(value: float | None, place: Rank | None) -> str:
+    if value is None:
+        return "-"
+    mark = "" if place is None else " best" if place.number == 1 else f" best {place.number}"
+    return f"{value:.4g}{mark}"

@@ -210,22 +210,18 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
 @devcluster.command("fail-node")
 @click.argument("node")
 @_DIR
+@click.option("--restore", is_flag=True, help="Start NODE again after that, and wait until Slurm uses it.")
 @json_option
-def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
+def _fail_node(node: str, directory: Path | None, restore: bool, as_json: bool) -> None:
     """Cut NODE's power: SIGKILL its slurmd and every process of every job on it, at once."""
-    failure = fail_node(DevCluster(directory), node)
+    cluster = DevCluster(directory)
+    if restore:
+        state = restore_node(cluster, node)
+        render.answer({"node": node, "state": state}, f"{node} is {state}", as_json=as_json)
+        return
+    failure = fail_node(cluster, node)
     text = f"{node}: {counted(len(failure.killed), 'process')} killed; Slurm will notice by itself"
     render.answer(failure, text, as_json=as_json)
-
-
-@devcluster.command("restore-node")
-@click.argument("node")
-@_DIR
-@json_option
-def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
-    """Start NODE again after fail-node, and wait until Slurm uses it."""
-    state = restore_node(DevCluster(directory), node)
-    render.answer({"node": node, "state": state}, f"{node} is {state}", as_json=as_json)
 
 
 @devcluster.command("env")

@@ -111,7 +111,7 @@ def _look(config: RunConfig) -> list[Finding]:
             findings.append(good("key", "there, and closed to others"))
         # A finding among others, not the end: the other answers are wanted, too.
         except VerlSlurmError as error:
-            findings.append(bad("key", error.one_line(), "see verl-slurm key --help"))
+            findings.append(bad("key", error.one_line(), "see verl-slurm init --help"))
     return findings
 
 

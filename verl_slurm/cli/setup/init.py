@@ -19,6 +19,7 @@ import msgspec
 from verl_slurm.base.errors import ConfigError, DataError, NoRoom, PermissionRefused, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import create_file
+from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.base.shipped import example, shipped
 from verl_slurm.cli.options import PLACE, Whole, exits
 from verl_slurm.cli.setup import cluster_places
@@ -61,8 +62,18 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 """As `RLHFDataset` of verl 0.9.1 tells files apart."""
 
 
+_EXITS = (
+    ExitCode.CONFIG,
+    ExitCode.DATA,
+    ExitCode.PERMISSION,
+    ExitCode.NOT_FOUND,
+    ExitCode.NO_ROOM,
+    ExitCode.KEY,
+)
+
+
 @click.command(
-    epilog=exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.PERMISSION, ExitCode.NOT_FOUND, ExitCode.NO_ROOM)
+    epilog=exits(*_EXITS)
     + "\n\nThe file is the same as an answer of Enter to each question would make it, where an option is left out."
 )
 @click.argument("file", type=PLACE, default=Path("my.yaml"), metavar="[FILE]")
@@ -81,11 +92,17 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 @click.option("--nodes", type=Whole(1, MOST_NODES), help="Default: 1.")
 @click.option("--ranks", type=Whole(1, MOST_RANKS), help="On each node, one a GPU; default: its GPUs.")
 @click.option(
+    "--key",
+    type=PLACE,
+    metavar="FILE",
+    help="Write no configuration: make a key in FILE, 0600; of one that is there, show the id.",
+)
+@click.option(
     "--ask/--no-ask",
     default=None,
     help="Ask, or do not. Default: on a terminal, if no option other than --for is given.",
 )
-def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> None:
+def init(file: Path, kind: str | None, key: Path | None, ask: bool | None, **given: Any) -> None:
     """Write FILE (default my.yaml), a commented configuration for your own model and data.
 
     On a terminal up to six questions are asked: the loop, its model, data and reward or its program, and where to
@@ -99,7 +116,13 @@ def init(file: Path, kind: str | None, ask: bool | None, **given: Any) -> None:
     verl-slurm init my.yaml
     verl-slurm init my.yaml --for verl --no-ask      # with lines to fill in
     verl-slurm init my.yaml --model models/qwen --data data --partition gpu --nodes 2
+    verl-slurm init --key ~/.verl-slurm/run.key
     """
+    if key is not None:
+        is_there = os.path.lexists(key)
+        found = read_key_file(key) if is_there else new_key_file(key)
+        render.line(f"{found.id}  {key}{', which is there already' if is_there else ''}")
+        return
     # By os.path, to which a name that is too long is one that is not there.
     if os.path.lexists(file):
         raise _in_the_way(file)
