@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
 )
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.cli.run.listing import CHECKPOINTS_TO_GO, checkpoints_table
+from verl_slurm.cli.run.status import CHECKPOINTS_TO_GO, checkpoints_table
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig

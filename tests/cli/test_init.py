@@ -13,7 +13,7 @@ from tests.terminal import on_a_terminal
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.cli.setup import cluster_places
-from verl_slurm.cli.setup.cluster_places import Offer
+from verl_slurm.cli.setup.init import Offer
 from verl_slurm.config.load import load
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import PartitionFacts

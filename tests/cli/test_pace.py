@@ -14,7 +14,7 @@ from tests.many_runs import make_run
 from tests.terminal import on_a_terminal
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.show import render
-from verl_slurm.cli.show.pace import (
+from verl_slurm.cli.show.run_tables import (
     Curve,
     bar,
     curve_of,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -130,6 +130,16 @@ class _KeyType(ParamType[str]):
             for word in words
             if word.startswith(begun) and " " not in word and word not in _KINDS
         ]
+
+
+@add_completion_class
+class Bash(BashComplete):
+    """click's own, but for the blank behind `KEY=`, where a value has to follow."""
+
+    source_template = BashComplete.source_template.replace(
+        "COMPREPLY+=($value)",
+        "COMPREPLY+=($value)\n            [[ $value == *= ]] && compopt -o nospace",
+    )
 
 
 CONFIG = _ConfigType()

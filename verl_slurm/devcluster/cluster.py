@@ -59,13 +59,7 @@ from verl_slurm.devcluster.machine import (
     slurm_version,
     user_name,
 )
-from verl_slurm.devcluster.processes import (
-    Daemons,
-    end_all,
-    find_daemons,
-    list_members,
-    node_log_name,
-)
+from verl_slurm.devcluster.processes import Daemons, end_all, find_daemons, list_members, node_log_name
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
 
 # sockaddr_un.sun_path holds 108 bytes with the final NUL (unix(7)); the longest name we make below DIR is
@@ -207,11 +201,7 @@ class DevCluster:
         # An earlier start's has a password, and slurmdbd is not always started again.
         (self.directory / "slurmdbd.conf").unlink(missing_ok=True)
         state = ClusterState(
-            boot_id=boot_id(),
-            name=layout.name,
-            slurm_version=version_text,
-            options=options,
-            gpus=layout.gpus,
+            boot_id=boot_id(), name=layout.name, slurm_version=version_text, options=options, gpus=layout.gpus
         )
         write_state(self.directory, state)
         # In this order: slurmctld and slurmd sign each message by munge, and slurmd registers with slurmctld.
@@ -226,11 +216,7 @@ class DevCluster:
 
     def _daemon_env(self) -> dict[str, str]:
         """Builds a small environment: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
-        return {
-            "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}",
-            "LC_ALL": "C.UTF-8",
-            **self.env(),
-        }
+        return {"PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}", "LC_ALL": "C.UTF-8", **self.env()}
 
     def _start_accounting(
         self, options: ClusterOptions, layout: ClusterLayout, programs: dict[str, str]

@@ -32,9 +32,7 @@ _EXITS = exits(
 @click.option("--out", type=PLACE, required=True, help="A new (or empty) directory; it appears as a whole.")
 @click.option("--run", type=RUN, help="CKPT is the name of a checkpoint of this run.")
 @click.option(
-    "--role",
-    type=click.Choice(["actor", "critic"]),
-    help="Which model. Default: the actor (hf), or both.",
+    "--role", type=click.Choice(["actor", "critic"]), help="Which model. Default: the actor (hf), or both."
 )
 @click.option(
     "--dtype",

@@ -32,13 +32,7 @@ _MOST = 65_536
 
 
 @click.command(
-    epilog=exits(
-        ExitCode.CONFIG,
-        ExitCode.CORRUPT,
-        ExitCode.NOT_FOUND,
-        ExitCode.PERMISSION,
-        ExitCode.NO_ROOM,
-    )
+    epilog=exits(ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.NOT_FOUND, ExitCode.PERMISSION, ExitCode.NO_ROOM)
 )
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @click.option("--ranks", type=Whole(1, _MOST), required=True, help="GPUs that are to go on from it.")

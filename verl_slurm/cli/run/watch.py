@@ -13,7 +13,7 @@ from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
 from verl_slurm.cli.show import render, story
-from verl_slurm.cli.show.pace import curve_of, live_line
+from verl_slurm.cli.show.run_tables import curve_of, live_line
 from verl_slurm.journal.events import Crash, Event, NodesChosen, Restart, Started
 from verl_slurm.journal.files import to_json
 from verl_slurm.journal.folds.nodes import lost_nodes, node_states

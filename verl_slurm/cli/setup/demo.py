@@ -32,11 +32,7 @@ def _on_a_gpu() -> list[str]:
 
 @click.command(epilog=exits(ExitCode.PERMISSION, ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
 @click.argument("words", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "--config",
-    type=CONFIG,
-    help="What is run, twice. [default: the shipped example quickstart]",
-)
+@click.option("--config", type=CONFIG, help="What is run, twice. [default: the shipped example quickstart]")
 @click.option(
     "--dir",
     "directory",

@@ -4,46 +4,316 @@ Without a terminal nothing is asked, and with an option that answers a question 
 by the check that `submit` will make.
 """
 
+import asyncio
 import errno
 import os
+import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
+import jinja2
 import msgspec
 
-from verl_slurm.base.errors import ConfigError, DataError, NoRoom, PermissionRefused, VerlSlurmError
+from verl_slurm.base.errors import (
+    ConfigError,
+    DataError,
+    NoRoom,
+    NotFound,
+    PermissionRefused,
+    SlurmMissing,
+    VerlSlurmError,
+)
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import create_file
 from verl_slurm.base.keys import new_key_file, read_key_file
+from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import example, shipped
 from verl_slurm.cli.options import PLACE, Whole, exits
-from verl_slurm.cli.setup import cluster_places
-from verl_slurm.cli.setup.first_config import (
-    CHANGE,
-    MAX_NEW_TOKENS,
-    MOST_NODES,
-    MOST_RANKS,
-    Answers,
-    first_config,
-    first_reward,
-    name_of,
-)
 from verl_slurm.cli.show import render
+from verl_slurm.cli.show.render import span
 from verl_slurm.config.families import max_positions
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.doctor.cluster_rules import judge_cluster
+from verl_slurm.slurm.client import SlurmClient
+from verl_slurm.slurm.facts import PartitionFacts
+from verl_slurm.slurm.parse import parse_gpus
 from verl_slurm.submit.checks.data import recognize
 from verl_slurm.submit.checks.inputs import absolute, absolute_reward, check_guest, check_names, check_reward
 from verl_slurm.submit.checks.model_families import said_of
 from verl_slurm.submit.checks.model_files import check_model
+from verl_slurm.submit.checks.preflight import partition_complaint
 from verl_slurm.submit.checks.verl import check_input
 from verl_slurm.submit.relative_paths import Places
-from verl_slurm.verl.inputs import Input, Kind, is_remote
+from verl_slurm.verl.inputs import Input, Kind as InputKind, is_remote
+
+Kind = Literal["ppo", "grpo", "loop", "verl"]
+CHANGE = "CHANGE"
+"""Marks a line that is the user's to fill in."""
+MAX_NEW_TOKENS = 256
+MOST_NODES, MOST_RANKS = 10_000, 1024
+"""The latter on one node."""
+_COMMENT_AT = 32
+_BATCH = 64
+"""Prompts of a step of verl's, about."""
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the run is to train, by what Slurm or the machine says."""
+
+    partition: str | None = None
+    """None: the default one, or no Slurm."""
+    nodes: int = 1
+    ranks_per_node: int = 2
+    gpus_per_node: int = 0
+    cpus_per_node: int = 8
+    time_limit_min: int = 240
+    signal_lead_s: int = 120
+    notes: tuple[str, ...] = ()
+    """What is known of the partition: each becomes a comment."""
+
+
+class Answers(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known of a run before its first configuration is written; empty: not known."""
+
+    kind: Kind = "grpo"
+    model: str = ""
+    reward: str = ""
+    data_root: str = ""
+    """A directory; `data_files` names files below it, or is empty."""
+    data_files: str = ""
+    prompt_key: str = "prompt"
+    answer_key: str | None = "answer"
+    keys: str = ""
+    """Those of the data, if none of them is known to hold answers."""
+    max_prompt_tokens: int = 512
+    max_tokens: int | None = None
+    """Of the longest sequence that the model was made for."""
+    train_files: str = ""
+    val_files: str = ""
+    """The last two are verl's."""
+    program: tuple[str, ...] = ()
+    place: Place | None = None
+
+
+def name_of(stem: str) -> str:
+    """Returns a run's name from that of a file, which may hold what a run's may not."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip(".-")[:64] or "my-run"
+
+
+def first_reward(name: str, *, has_answers: bool = True) -> str:
+    """Returns the source of a first reward function."""
+    # Every text contains an empty answer: such a reward would be 1 always, and teach nothing.
+    guard = "" if has_answers else _GUARD
+    return f'''\
+"""The reward of {name}: one float for each response. Written by `verl-slurm init`; docs/rewards.md says more."""
+
+
+def score(prompts: list[str], responses: list[str], answers: list[str]) -> list[float]:
+{guard}\
+    # A beginning: 1 for a response that contains the answer. A policy soon learns to write many numbers.
+    return [float(answer in response) for response, answer in zip(responses, answers, strict=True)]
+'''
+
+
+_GUARD = f"""\
+    # {CHANGE}: the data has no answers (data.answer_key is null), so each of `answers` is empty text.
+    if not any(answers):
+        raise ValueError("reward.py: say what makes a response good, or set data.answer_key")
+"""
+
+
+def first_config(answers: Answers, name: str) -> str:
+    """Returns the YAML as text.
+
+    Args:
+        name: of the run, as `name_of` makes it.
+    """
+    place = answers.place or Place()
+    ranks = place.nodes * place.ranks_per_node
+    left = 0 if answers.max_tokens is None else answers.max_tokens - answers.max_prompt_tokens
+    return _template().render(
+        a=answers,
+        name=name,
+        place=place,
+        ranks=ranks,
+        # Of verl's step and of an update: the number of ranks has to divide both.
+        batch=max(_BATCH // ranks, 1) * ranks,
+        # If prompts leave no room, `submit` tells it.
+        new_tokens=left if 0 < left < MAX_NEW_TOKENS else MAX_NEW_TOKENS,
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(  # noqa: S701 - YAML, whose values `yaml` quotes
+        loader=jinja2.PackageLoader("verl_slurm.cli.setup", "assets"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"yaml": _yaml, "noted": lambda text, note: f"{text:<{_COMMENT_AT - 2}}  # {note}"}
+    return environment.get_template("first_config.yaml.jinja")
+
+
+_PLAIN = re.compile(r"[A-Za-z_./][A-Za-z0-9_./@+-]*(?:[:][A-Za-z0-9_./@+-]+)*")
+_WORDS = frozenset({"true", "false", "null", "yes", "no", "on", "off", "y", "n", "~"})
+
+
+def _yaml(value: str) -> str:
+    # Quoted unless it is plainly a text: a quote is never wrong, and a missing one may be.
+    if _PLAIN.fullmatch(value) and value.lower() not in _WORDS:
+        return value
+    return msgspec.json.encode(value).decode()
+
+
+_USUAL_LIMIT_MIN = 240
+_USUAL_LEAD_S = 120
+_LEAST_LEAD_S = 10
+_RANKS_ON_CPUS = 2
+_CPUS = 8
+_MOST = 12
+"""Partitions that are shown, and asked about one by one."""
+_TOPICS = ("requeue", "preemption", "time limit")
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """One partition with the GPUs of its nodes."""
+
+    facts: PartitionFacts
+    gpus: int
+    """Of a node, by the kind that most of its usable nodes have."""
+    conf: dict[str, str]
+    """`scontrol show config`."""
+
+    @property
+    def name(self) -> str:
+        return self.facts.name
+
+    @property
+    def line(self) -> str:
+        """Describes it in a line."""
+        facts = self.facts
+        limit = "without a limit" if facts.max_time_s is None else f"up to {span(facts.max_time_s)}"
+        usual = ", the default" if facts.is_default else ""
+        gpus = f", {counted(self.gpus, 'GPU')} on each" if self.gpus else ""
+        return f"{facts.name}: {counted(facts.total_nodes, 'node')}{gpus}, jobs {limit}{usual}"
+
+
+def find_offers(wanted: str | None, warn: Callable[[str], None]) -> list[Offer]:
+    """Returns the partitions that take jobs, the default one first; none if there is no Slurm.
+
+    Args:
+        wanted: this one alone.
+        warn: takes Slurm's error; a configuration can be written without its answer.
+
+    Raises:
+        NotFound: no such partition, or it takes no jobs.
+    """
+    try:
+        return asyncio.run(_ask(wanted))
+    except SlurmMissing as error:
+        # Nothing is wrong with a machine without Slurm, unless a partition was named.
+        if wanted is not None or "there is no" not in error.what:
+            said = error.found or error.what
+            warn(f"written without Slurm's help: {said}; {error.remedy}")
+        return []
+
+
+async def _ask(wanted: str | None) -> list[Offer]:
+    client = SlurmClient()
+    found = [await client.partition(wanted)] if wanted else await client.partitions()
+    conf = await client.config()
+    up = [facts for facts in found if facts.state == "UP" and facts.total_nodes]
+    if not up:
+        raise NotFound("no partition takes jobs", where=wanted, remedy="`sinfo -s` shows their states")
+    up.sort(key=lambda facts: not facts.is_default)
+    return [Offer(facts=facts, gpus=await _gpus(client, facts.name), conf=conf) for facts in up[:_MOST]]
+
+
+async def _gpus(client: SlurmClient, partition: str) -> int:
+    kinds = [parse_gpus(kind) for kind in (await client.usable_nodes(partition)).values()]
+    return max(set(kinds), key=kinds.count, default=0)
+
+
+def usual_ranks(given: Sequence[Offer], partition: str | None) -> int:
+    """Returns the ranks that a node gets: one for each of its GPUs."""
+    if given:
+        offer = next((one for one in given if one.name == partition), given[0])
+        return offer.gpus or min(_RANKS_ON_CPUS, _cpus_of(offer))
+    return _gpus_here() or _RANKS_ON_CPUS
+
+
+def parse_place(text: str, given: Sequence[Offer]) -> Place:
+    """Returns the place that `2x8 gpu` describes: nodes, ranks on each, and a partition. Without `given`, this machine.
+
+    Raises:
+        ConfigError: another form, or more ranks than a node has GPUs.
+        NotFound: no such partition.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,5})\s*[x*]\s*([0-9]{1,4})(?:[\s,]+([\w.-]+))?\s*", text, re.ASCII)
+    nodes, ranks, name = (int(match[1]), int(match[2]), match[3]) if match else (0, 0, None)
+    if not (1 <= nodes <= MOST_NODES and 1 <= ranks <= MOST_RANKS):
+        expected = f"e.g. 1x8 or 2x8 gpu, at most {MOST_NODES}x{MOST_RANKS}"
+        raise ConfigError("not a place", found=text, expected=expected, remedy="write it so")
+    if not given:
+        return Place(
+            partition=name,
+            nodes=nodes,
+            ranks_per_node=ranks,
+            gpus_per_node=ranks if _gpus_here() else 0,
+            cpus_per_node=min(_CPUS, os.cpu_count() or 1),
+        )
+    offer = next((one for one in given if name in (None, one.name)), None)
+    if offer is None:
+        listed = ", ".join(one.name for one in given)
+        raise NotFound("no such partition", where=name, expected=listed, remedy="choose one of them")
+    if offer.gpus and ranks > offer.gpus:
+        raise ConfigError("a node has fewer GPUs", found=ranks, expected=f"at most {offer.gpus}")
+    cpus, max_s = _cpus_of(offer), offer.facts.max_time_s
+    limit_min = _USUAL_LIMIT_MIN if max_s is None else max(min(_USUAL_LIMIT_MIN, max_s // 60), 1)
+    return Place(
+        partition=offer.name,
+        nodes=nodes,
+        ranks_per_node=ranks,
+        gpus_per_node=ranks if offer.gpus else 0,
+        # With GPUs, the share of the node that they are.
+        cpus_per_node=max(cpus * ranks // offer.gpus, 1) if offer.gpus else min(_CPUS, cpus),
+        time_limit_min=limit_min,
+        # Of a short limit a quarter: the job is to train, too.
+        signal_lead_s=max(min(_USUAL_LEAD_S, limit_min * 60 // 4), _LEAST_LEAD_S),
+    )
+
+
+def partition_notes(chosen: Place, given: Sequence[Offer], config: RunConfig) -> tuple[str, ...]:
+    """Describes the partition, and what a preemption and the time limit there leave for a save.
+
+    Raises:
+        ConfigError: the partition can never run this job.
+    """
+    offer = next((one for one in given if one.name == chosen.partition), None)
+    if offer is None:
+        return ()
+    if complaint := partition_complaint(config, offer.facts):
+        remedy = "choose less, or another partition"
+        raise ConfigError("the partition cannot run this", where=offer.name, found=complaint, remedy=remedy)
+    judged = judge_cluster(offer.conf, offer.facts, config, None)
+    return (offer.line, *(f"{one.topic}: {one.found}" for one in judged if one.topic in _TOPICS))
+
+
+def _cpus_of(offer: Offer) -> int:
+    return max(offer.facts.total_cpus // offer.facts.total_nodes, 1)
+
+
+def _gpus_here() -> int:
+    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
+
 
 _KINDS = ("ppo", "grpo", "loop", "verl")
 _REWARD = "python:reward.py:score"
@@ -57,7 +327,7 @@ _GO_WITH = {
     "program": ("loop",),
 }
 """The loops that an option has a meaning for."""
-_KEYS_OF_VERL: dict[Kind, str] = {"data": "data.train_files", "model": "actor_rollout_ref.model.path"}
+_KEYS_OF_VERL: dict[InputKind, str] = {"data": "data.train_files", "model": "actor_rollout_ref.model.path"}
 _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 """As `RLHFDataset` of verl 0.9.1 tells files apart."""
 
@@ -206,11 +476,7 @@ class _Asker:
         self.answers = Answers()
 
     def answer(
-        self,
-        option: str,
-        question: str,
-        default: str | None,
-        judge: Callable[["_Asker", str], Answers],
+        self, option: str, question: str, default: str | None, judge: Callable[["_Asker", str], Answers]
     ) -> None:
         """Puts one more answer into `answers`; none without an option, a user and a default that fits.
 
@@ -297,15 +563,15 @@ def _ask_all(asker: _Asker) -> Answers:
 def _ask_where(asker: _Asker, number: int) -> None:
     """Asks for nodes, GPUs and partition in one question, since one bounds the others."""
     given = asker.given
-    offers = cluster_places.offers(given["partition"], render.warning)
+    offers = find_offers(given["partition"], render.warning)
     for offer in offers:
         asker.say(f"partition {offer.line}")
-    ranks = given["ranks"] or cluster_places.usual_ranks(offers, given["partition"])
+    ranks = given["ranks"] or usual_ranks(offers, given["partition"])
     named = given["partition"] or (offers[0].name if offers else "")
 
     def judge(asker: _Asker, text: str) -> Answers:
-        place = cluster_places.place(text, offers)
-        notes = cluster_places.notes(place, offers, _config(asker.with_answer(place=place)))
+        place = parse_place(text, offers)
+        notes = partition_notes(place, offers, _config(asker.with_answer(place=place)))
         return asker.with_answer(place=msgspec.structs.replace(place, notes=notes))
 
     default = f"{given['nodes'] or 1}x{ranks} {named}".strip()
@@ -341,7 +607,7 @@ def _model(asker: _Asker, text: str) -> Answers:
     return msgspec.structs.replace(found, max_tokens=limit, max_prompt_tokens=prompt)
 
 
-def _of_verl(asker: _Asker, kind: Kind, text: str) -> str:
+def _of_verl(asker: _Asker, kind: InputKind, text: str) -> str:
     """Returns a place that verl is to read as it is written in the file."""
     place = Path(text).expanduser()
     # Of a model, what is not here may be a name of the hub.

@@ -1,4 +1,4 @@
-"""`verl-slurm update-reward`: replaces the reward of a run that goes on."""
+"""`verl-slurm cancel`, `requeue` and `update-reward`: what a user asks of a run that goes on."""
 
 from pathlib import Path
 
@@ -13,16 +13,50 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
 from verl_slurm.journal.files import append_event
-from verl_slurm.runs.requests import ask_for_save
+from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
+from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
 from verl_slurm.wire.reward_plan import ask_for_reward
 
-_EXITS = exits(
-    ExitCode.CONFIG,
-    ExitCode.DATA,
-    ExitCode.CORRUPT,
-    ExitCode.NOT_FOUND,
+_EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
+
+
+@click.command(epilog=_EXITS)
+@click.argument("run", type=RUN)
+@json_option
+def cancel(run: RunPaths, as_json: bool) -> None:
+    """End the job of RUN for good.
+
+    It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
+    `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
+    """
+    with telling(render.warning):
+        job_id = cancel_run(run)
+    value = {"run_dir": str(run.root), "job_id": job_id, "result": "cancelled"}
+    render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
+
+
+@click.command(epilog=_EXITS)
+@click.argument("run", type=RUN)
+@click.option(
+    "--now", "at_once", is_flag=True, help="Have Slurm do it at once: what saves has only KillWait."
 )
+@json_option
+def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
+    """Save, end the running job of RUN, and have it start again a few seconds later.
+
+    For instance to leave a node that is to be repaired. The daemon saves with all the time that it needs, reads the
+    checkpoint back, and asks Slurm for the requeue itself. If the save fails, the ranks train on, and `verl-slurm
+    status RUN` says so. With --now it is `scontrol requeue`, for a daemon that does not answer: the ranks are ended
+    after Slurm's KillWait, saved or not. A job that is over is started again by `verl-slurm submit RUN`.
+    """
+    with telling(render.warning):
+        job_id, detail = requeue_run(run, at_once=at_once)
+    value = {"run_dir": str(run.root), "job_id": job_id, "result": "requeued"}
+    render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)
+
+
+_EXITS = exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.CORRUPT, ExitCode.NOT_FOUND)
 _LATER = "it counts from the next start on"
 _UNTOLD = "it is written down, and taken at the next start, or after the next save that a person asks for"
 
