@@ -25,7 +25,6 @@ from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.cli.show.run_tables import (
     INTERRUPTIONS_TO_GO,
-    bar,
     curve_of,
     curve_words,
     interruption_words,
@@ -169,7 +168,7 @@ def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, obj
     """Returns the bar of steps, the time that is left and the curve. A bar or a curve is for a terminal."""
     pace, curve = facts["pace"], facts["curve"]
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
-    before = f"{bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
+    before = f"{render.bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
     lines: list[tuple[str, object]] = [("steps", before + steps_words(pace))]
     left = left_words(
         pace,

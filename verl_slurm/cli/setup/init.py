@@ -382,6 +382,10 @@ def init(file: Path, kind: str | None, key: Path | None, ask: bool | None, **giv
     Without a terminal nothing is asked. Then, if no option answers a question, lines marked CHANGE are yours to fill
     in. An existing file is never overwritten.
 
+    With --key it makes a key for checkpoint.encryption: checkpoints and the rollout ledger are encrypted (AES-256-GCM)
+    and signed (HMAC-SHA256) with it. Without its key a checkpoint is lost: keep a copy where the checkpoints are not.
+    One key for each run: then a checkpoint of one run cannot pass for another's. The id is the one that manifests name.
+
     \b
     verl-slurm init my.yaml
     verl-slurm init my.yaml --for verl --no-ask      # with lines to fill in

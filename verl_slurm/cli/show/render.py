@@ -1,5 +1,4 @@
-"""Prints plain lines, one JSON value, or a table; imports rich when a bar is shown. ruff (T20) refuses `print` in
-all other modules of the library.
+"""Prints plain lines, one JSON value, a table, or a bar. ruff (T20) refuses `print` in all other modules.
 
 Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
 or rewrite the terminal.
@@ -9,9 +8,10 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import TextIO
 
 import click
 
@@ -23,6 +23,10 @@ _NO_TERMINAL = 240
 _LEAST = 8
 GAP = 2
 """Blanks between the columns of a table."""
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_ERASE = "\r\x1b[K"
+_BETWEEN_S = 0.1
+"""Seconds between two drawings of a bar."""
 
 
 def safe(text: object) -> str:
@@ -215,10 +219,15 @@ def _paints() -> bool:
 
 
 class Progress:
-    """The line at the bottom of a followed run: rewritten in place on a terminal, one line per step elsewhere."""
+    """A line at the bottom: rewritten in place on a terminal, one line for each step elsewhere.
 
-    def __init__(self) -> None:
-        self._tty = sys.stdout.isatty()
+    Args:
+        stream: default: standard output.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._tty = self._stream.isatty()
         self._shown = ""
         self._step = -1
 
@@ -236,26 +245,26 @@ class Progress:
         # A terminal's line is rewritten when it changes. Elsewhere each step has one line, so that no log fills with
         # one sentence.
         if self._tty and text != self._shown:
-            print(f"\r\x1b[K{text}", end="", flush=True)
+            self._write(f"{_ERASE}{text}")
             self._shown = text
         elif not self._tty and step != self._step:
-            print(text, flush=True)
+            self._write(f"{text}\n")
         self._step = step
 
     def line(self, text: str) -> None:
         """Prints a line above it."""
         # The bottom line is cleared, the new one takes its row, and the bottom line is drawn once more below it.
-        if self._tty and self._shown:
-            print("\r\x1b[K", end="")
-        line(text)
-        if self._tty and self._shown:
-            print(self._shown, end="", flush=True)
+        erase = _ERASE if self._tty and self._shown else ""
+        self._write(f"{erase}{safe(text)}\n{self._shown if erase else ''}")
 
-    def close(self) -> None:
-        """Leaves the last state standing."""
+    def close(self, *, erase: bool = False) -> None:
+        """Leaves the last state standing, or takes it away."""
         if self._tty and self._shown:
-            print(flush=True)
+            self._write(_ERASE if erase else "\n")
         self._shown = ""
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=self._stream, flush=True)
 
 
 class Bar:
@@ -267,34 +276,27 @@ class Bar:
 
     def __init__(self, *, enabled: bool = True, tells: bool = False) -> None:
         # On standard error: standard output may be a pipe while somebody watches.
-        self._enabled = enabled and sys.stderr.isatty()
-        self._tells = enabled and tells and not self._enabled
-        self._shown: Any = None
-        self._task: Any = None
-        self._text = ""
+        self._bottom = Progress(sys.stderr)
+        self._draws = enabled and self._bottom.is_live
+        self._tells = enabled and tells and not self._draws
+        self._kind = ""
+        self._began = self._drawn = 0.0
 
     def show(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Shows the present work, and how much of it is done; `total` 0: unknown."""
-        kind = text.partition(" (")[0]  # what is in brackets are its numbers
-        if self._tells and kind != self._text:
-            self._text = kind
-            warning(text)
-        if not self._enabled:
+        """Shows the present work, and how many of its bytes are done; `total` 0: unknown."""
+        kind, now = text.partition(" (")[0], time.monotonic()  # what is in brackets are its numbers
+        if kind != self._kind:
+            # The time that is left is estimated from the kind's own speed.
+            self._kind, self._began, self._drawn = kind, now, -_BETWEEN_S
+            if self._tells:
+                warning(text)
+        if not self._draws or now - self._drawn < _BETWEEN_S:
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress as View, TextColumn, TimeRemainingColumn
-
-        if self._shown is None:
-            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-            self._shown = View(*columns, console=Console(stderr=True), transient=True)
-            self._shown.start()
-        # A new kind of work is a new task: rich estimates the time that is left from a task's own speed.
-        if text != self._text:
-            if self._task is not None:
-                self._shown.remove_task(self._task)
-            self._task = self._shown.add_task(safe(text), total=None)
-            self._text = text
-        self._shown.update(self._task, completed=done, total=total or None)
+        self._drawn = now
+        if total:
+            left = f", {span((now - self._began) * (total - done) / done)} left" if done else ""
+            text = f"{text}  {bar(done / total, 20)}  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}"
+        self._bottom.show(0, text)
 
     def counter(self, text: str, total: int) -> Callable[[int], None]:
         """Returns what adds up the bytes that are done, and shows them; several threads may call it."""
@@ -312,8 +314,13 @@ class Bar:
 
     def close(self) -> None:
         """Removes the bar."""
-        if self._shown is not None:
-            self._shown.stop()
+        self._bottom.close(erase=True)
+
+
+def bar(share: float, width: int) -> str:
+    """Draws a share of 0 to 1, in eighths of a character."""
+    full, rest = divmod(int(share * width * 8), 8)
+    return ("█" * full + (_BLOCKS[rest] if rest else "")).ljust(width, "░")
 
 
 def ago(time: object) -> str:

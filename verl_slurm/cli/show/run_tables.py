@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.show.render import span
+from verl_slurm.cli.show.render import bar, span
 from verl_slurm.journal.folds.outages import Outage
 from verl_slurm.journal.folds.pace import Pace, number
 
@@ -159,8 +159,6 @@ def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, 
     return tuple((name, heading, "{:.4g}".format) for name, heading in chosen)
 
 
-_BLOCKS = " ▏▎▍▌▋▊▉█"
-_EMPTY = "░"
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MOST_NAMED = 6
 """Nodes of a state that are named."""
@@ -187,14 +185,6 @@ def curve_of(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
         if len(values) > 1:
             return Curve(name=name, called=called, values=values)
     return None
-
-
-def bar(share: float, width: int) -> str:
-    """Draws a share of 0 to 1, in eighths of a character."""
-    eighths = int(share * width * 8)
-    full, rest = divmod(eighths, 8)
-    drawn = "█" * full + (_BLOCKS[rest] if rest else "")
-    return drawn.ljust(width, _EMPTY)
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
