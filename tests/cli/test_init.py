@@ -42,7 +42,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     )
     conf = {"PreemptType": "preempt/partition_prio", "SLURM_VERSION": "24.11.5"}
     found = Offer(facts=facts, gpus=8, conf=conf)
-    monkeypatch.setattr(cluster_places, "offers", lambda *_: [found])
+    monkeypatch.setattr("verl_slurm.cli.setup.init.find_offers", lambda *_: [found])
     return found
 
 
