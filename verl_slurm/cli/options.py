@@ -173,6 +173,11 @@ class Number(click.FloatRange):
         return found
 
 
+def flag(name: str, text: str, *more: str) -> Callable[[F], F]:
+    """Adds a switch; `more`: the parameter's name, where it is another one."""
+    return click.option(name, *more, is_flag=True, help=text)
+
+
 def json_option(command: F) -> F:
     """Adds `--json`: one JSON value on standard output, for scripts."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
@@ -183,9 +188,9 @@ def key_option(text: str) -> Callable[[F], F]:
     return click.option("--key-file", type=PLACE, help=text)
 
 
-def exits(*codes: ExitCode) -> str:
-    """Returns the epilog that lists a command's exit codes."""
-    listed = {ExitCode.OK, ExitCode.USAGE, *codes}
+def exits(names: str) -> str:
+    """Returns the epilog that lists a command's exit codes, by their names with blanks between them."""
+    listed = {ExitCode.OK, ExitCode.USAGE, *(ExitCode[name] for name in names.split())}
     if ExitCode.NOT_FOUND in listed:
         listed.add(ExitCode.PERMISSION)  # a file that can be missing can also be another user's
     lines = [f"{int(code):>4}  {code.description}" for code in sorted(listed)]

@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from verl_slurm.base.errors import DataError, NotFound
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import require_own
@@ -21,12 +20,8 @@ from verl_slurm.cli.show import render
 from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
 from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
-_EXITS = exits(
-    ExitCode.DATA, ExitCode.SCHEMA, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.PERMISSION
-)
 
-
-@click.command(epilog=_EXITS)
+@click.command(epilog=exits("DATA SCHEMA CORRUPT KEY NOT_FOUND PERMISSION"))
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @click.option("--to", type=click.Choice(["hf", "single-file", "split"]), required=True, help="The layout.")
 @click.option("--out", type=PLACE, required=True, help="A new (or empty) directory; it appears as a whole.")

@@ -6,14 +6,13 @@ from typing import Any
 
 import click
 
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.commit import StagingDirectory
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, flag, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.reshard.apply import work_bytes
@@ -31,14 +30,12 @@ from verl_slurm.verl.reshard.plan import ReshardPlan
 _MOST = 65_536
 
 
-@click.command(
-    epilog=exits(ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.NOT_FOUND, ExitCode.PERMISSION, ExitCode.NO_ROOM)
-)
+@click.command(epilog=exits("CONFIG CORRUPT NOT_FOUND PERMISSION NO_ROOM"))
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @click.option("--ranks", type=Whole(1, _MOST), required=True, help="GPUs that are to go on from it.")
 @click.option("--out", type=PLACE, required=True, help="A new (or empty) directory; it appears as a whole.")
 @click.option("--run", type=RUN, help="CKPT is the name of a checkpoint of this run.")
-@click.option("--dry-run", is_flag=True, help="Verify CKPT and print the plan, write nothing.")
+@flag("--dry-run", "Verify CKPT and print the plan, write nothing.")
 @json_option
 def reshard(
     checkpoint: Path, ranks: int, out: Path, run: RunPaths | None, dry_run: bool, as_json: bool

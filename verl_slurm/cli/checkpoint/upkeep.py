@@ -15,7 +15,7 @@ from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.pruning import carry_out, look
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.cli.options import RUN, Whole, exits, json_option
+from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -24,7 +24,7 @@ from verl_slurm.tiers.mover import Pass, look as look_at_tiers, sync
 from verl_slurm.tiers.plan import Action, TierCopy, last_good
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
+@click.command(epilog=exits("CORRUPT KEY NOT_FOUND"))
 @click.argument("run", type=RUN)
 @click.option(
     "--keep-last",
@@ -41,8 +41,8 @@ from verl_slurm.tiers.plan import Action, TierCopy, last_good
     type=Whole(min=0),
     help="The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
 )
-@click.option("--quarantined", is_flag=True, help="Remove what was set aside as damaged, too.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, remove nothing.")
+@flag("--quarantined", "Remove what was set aside as damaged, too.")
+@flag("--dry-run", "Print the plan, remove nothing.")
 @json_option
 def prune(
     run: RunPaths,
@@ -114,18 +114,12 @@ def prune(
     render.line(f"dry run: would remove {count}" if dry_run else f"removed {count}")
 
 
-@click.command(
-    epilog=exits(ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.TIER)
-)
+@click.command(epilog=exits("CONFIG CORRUPT KEY NOT_FOUND TIER"))
 @click.argument("run", type=RUN)
 @click.argument("name", required=False, metavar="[NAME]")
-@click.option(
-    "--offload", is_flag=True, help="Copy checkpoints on to the tiers, and drop what is too old there."
-)
-@click.option("--dry-run", is_flag=True, help="With --offload: print the plan, change nothing in any tier.")
-@click.option(
-    "--fetch-back", is_flag=True, help="Bring checkpoint NAME back; default: the newest in any tier."
-)
+@flag("--offload", "Copy checkpoints on to the tiers, and drop what is too old there.")
+@flag("--dry-run", "With --offload: print the plan, change nothing in any tier.")
+@flag("--fetch-back", "Bring checkpoint NAME back; default: the newest in any tier.")
 @json_option
 def tiers(
     run: RunPaths, name: str | None, offload: bool, dry_run: bool, fetch_back: bool, as_json: bool

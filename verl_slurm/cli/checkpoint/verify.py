@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
 from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
-from verl_slurm.cli.options import PLACE, RUN, Number, exits, json_option, key_option
+from verl_slurm.cli.options import PLACE, RUN, Number, exits, flag, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.run_tables import sparkline
 from verl_slurm.config.load import load_resolved
@@ -30,14 +30,14 @@ from verl_slurm.verl.inputs import data_of
 _UNCHECKED = "not checked"
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
+@click.command(epilog=exits("CORRUPT KEY DATASET_DRIFT NOT_FOUND"))
 @click.argument("place", type=PLACE)
-@click.option("--scrub", is_flag=True, help="All that a run would need one day; set aside what is damaged.")
-@click.option("--dry-run", is_flag=True, help="With --scrub: read everything, set nothing aside.")
-@click.option("--no-data", is_flag=True, help="With --scrub: leave the data set out.")
+@flag("--scrub", "All that a run would need one day; set aside what is damaged.")
+@flag("--dry-run", "With --scrub: read everything, set nothing aside.")
+@flag("--no-data", "With --scrub: leave the data set out.")
 @click.option("--rate", type=Number(min=0.1), metavar="MB/S", help="Read no faster than this.")
 @key_option("The key that signed them, instead of what the run says.")
-@click.option("--without-key", is_flag=True, help="Do not ask who made them: their bytes need no key.")
+@flag("--without-key", "Do not ask who made them: their bytes need no key.")
 @json_option
 def verify(
     place: Path,
@@ -190,10 +190,10 @@ def _drift(run: RunPaths) -> list[str]:
     return [f"{kind} {name}" for kind, names in drift.items() for name in names]
 
 
-@click.command(epilog=exits(ExitCode.DATA, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
+@click.command(epilog=exits("DATA DATASET_DRIFT NOT_FOUND"))
 @click.argument("place", type=PLACE)
 @click.option("--against", type=RUN, help="Compare with the data that this run started with.")
-@click.option("--full", is_flag=True, help="Read every file, whatever is remembered of it.")
+@flag("--full", "Read every file, whatever is remembered of it.")
 @json_option
 def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool) -> int:
     """The SHA-256 tree hash of a data set; of a run, whether its data has changed since its first start.
@@ -319,16 +319,12 @@ _MAX_CURVES = 12
 _GUESTS = {"verl": "verl's", "loop": "the user's own (verl_slurm.run)"}
 
 
-@click.command(
-    epilog=exits(ExitCode.DIFFERENT, ExitCode.CONFIG, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND)
-)
+@click.command(epilog=exits("DIFFERENT CONFIG CORRUPT KEY NOT_FOUND"))
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @click.argument("other", metavar="[OTHER]", type=PLACE, required=False)
 @click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
-@click.option("--bits", is_flag=True, help="Of two: are all values the same, bit for bit?")
-@click.option(
-    "--tensors", is_flag=True, help="List every tensor: type, shape, size, pieces. In --json they always are."
-)
+@flag("--bits", "Of two: are all values the same, bit for bit?")
+@flag("--tensors", "List every tensor: type, shape, size, pieces. In --json they always are.")
 @key_option("The key to open them with, instead of what their runs say.")
 @json_option
 def inspect(

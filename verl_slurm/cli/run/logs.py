@@ -13,11 +13,10 @@ import msgspec
 
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import NotFound
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import keys_for
-from verl_slurm.cli.options import RUN, Whole, exits, json_option, key_option
+from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option, key_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.runs.record import last_job
@@ -29,17 +28,17 @@ _LINE = 1 << 20
 _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [A-Z]+ ")
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.command(epilog=exits("NOT_FOUND"))
 @click.argument("run", type=RUN)
 @click.option("-f", "--follow", is_flag=True, help="Go on as it grows, over all requeues; Ctrl-C ends it.")
 @click.option("-n", "--lines", "num_lines", type=Whole(min=0), help="Only the last N lines there are.")
 @click.option("--node", type=Whole(min=0), help="What the ranks of this node (0, 1, ...) print.")
 @click.option("--rank", type=Whole(min=0), help="The same, of the node that has this rank.")
-@click.option("--agent", is_flag=True, help="With --node: what the daemon's agent there saw and did instead.")
+@flag("--agent", "With --node: what the daemon's agent there saw and did instead.")
 @click.option(
     "--service", metavar="NAME", help="What a service prints; with --node N, on its N-th node, from 0."
 )
-@click.option("--all", "list_all", is_flag=True, help="List the log files instead.")
+@flag("--all", "List the log files instead.", "list_all")
 @json_option
 def logs(
     run: RunPaths,
@@ -191,7 +190,7 @@ def _lead_log(run: RunPaths) -> Path:
 _MOST_LINES = 30
 
 
-@click.command(epilog=exits(ExitCode.KEY, ExitCode.NOT_FOUND))
+@click.command(epilog=exits("KEY NOT_FOUND"))
 @click.argument("run", type=RUN)
 @click.option("--step", type=Whole(min=1), help="A step, as `status` counts them; default: the newest one.")
 @click.option("--best", "which", flag_value="best", help="Only those with the highest rewards.")

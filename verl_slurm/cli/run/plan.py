@@ -11,7 +11,6 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits, json_option
@@ -46,7 +45,7 @@ _COLUMNS = (
 )
 
 
-@click.command(epilog=exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NOT_FOUND))
+@click.command(epilog=exits("CONFIG DATA NOT_FOUND"))
 @click.argument("source", type=CONFIG, default="quickstart", metavar="[CONFIG | RUN]")
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--like", type=RUN, help="Take times from this run, e.g. a trial of ten steps.")

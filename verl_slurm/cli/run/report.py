@@ -10,7 +10,6 @@ import click
 
 from verl_slurm.base.bounded import TooMuch, open_regular
 from verl_slurm.base.errors import NotFound, PermissionRefused, WireError
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
@@ -25,7 +24,7 @@ from verl_slurm.wire.http import listener_of
 _BEGINNING = b"<!doctype html>"
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.command(epilog=exits("NOT_FOUND"))
 @click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
 @click.option(
     "--out", type=PLACE, metavar="FILE.html", help="Where the page goes; default: report.html here."
@@ -109,7 +108,7 @@ def _write(out: Path, facts: Report) -> list[tuple[str, object]]:
     return [("page", out.resolve()), ("size", f"{len(data) / 1000:.0f} KB"), *missing]
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND, ExitCode.WIRE))
+@click.command(epilog=exits("NOT_FOUND WIRE"))
 @click.argument("place", type=PLACE, metavar="[DIR]", default="runs")
 @click.option("--port", type=Whole(0, 65535), default=0, show_default=True, help="0: any free one.")
 @json_option

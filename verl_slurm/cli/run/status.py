@@ -13,7 +13,6 @@ import click
 import msgspec
 
 from verl_slurm.base.errors import NotFound, VerlSlurmError
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
@@ -52,7 +51,7 @@ _MOST_DRAWN = 30
 """Characters of a bar or a curve."""
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@click.command(epilog=exits("NOT_FOUND"))
 @click.argument("run", type=RUN)
 @click.option(
     "--steps",
@@ -394,7 +393,7 @@ STATE_COLOURS = {
 }
 
 
-@click.command("list", epilog=exits(ExitCode.NOT_FOUND))
+@click.command("list", epilog=exits("NOT_FOUND"))
 @click.argument("place", type=PLACE, default="runs")
 @click.option(
     "--state",

@@ -5,10 +5,9 @@ from pathlib import Path
 import click
 
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, flag, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
@@ -18,10 +17,8 @@ from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
 from verl_slurm.wire.reward_plan import ask_for_reward
 
-_EXITS = exits(ExitCode.NO_SLURM, ExitCode.SLURM_REFUSED, ExitCode.NOT_FOUND)
 
-
-@click.command(epilog=_EXITS)
+@click.command(epilog=exits("NO_SLURM SLURM_REFUSED NOT_FOUND"))
 @click.argument("run", type=RUN)
 @json_option
 def cancel(run: RunPaths, as_json: bool) -> None:
@@ -36,11 +33,9 @@ def cancel(run: RunPaths, as_json: bool) -> None:
     render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
 
 
-@click.command(epilog=_EXITS)
+@click.command(epilog=exits("NO_SLURM SLURM_REFUSED NOT_FOUND"))
 @click.argument("run", type=RUN)
-@click.option(
-    "--now", "at_once", is_flag=True, help="Have Slurm do it at once: what saves has only KillWait."
-)
+@flag("--now", "Have Slurm do it at once: what saves has only KillWait.", "at_once")
 @json_option
 def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     """Save, end the running job of RUN, and have it start again a few seconds later.
@@ -56,12 +51,11 @@ def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)
 
 
-_EXITS = exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.CORRUPT, ExitCode.NOT_FOUND)
 _LATER = "it counts from the next start on"
 _UNTOLD = "it is written down, and taken at the next start, or after the next save that a person asks for"
 
 
-@click.command("update-reward", epilog=_EXITS)
+@click.command("update-reward", epilog=exits("CONFIG DATA CORRUPT NOT_FOUND"))
 @click.argument("run", type=RUN, required=False)
 @click.argument("new", required=False)
 @click.option("--checkpoint", type=PLACE, help="With --new-model: the run, or a checkpoint in it.")

@@ -16,7 +16,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, flag, json_option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
@@ -47,18 +47,7 @@ class _WithVerlWords(click.Command):
 @click.command(
     cls=_WithVerlWords,
     epilog=exits(
-        ExitCode.CONFIG,
-        ExitCode.DATA,
-        ExitCode.PERMISSION,
-        ExitCode.NO_SLURM,
-        ExitCode.SLURM_REFUSED,
-        ExitCode.SCHEMA,
-        ExitCode.DATASET_DRIFT,
-        ExitCode.CORRUPT,
-        ExitCode.NOT_FOUND,
-        ExitCode.FENCED,
-        ExitCode.NO_ROOM,
-        ExitCode.KEY,
+        "CONFIG DATA PERMISSION NO_SLURM SLURM_REFUSED SCHEMA DATASET_DRIFT CORRUPT NOT_FOUND FENCED NO_ROOM KEY"
     )
     + "\n\nWith --wait: the run's own exit code.",
 )
@@ -71,19 +60,12 @@ class _WithVerlWords(click.Command):
     show_default=True,
     help="auto: Slurm where its commands are installed, else this machine.",
 )
-@click.option("--wait", is_flag=True, help="Follow the run over its requeues and exit with its code.")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Check, print the exact batch script; make nothing, and run nothing that CONFIG names.",
-)
-@click.option(
-    "--prepare-only", is_flag=True, help="Make the run directory, queue nothing: for a script of sbatch/."
-)
-@click.option(
+@flag("--wait", "Follow the run over its requeues and exit with its code.")
+@flag("--dry-run", "Check, print the exact batch script; make nothing, and run nothing that CONFIG names.")
+@flag("--prepare-only", "Make the run directory, queue nothing: for a script of sbatch/.")
+@flag(
     "--sweep",
-    is_flag=True,
-    help="A run for each combination of values in words like seed=0,1,2, all below the run directory of CONFIG.",
+    "A run for each combination of values in words like seed=0,1,2, all below the run directory of CONFIG.",
 )
 @click.option(
     "--at-once",
@@ -95,12 +77,11 @@ class _WithVerlWords(click.Command):
     type=click.Choice(["run", "new"]),
     help="If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
 )
-@click.option(
+@flag(
     "--force-resume",
-    is_flag=True,
-    help="Go on although the data has changed, or begin again although the run had a checkpoint; asks first.",
+    "Go on although the data has changed, or begin again although the run had a checkpoint; asks first.",
 )
-@click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
+@flag("--yes", "Answer yes to the question of --force-resume.")
 @json_option
 @click.pass_context
 def submit(

@@ -8,7 +8,6 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import NotFound
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.options import PLACE, exits, json_option
@@ -86,7 +85,7 @@ class _Gauge:
         )
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND) + "\n\nOtherwise the exit code with which the run ended.")
+@click.command(epilog=exits("NOT_FOUND") + "\n\nOtherwise the exit code with which the run ended.")
 @click.argument("places", metavar="RUN...", type=PLACE, nargs=-1, required=True)
 @click.option("-v", "--verbose", is_flag=True, help="With Slurm's own words as evidence of each cause.")
 @json_option

@@ -5,8 +5,7 @@ import shlex
 import click
 import msgspec
 
-from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.options import KEY, exits, json_option
+from verl_slurm.cli.options import KEY, exits, flag, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 
@@ -14,14 +13,12 @@ _EXPLAIN = "explain"
 """A word before the keys; no key or section has that name (a test holds it)."""
 
 
-@click.command(epilog=exits(ExitCode.CONFIG))
+@click.command(epilog=exits("CONFIG"))
 @click.argument("names", type=KEY, metavar="[explain] [KEY|SECTION]...", nargs=-1)
 @click.option(
     "--explain", "explained", type=KEY, metavar="KEY", multiple=True, help="The same as `explain KEY`."
 )
-@click.option(
-    "--schema", is_flag=True, help="Print the JSON Schema by which editors complete a configuration."
-)
+@flag("--schema", "Print the JSON Schema by which editors complete a configuration.")
 @json_option
 def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_json: bool) -> None:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.

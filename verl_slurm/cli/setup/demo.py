@@ -30,7 +30,7 @@ def _on_a_gpu() -> list[str]:
     return ["distributed.device=cuda", *shape]
 
 
-@click.command(epilog=exits(ExitCode.PERMISSION, ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
+@click.command(epilog=exits("PERMISSION DIFFERENT NO_SLURM CRASHED"))
 @click.argument("words", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--config", type=CONFIG, help="What is run, twice. [default: the shipped example quickstart]")
 @click.option(

@@ -12,7 +12,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import F, ParamType, Whole, json_option
+from verl_slurm.cli.options import F, ParamType, Whole, flag, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
@@ -210,7 +210,7 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
 @devcluster.command("fail-node")
 @click.argument("node")
 @_DIR
-@click.option("--restore", is_flag=True, help="Start NODE again after that, and wait until Slurm uses it.")
+@flag("--restore", "Start NODE again after that, and wait until Slurm uses it.")
 @json_option
 def _fail_node(node: str, directory: Path | None, restore: bool, as_json: bool) -> None:
     """Cut NODE's power: SIGKILL its slurmd and every process of every job on it, at once."""

@@ -12,7 +12,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
+from verl_slurm.cli.options import CONFIG, Number, Whole, exits, flag, json_option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
@@ -26,17 +26,16 @@ from verl_slurm.submit.checks.preflight import partition_complaint
 from verl_slurm.submit.relative_paths import Places
 
 
-@click.command(epilog=exits(ExitCode.CONFIG, ExitCode.PERMISSION, ExitCode.UNFIT))
+@click.command(epilog=exits("CONFIG PERMISSION UNFIT"))
 @click.option("--config", "source", type=CONFIG, help="The run it is for; default: the quick start's values.")
 @click.option("--partition", help="Instead of the configuration's slurm.partition.")
 @click.option("--nodes", type=Whole(1, 10_000), help="Instead of its distributed.nodes.")
-@click.option(
+@flag(
     "--fire-drill",
-    "drill",
-    is_flag=True,
-    help="Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
+    "Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
     "do they reach one another, does it run again. Once it has started it takes about 20 s, and then as long as Slurm "
     "holds a requeued job back: 120 s, unless cred_expire in AuthInfo says otherwise.",
+    "drill",
 )
 @click.option(
     "--preempt-by",

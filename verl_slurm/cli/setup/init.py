@@ -29,7 +29,6 @@ from verl_slurm.base.errors import (
     SlurmMissing,
     VerlSlurmError,
 )
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.files import create_file
 from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.base.one_line import counted
@@ -332,18 +331,8 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 """As `RLHFDataset` of verl 0.9.1 tells files apart."""
 
 
-_EXITS = (
-    ExitCode.CONFIG,
-    ExitCode.DATA,
-    ExitCode.PERMISSION,
-    ExitCode.NOT_FOUND,
-    ExitCode.NO_ROOM,
-    ExitCode.KEY,
-)
-
-
 @click.command(
-    epilog=exits(*_EXITS)
+    epilog=exits("CONFIG DATA PERMISSION NOT_FOUND NO_ROOM KEY")
     + "\n\nThe file is the same as an answer of Enter to each question would make it, where an option is left out."
 )
 @click.argument("file", type=PLACE, default=Path("my.yaml"), metavar="[FILE]")
