@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 import msgspec
@@ -30,6 +30,9 @@ from verl_slurm.submit.checks.rank_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
 from verl_slurm.submit.plan import SubmissionPlan
 from verl_slurm.submit.sweep import SweptRun, swept_runs
+
+if TYPE_CHECKING:
+    from verl_slurm.submit.submission import Submitted
 
 _VERL = "verl_slurm.verl_words"
 
@@ -180,78 +183,68 @@ def submit(
     # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)
-    if as_json:
-        extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
-        render.json_value(
-            msgspec.to_builtins(done) | {"inputs": dict(plan.inputs), "trains": plan.trains} | extra
-        )
-    elif done.job_id is None:
-        for name, taken in plan.inputs:
-            # Beside the output, which is the command for the next line of a script.
-            render.warning(f"{name}: {taken}")
-        render.warning(f"trains: {plan.trains}")
-        render.line(f"prepared {done.run_dir}; submit it with")
-        render.line(shlex.join(_sbatch_words(plan, paths)))
-    else:
-        where = "on Slurm" if done.cluster == "slurm" else "on this machine"
-        kind = "a new run" if done.new_run else "goes on"
-        render.fields(
-            [
-                ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
-                ("trains", plan.trains),
-                *plan.inputs,
-                *(("code", line) for line in plan.code.lines()),
-                ("run directory", done.run_dir),
-                ("follow it", f"verl-slurm watch {shell_word(done.run_dir)}"),
-                ("its state", f"verl-slurm status {shell_word(done.run_dir)}"),
-                ("end it", f"verl-slurm cancel {shell_word(done.run_dir)}"),
-            ]
-        )
-        if done.changed:
-            render.fields([("changed", ", ".join(done.changed))])
+    _say(plan, done, as_json=as_json)
     # The answer stands by now, so a script has the job's id even if the waiting is interrupted.
     if wait and done.job_id is not None:
         return tell_until_end(paths, offset, as_json=as_json)
     return ExitCode.OK
 
 
+def _say(plan: SubmissionPlan, done: "Submitted", *, as_json: bool) -> None:
+    is_prepared = done.job_id is None
+    sbatch = _sbatch_words(plan) if is_prepared else []
+    if as_json:
+        facts = msgspec.to_builtins(done) | {"inputs": dict(plan.inputs), "trains": plan.trains}
+        render.json_value(facts | ({"sbatch": sbatch} if is_prepared else {}))
+        return
+    if is_prepared:
+        for name, taken in (*plan.inputs, ("trains", plan.trains)):
+            # Beside the output, which is the command for the next line of a script.
+            render.warning(f"{name}: {taken}")
+        render.line(f"prepared {done.run_dir}; submit it with")
+        render.line(shlex.join(sbatch))
+        return
+    where = "on Slurm" if done.cluster == "slurm" else "on this machine"
+    kind = "a new run" if done.new_run else "goes on"
+    rows: list[tuple[str, object]] = [
+        ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
+        ("trains", plan.trains),
+        *plan.inputs,
+        *(("code", line) for line in plan.code.lines()),
+        ("run directory", done.run_dir),
+    ]
+    for name, command in (("follow it", "watch"), ("its state", "status"), ("end it", "cancel")):
+        rows.append((name, f"verl-slurm {command} {shell_word(done.run_dir)}"))
+    if done.changed:
+        rows.append(("changed", ", ".join(done.changed)))
+    render.fields(rows)
+
+
 def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
     ranks = show_rank_environment(plan.config)
     text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
     if as_json:
-        render.json_value(
-            {
-                "cluster": plan.cluster,
-                "run_dir": str(plan.run_dir),
-                "new_run": plan.new_run,
-                "resumes_from": plan.resumes_from,
-                "inputs": dict(plan.inputs),
-                "trains": plan.trains,
-                "code": [msgspec.to_builtins(tree) for tree in plan.code.record.trees],
-                "checked": _checked(plan),
-                "notes": plan.notes,
-                "script": text,
-                "rank_environment": ranks,
-            }
-        )
+        names = ("cluster", "new_run", "resumes_from", "trains", "notes")
+        facts = {name: getattr(plan, name) for name in names} | {
+            "run_dir": str(plan.run_dir),
+            "inputs": dict(plan.inputs),
+            "code": plan.code.record.trees,
+            "checked": _checked(plan),
+            "script": text,
+            "rank_environment": ranks,
+        }
+        render.json_value(facts)
         return
-    for note in plan.notes:
-        render.warning(note)
     # All but the script goes to standard error, so that standard output is the script byte for byte.
-    render.warning("dry run: nothing is made or queued. Checked:")
-    for what in _checked(plan):
-        render.warning(f"  good  {what}")
-    render.warning(f"trains  {plan.trains}")
-    render.warning(_beginning(plan))
-    render.warning(f"run directory {plan.run_dir}")
+    told = [*plan.notes, "dry run: nothing is made or queued. Checked:"]
+    told += [f"  good  {what}" for what in _checked(plan)]
+    told += [f"trains  {plan.trains}", _beginning(plan), f"run directory {plan.run_dir}"]
     if ranks:
-        render.warning("each node, before its ranks start:")
-        for part in ranks.split("\n"):
-            render.warning(f"  {part}")
-    where = (
-        "the batch script" if plan.cluster == "slurm" else "without Slurm; on this machine it is started by"
-    )
-    render.warning(f"{where}:")
+        told += ["each node, before its ranks start:", *(f"  {part}" for part in ranks.split("\n"))]
+    where = "without Slurm; on this machine it is started by"
+    told.append(f"{'the batch script' if plan.cluster == 'slurm' else where}:")
+    for part in told:
+        render.warning(part)
     for part in text.rstrip("\n").split("\n"):
         render.line(part)
 
@@ -279,11 +272,11 @@ def _beginning(plan: SubmissionPlan) -> str:
     return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies (not read: too large)"
 
 
-def _sbatch_words(plan: SubmissionPlan, paths: RunPaths) -> list[str]:
+def _sbatch_words(plan: SubmissionPlan) -> list[str]:
     """Returns the command that queues a prepared run."""
     # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
-    return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
+    return ["sbatch", *sbatch_options(plan.config), template, str(plan.run_dir)]
 
 
 def _nodes(config: RunConfig) -> str:
@@ -338,12 +331,10 @@ def submit_sweep(
     runs = swept_runs(words)
     plans = _plans(config, runs, verl, cluster, dry_run=dry_run)
     if dry_run:
-        if as_json:
-            render.json_value([{"run_dir": str(plan.run_dir), "name": plan.config.name} for plan in plans])
-            return ExitCode.OK
-        render.warning(f"dry run: nothing is made or queued. Checked: {counted(len(plans), 'run')}")
-        for plan in plans:
-            render.line(str(plan.run_dir))
+        if not as_json:
+            render.warning(f"dry run: nothing is made or queued. Checked: {counted(len(plans), 'run')}")
+        rows = [{"run_dir": str(plan.run_dir), "name": plan.config.name} for plan in plans]
+        render.answer(rows, *(row["run_dir"] for row in rows), as_json=as_json)
         return ExitCode.OK
     told: list[dict[str, object]] = []
     jobs: list[str] = []
