@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -102,52 +102,25 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         render.json_value(facts)
         return
     snapshot = facts["status"]
-    lines: list[tuple[str, object]] = [("run", facts["run_dir"])]
-    if facts["job_id"] is None:
-        lines.append(("job", facts["unknown_job"] or f"none yet; verl-slurm submit {shell_word(run.root)}"))
-    else:
-        detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
-        state = f"{facts['job_state']}{detail}"
-        if facts["unknown_job"]:
-            lines.append(("job", facts["unknown_job"]))
-        if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
-            state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
-        lines.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
-    if facts["held"]:
-        lines.append(("held", facts["held"]))
-    if facts["start_failed"]:
-        lines.append(("not begun", facts["start_failed"]))
-    # As its lead last wrote it; a run that has not started has none.
-    if snapshot:
-        lines.append(("state", _state_words(facts)))
-        if problem := snapshot.get("save_problem"):
-            lines.append(("saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"))
-        lines.append(("training", story.progress(snapshot | {"step": facts["step"]})))
-        lines += _progress_lines(facts, now)
-        requeues = counted(snapshot.get("requeues") or 0, "requeue")
-        starts = f"attempt {snapshot.get('attempt')}, {requeues}, restart {snapshot.get('restart')}"
-        lines.append(("starts", starts))
-        if slow := snapshot.get("stragglers"):
-            lines.append(("stragglers", ", ".join(map(str, slow))))
-        if facts["nodes"]:
-            spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in facts["nodes"])
-            lines.append(("nodes", node_words(facts["nodes"]) + spare))
-    lines += [("code", line) for line in facts["code"]]
-    lines += [("lost", f"WARNING, {line}") for line in facts["lost"]]
-    if facts["reward"] is not None:
-        lines.append(("reward", _reward_words(facts["reward"])))
-    lines += [(f"service {place}", said) for place, said in snapshot.get("services", {}).items()]
     verified = snapshot.get("last_checkpoint")
     hidden = run.checkpoints.exists() and not os.access(run.checkpoints, os.R_OK)
-    lines.append(
-        ("checkpoint", str(verified) if hidden and verified else _checkpoint_words(run, facts, events))
-    )
-    if events:
-        lines.append(("interrupted", interruption_words(facts["interruptions"])))
-    if facts["last_cause"]:
-        lines.append(("last cause", facts["last_cause"]))
-    if facts["ended"]:
-        lines.append(("ended", facts["ended"]))
+    lines: list[tuple[str, object]] = [
+        ("run", facts["run_dir"]),
+        ("job", facts["unknown_job"]),
+        ("job", _job_words(facts, run)),
+        ("held", facts["held"]),
+        ("not begun", facts["start_failed"]),
+        # As its lead last wrote it; a run that has not started has none.
+        *(_snapshot_lines(facts, now) if snapshot else ()),
+        *(("code", line) for line in facts["code"]),
+        *(("lost", f"WARNING, {line}") for line in facts["lost"]),
+        ("reward", facts["reward"] and _reward_words(facts["reward"])),
+        *((f"service {place}", said) for place, said in snapshot.get("services", {}).items()),
+        ("checkpoint", verified if hidden and verified else _checkpoint_words(run, facts, events)),
+        ("interrupted", interruption_words(facts["interruptions"]) if events else None),
+        ("last cause", facts["last_cause"]),
+        ("ended", facts["ended"]),
+    ]
     render.fields(lines, STATE_COLOURS)
     # The newest ones; --json has them all.
     if outages.each and num_interruptions:
@@ -163,30 +136,41 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         render.table(columns, right=columns, first_to_go=first_to_go)
 
 
-def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, object]]:
-    """Returns the bar of steps, the time that is left and the curve. A bar or a curve is for a terminal."""
-    pace, curve = facts["pace"], facts["curve"]
+def _job_words(facts: dict[str, Any], run: RunPaths) -> str | None:
+    if facts["job_id"] is None:
+        return None if facts["unknown_job"] else f"none yet; verl-slurm submit {shell_word(run.root)}"
+    state = ", ".join(word for word in (facts["job_state"], facts["job_detail"]) if word)
+    if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
+        state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
+    return f"{facts['job_id']} ({facts['cluster']}): {state}"
+
+
+def _snapshot_lines(facts: dict[str, Any], now: datetime) -> Iterator[tuple[str, object]]:
+    """Yields what the lead last wrote, and what follows of it. A bar or a curve is for a terminal."""
+    snapshot, pace, curve, nodes = facts["status"], facts["pace"], facts["curve"], facts["nodes"]
+    yield "state", _state_words(facts)
+    if problem := snapshot.get("save_problem"):
+        yield "saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"
+    yield "training", story.progress(snapshot | {"step": facts["step"]})
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
     before = f"{render.bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
-    lines: list[tuple[str, object]] = [("steps", before + steps_words(pace))]
-    left = left_words(
-        pace,
-        waits=facts["job_waits"],
-        over=facts["job_over"] or facts["job_id"] is None or facts["outcome"] is not None,
-        starts=facts["job_starts"],
-        ends=facts["job_ends"],
-        now=now,
+    yield "steps", before + steps_words(pace)
+    over = facts["job_over"] or facts["job_id"] is None or facts["outcome"] is not None
+    starts, ends = facts["job_starts"], facts["job_ends"]
+    yield (
+        "time left",
+        left_words(pace, waits=facts["job_waits"], over=over, starts=starts, ends=ends, now=now),
     )
-    lines.append(("time left", left))
-    if curve is not None:
-        lines.append(("trend", curve_words(curve, drawn)))
+    yield "trend", curve and curve_words(curve, drawn)
     if equal := facts["equal_rewards"]["steps"]:
-        of = facts["equal_rewards"]["of"]
-        words = (
-            f"WARNING, all equal in {len(equal)} of the last {counted(of, 'step')}, newest {equal[-1]:.0f}"
-        )
-        lines.append(("rewards", f"{words}: nothing is learned from them"))
-    return lines
+        of = counted(facts["equal_rewards"]["of"], "step")
+        words = f"WARNING, all equal in {len(equal)} of the last {of}, newest {equal[-1]:.0f}"
+        yield "rewards", f"{words}: nothing is learned from them"
+    requeues = counted(snapshot.get("requeues") or 0, "requeue")
+    yield "starts", f"attempt {snapshot.get('attempt')}, {requeues}, restart {snapshot.get('restart')}"
+    yield "stragglers", ", ".join(map(str, snapshot.get("stragglers") or ()))
+    spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in nodes)
+    yield "nodes", node_words(nodes) + spare
 
 
 def _nodes(run: RunPaths, facts: dict[str, Any], events: list[Event], now: datetime) -> dict[str, list[str]]:
@@ -243,14 +227,14 @@ def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
         "held": stood.reason if isinstance(stood, Held) else "",
         "start_failed": not_begun,
         "unknown_job": unknown,
-        "job_state": None if answer is None else answer.state,
-        "job_detail": "" if answer is None else answer.detail,
-        "job_over": answer is not None and answer.over,
-        "job_waits": answer is not None and answer.waits,
-        "job_starts": None if answer is None else answer.starts,
-        "job_ends": None if answer is None else answer.ends,
+        "job_state": answer and answer.state,
+        **{f"job_{name}": getattr(answer or _NO_JOB, name) for name in _OF_A_JOB},
         "submitted": isinstance(seen.word, Submitted),
     }
+
+
+_OF_A_JOB = ("detail", "over", "waits", "starts", "ends")
+_NO_JOB = JobState(state="", over=False)
 
 
 def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:

@@ -215,9 +215,7 @@ def _say(plan: SubmissionPlan, done: "Submitted", *, as_json: bool) -> None:
     ]
     for name, command in (("follow it", "watch"), ("its state", "status"), ("end it", "cancel")):
         rows.append((name, f"verl-slurm {command} {shell_word(done.run_dir)}"))
-    if done.changed:
-        rows.append(("changed", ", ".join(done.changed)))
-    render.fields(rows)
+    render.fields([*rows, ("changed", ", ".join(done.changed))])
 
 
 def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:

@@ -90,11 +90,11 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
-    """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
-    coloured, and a long one goes on below itself.
+    """Prints aligned `name  value` lines; one without a value (None, an empty text) is left out. On a terminal, a value
+    that begins with one of `colours`' words is coloured, and a long one goes on below itself.
     """
     # Made harmless before widths are taken: an escaped character is longer than what it stands for.
-    shown = [(name, safe(value)) for name, value in rows]
+    shown = [(name, safe(value)) for name, value in rows if value not in (None, "")]
     names = max((len(name) for name, _ in shown), default=0) + GAP
     room = width() - names
     for name, value in shown:
