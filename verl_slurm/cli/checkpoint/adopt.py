@@ -121,11 +121,8 @@ def adopt(
         "dry_run": dry_run,
         "steps": [_facts(row) for row in rows],
         "tracker": {
-            "state": tracker.state,
-            "step": tracker.step,
-            "newest_whole": tracker.wanted,
-            "repaired": repaired,
-            "found": tracker.line,
+            **render.picked(tracker, "state step"),
+            **{"newest_whole": tracker.wanted, "repaired": repaired, "found": tracker.line},
         },
         # Of whole steps alone: a broken one is not taken, so what could not be checked in it does not matter.
         "unchecked": sorted({name for one in judged if one.ok for name in one.unchecked}),
@@ -209,38 +206,24 @@ def _into_run(
 
 
 def _facts(row: Row) -> dict[str, Any]:
-    one = row.judged
     return {
-        "name": one.name,
-        "step": one.step,
+        **render.picked(row.judged, "name step world_size num_bytes problems"),
+        **render.picked(row, "why how"),
         # After the work none of these is left.
         "state": "would adopt" if row.choice == "adopt" else row.choice,
-        "why": row.why,
-        "world_size": one.world_size,
-        "num_bytes": one.num_bytes,
-        "problems": one.problems,
         "checkpoint": row.saved and row.saved.name,
-        "how": row.how,
     }
 
 
 def _say(facts: dict[str, Any], tracker: Tracker) -> None:
     steps = facts["steps"]
-    render.table(
-        ["step", "", "ranks", "MB", "why"],
-        [
-            [
-                one["name"],
-                one["state"],
-                str(one["world_size"] or ""),
-                f"{one['num_bytes'] / 1e6:.1f}",
-                one["why"],
-            ]
-            for one in steps
-        ],
-        right=["ranks", "MB"],
-        colours=_COLOURS,
-    )
+
+    def cells(step: dict[str, Any]) -> tuple[object, ...]:
+        size = f"{step['num_bytes'] / 1e6:.1f}"
+        return step["name"], step["state"], step["world_size"], size, step["why"]
+
+    headings = ("step", "", "ranks", "MB", "why")
+    render.table(headings, map(cells, steps), right=("ranks", "MB"), colours=_COLOURS)
     for how, count in sorted(Counter(one["how"] for one in steps if one["how"]).items()):
         render.line(f"{count} {_HOW[how]}; each verified with SHA-256 from here on")
     if unchecked := facts["unchecked"]:

@@ -1,6 +1,6 @@
 """`verl-slurm prune` and `tiers`: which checkpoints stay, and where."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -89,17 +89,9 @@ def prune(
     gone = going if dry_run else removed
     freed = sum(found.sizes[name] for name in gone)
     if as_json:
-        render.json_value(
-            {
-                "dry_run": dry_run,
-                "verified": found.good,
-                "keep": [asdict(item) for item in found.plan.keep],
-                "drop": [asdict(item) for item in found.plan.drop],
-                "drop_quarantined": list(found.quarantined),
-                "removed": removed,
-                "num_bytes": freed,
-            }
-        )
+        facts = {"dry_run": dry_run, "verified": found.good, "removed": removed, "num_bytes": freed}
+        facts |= {"keep": found.plan.keep, "drop": found.plan.drop, "drop_quarantined": found.quarantined}
+        render.json_value(facts)
         return
     for line in found.bad:
         render.warning(f"does not verify, and is left as it is: {line}")
@@ -191,40 +183,27 @@ def tiers(
 
 
 def _look_facts(seen: Pass) -> dict[str, object]:
-    shown = [
-        {
-            "name": state.name,
-            "reachable": state.reachable,
-            "detail": state.detail,
-            "keep_days": state.keep_days,
-            "checkpoints": [
-                {
-                    "name": copy.name,
-                    "state": _word(copy),
-                    "saved_utc": copy.saved,
-                    "num_bytes": copy.num_bytes,
-                    "digest": copy.digest,
-                    "detail": copy.detail,
-                }
-                for copy in state.copies
-            ],
-        }
-        for state in seen.states
-    ]
+    shown = []
+    for state in seen.states:
+        copies = [
+            render.picked(copy, "name num_bytes digest detail")
+            | {"state": _word(copy), "saved_utc": copy.saved}
+            for copy in state.copies
+        ]
+        shown.append(render.picked(state, "name reachable detail keep_days") | {"checkpoints": copies})
     return {"ok": seen.ok, "last_good": last_good(seen.states), "tiers": shown}
 
 
 def _print_look(seen: Pass) -> None:
     best = last_good(seen.states)
+
+    def row(tier: str, copy: TierCopy) -> tuple[object, ...]:
+        saved = "-" if copy.saved is None else f"{copy.saved:%Y-%m-%d %H:%M}"
+        detail = "the last good one" if copy.name == best and copy.good else copy.detail
+        return copy.name, tier, _word(copy), round(copy.num_bytes / 1e6, 1), saved, detail
+
     rows = [
-        [
-            copy.name,
-            state.name,
-            _word(copy),
-            round(copy.num_bytes / 1e6, 1),
-            "-" if copy.saved is None else f"{copy.saved:%Y-%m-%d %H:%M}",
-            "the last good one" if copy.name == best and copy.good else copy.detail,
-        ]
+        row(state.name, copy)
         for state in seen.states
         # The newest first, by its numbers: step 1,000,000 has a digit more than the leading zeros allow for.
         for copy in sorted(state.copies, key=lambda copy: checkpoint_order(copy.name) or (0, 0), reverse=True)
@@ -239,39 +218,30 @@ def _problems(seen: Pass) -> dict[Action, str]:
 
 def _pass_facts(seen: Pass, *, dry_run: bool) -> dict[str, object]:
     problems = _problems(seen)
-    facts: dict[str, object] = {"dry_run": dry_run, "ok": seen.ok}
+    facts: dict[str, object] = {
+        "dry_run": dry_run,
+        "ok": seen.ok,
+        "sent_bytes": sum(done.sent for done in seen.done),
+        "unreachable": [state.name for state in seen.states if not state.reachable],
+    }
     for kind in ("copy", "drop", "keep", "skip"):
         facts[kind] = [
-            {
-                "name": action.name,
-                "tier": action.tier,
-                "reason": action.reason,
-                "source": action.source,
-                "problem": problems.get(action, ""),
-            }
+            render.picked(action, "name tier reason source") | {"problem": problems.get(action, "")}
             for action in seen.plan
             if action.kind == kind
         ]
-    facts["sent_bytes"] = sum(done.sent for done in seen.done)
-    facts["unreachable"] = [state.name for state in seen.states if not state.reachable]
     return facts
 
 
 def _print_pass(seen: Pass) -> None:
     problems = _problems(seen)
-    render.table(
-        ["checkpoint", "tier", "", "why"],
-        [
-            [
-                action.name,
-                action.tier,
-                f"FAILED {action.kind}" if action in problems else action.kind,
-                problems.get(action, action.reason)
-                + (f"; from {action.source}" if action.source not in ("", action.tier) else ""),
-            ]
-            for action in seen.plan
-        ],
-    )
+
+    def row(action: Action) -> tuple[str, ...]:
+        source = f"; from {action.source}" if action.source not in ("", action.tier) else ""
+        word = f"FAILED {action.kind}" if action in problems else action.kind
+        return action.name, action.tier, word, problems.get(action, action.reason) + source
+
+    render.table(["checkpoint", "tier", "", "why"], map(row, seen.plan))
 
 
 def _fetch_back(run: RunPaths, config: RunConfig, name: str | None, *, as_json: bool) -> None:

@@ -158,15 +158,8 @@ def _committed(run: RunPaths) -> dict[Path, int]:
 
 
 def _facts(path: Path, one: Scrubbed) -> dict[str, object]:
-    return {
-        "name": one.verdict.name,
-        "path": str(path),
-        "ok": one.verdict.ok,
-        "problems": one.verdict.problems,
-        "set_aside": one.set_aside and str(one.set_aside),
-        "num_bytes": one.verdict.num_bytes,
-        "seconds": round(one.verdict.seconds, 4),
-    }
+    facts = render.picked(one.verdict, "name ok problems num_bytes seconds")
+    return facts | {"path": str(path), "set_aside": one.set_aside and str(one.set_aside)}
 
 
 def _tell(name: str, one: Scrubbed) -> None:
@@ -391,19 +384,7 @@ def _describe(directory: Path, key_file: Path | None, *, tensors: bool, as_json:
             render.line(f"{domain['domain']}: an index of {_mb(domain['index_bytes'])} MB, not listed")
     if tensors:
         render.line()
-        render.table(
-            ["tensor", "type", "shape", "bytes", "pieces"],
-            [
-                [
-                    f"{row['domain']}/{row['name']}",
-                    row["dtype"],
-                    str(row["shape"]),
-                    row["bytes"],
-                    row["pieces"],
-                ]
-                for row in facts["tensors"]
-            ],
-        )
+        render.table(["tensor", "type", "shape", "bytes", "pieces"], map(_tensor_row, facts["tensors"]))
     render.line()
     render.table(
         ["rank", "phase", "next", "rollouts", "buffers", "KB"], [_rank_row(state) for state in facts["ranks"]]
@@ -417,10 +398,15 @@ def _describe(directory: Path, key_file: Path | None, *, tensors: bool, as_json:
         _curves(curves)
 
 
+def _tensor_row(row: dict[str, Any]) -> tuple[object, ...]:
+    return f"{row['domain']}/{row['name']}", row["dtype"], str(row["shape"]), row["bytes"], row["pieces"]
+
+
 def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
     place = f"step {facts['step']}, safe point {facts['safe_point']}, {facts['phase']}"
     axes = ", ".join(f"{axis} {size}" for axis, size in facts["topology"].items())
     window = facts["kl_window"]
+    layout = "the layout of this version" if facts["schema_is_ours"] else "NOT the layout of this version"
     mean = f", mean {sum(window) / len(window):.4g}" if window else ""
     rows: list[tuple[str, object]] = [
         ("checkpoint", facts["name"]),
@@ -431,16 +417,14 @@ def _overview(facts: dict[str, Any]) -> list[tuple[str, object]]:
         ("parent", facts["parent"] or "none: the run's first start"),
         ("ranks", f"{facts['world_size']} ({axes})"),
         ("size", f"{facts['num_files']} files, {_mb(facts['num_bytes'])} MB"),
-        *((("loop", _GUESTS[facts["guest"]]),) if facts["guest"] else ()),
-        ("schema", f"{facts['schema_id'][:16]} of {facts['code_version']}, {_ours(facts['schema_is_ours'])}"),
+        ("loop", _GUESTS.get(facts["guest"])),
+        ("schema", f"{facts['schema_id'][:16]} of {facts['code_version']}, {layout}"),
     ]
     if facts["guest"] is not None:
         return rows
+    data = facts["dataset_fingerprint"][:16]
     rows += [
-        (
-            "data",
-            f"{facts['dataset_fingerprint'][:16]}, {facts['num_data_files']} files in {facts['data_root']}",
-        ),
+        ("data", f"{data}, {facts['num_data_files']} files in {facts['data_root']}"),
         ("model", facts["model"] or "-"),
         *((f"frozen {role}", digest[:16]) for role, digest in sorted(facts["frozen"].items())),
         ("reward", _reward(facts["reward"])),
@@ -486,17 +470,14 @@ def _rank_row(state: dict[str, Any]) -> list[object]:
 
 
 def _curves(curves: list[dict[str, Any]]) -> None:
-    render.table(
-        ["metric", f"last {max(len(c['values']) for c in curves)} steps", "least", "greatest", "last"],
-        [
-            [
-                c["metric"],
-                sparkline(c["values"], len(c["values"])),
-                *map(_number, (min(c["values"]), max(c["values"]), c["last"])),
-            ]
-            for c in curves[:_MAX_CURVES]
-        ],
-    )
+    def row(curve: dict[str, Any]) -> tuple[str, ...]:
+        values = curve["values"]
+        numbers = map(_number, (min(values), max(values), curve["last"]))
+        return curve["metric"], sparkline(values, len(values)), *numbers
+
+    longest = max(len(curve["values"]) for curve in curves)
+    headings = ("metric", f"last {longest} steps", "least", "greatest", "last")
+    render.table(headings, map(row, curves[:_MAX_CURVES]))
     if len(curves) > _MAX_CURVES:
         render.line(f"and {len(curves) - _MAX_CURVES} more metrics: --json")
 
@@ -549,10 +530,6 @@ def _compare(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
 
 def _side(value: object) -> str:
     return "-" if value is None else str(value)
-
-
-def _ours(same: bool) -> str:
-    return "the layout of this version" if same else "NOT the layout of this version"
 
 
 def _mb(size: int) -> float:

@@ -11,7 +11,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TextIO
+from typing import Any, TextIO
 
 import click
 
@@ -69,6 +69,11 @@ def warning(text: object) -> None:
 def json_value(value: object) -> None:
     """Prints one JSON value on one line, for a script to read."""
     print(json_line(value).decode(), flush=True)
+
+
+def picked(value: object, names: str) -> dict[str, Any]:
+    """Returns the attributes of these names, with blanks between them, for JSON."""
+    return {name: getattr(value, name) for name in names.split()}
 
 
 def answer(value: object, *lines: str, as_json: bool) -> None:
