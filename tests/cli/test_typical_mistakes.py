@@ -155,7 +155,7 @@ def test_config_explains_every_key_of_the_schema(cli: Cli) -> None:
     assert {"train.kl_in", "slurm.successor", "checkpoint.encryption.key_file", "tiers[].kind"} <= keys.keys()
     assert keys["train.kl_in"]["type"] == "reward | loss"
     assert keys["train.steps"]["default"] == "30"
-    told = cli("config", "--explain", "train.kl_in").out
+    told = cli("config", "explain", "train.kl_in").out
     assert "the penalty is part of what is maximised" in told
     assert cli("config", "trian.steps").error.endswith(
         "(expected train.steps); `verl-slurm config` lists all keys"

@@ -159,7 +159,7 @@ def test_a_reward_that_is_handed_over_is_parsed_in_little_memory(
 ) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def score(prompts, responses, answers):\n    return []\n")
-    argv = ("update-reward", run.root, f"python:{file}:score")
+    argv = ("update-reward", "--checkpoint", run.root, "--new-model", f"python:{file}:score")
     good = measured(*argv)
     hole(file) if source is None else file.write_bytes(source)
     done = measured(*argv)

@@ -56,10 +56,8 @@ _UNTOLD = "it is written down, and taken at the next start, or after the next sa
 
 
 @click.command("update-reward", epilog=exits("CONFIG DATA CORRUPT NOT_FOUND"))
-@click.argument("run", type=RUN, required=False)
-@click.argument("new", required=False)
-@click.option("--checkpoint", type=PLACE, help="With --new-model: the run, or a checkpoint in it.")
-@click.option("--new-model", metavar="NEW", help="With --checkpoint: what NEW may be.")
+@click.option("--checkpoint", "place", type=PLACE, required=True, help="The run, or a checkpoint in it.")
+@click.option("--new-model", "new", metavar="NEW", required=True, help="The reward that follows; see above.")
 @click.option(
     "--warm-start-steps",
     type=Whole(0, 1_000_000),
@@ -68,17 +66,8 @@ _UNTOLD = "it is written down, and taken at the next start, or after the next sa
     help="Steps over which its scores come from the former one's scale to their own. 0: at once.",
 )
 @json_option
-@click.pass_context
-def update_reward(
-    ctx: click.Context,
-    run: RunPaths | None,
-    new: str | None,
-    checkpoint: Path | None,
-    new_model: str | None,
-    warm_start_steps: int,
-    as_json: bool,
-) -> None:
-    """Have RUN score with the reward NEW from the end of a step on, without stopping it.
+def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -> None:
+    """Have the run of --checkpoint score with the reward NEW from the end of a step on, without stopping it.
 
     \b
     NEW is what model.reward may be, or a directory:
@@ -94,11 +83,7 @@ def update_reward(
     A run without a living job gets NEW at its next start. So does one whose job could not be told, because Slurm
     refused that or gave no answer: the wish is written down by then, a warning says so, and the exit code is 0.
     """
-    if checkpoint is not None and new_model is not None and run is None:
-        # click has converted no RUN here, so its checks are made by hand.
-        run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
-    elif run is None or new is None or checkpoint is not None or new_model is not None:
-        raise click.UsageError("give RUN and NEW, or --checkpoint and --new-model", ctx)
+    run = RUN.convert(_run_of(place.resolve()), None, None)
     refuse_guests(run)
     here = Path.cwd()
     if ":" not in new and (here / Path(new).expanduser()).is_dir():

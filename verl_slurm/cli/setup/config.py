@@ -15,12 +15,9 @@ _EXPLAIN = "explain"
 
 @click.command(epilog=exits("CONFIG"))
 @click.argument("names", type=KEY, metavar="[explain] [KEY|SECTION]...", nargs=-1)
-@click.option(
-    "--explain", "explained", type=KEY, metavar="KEY", multiple=True, help="The same as `explain KEY`."
-)
 @flag("--schema", "Print the JSON Schema by which editors complete a configuration.")
 @json_option
-def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_json: bool) -> None:
+def config(names: tuple[str, ...], schema: bool, as_json: bool) -> None:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.
 
     `explain KEY` also shows the unit, an example, whether the key may change when a run is submitted again, and the
@@ -35,20 +32,20 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
     if schema:
         from verl_slurm.config.json_schema import json_schema
 
-        if names or explained:
+        if names:
             raise click.UsageError("--schema is of all keys: name none.")
         render.json_value(json_schema())
         return
-    if names[:1] == (_EXPLAIN,):
-        names, explained = (), (*names[1:], *explained)
-        if not explained:
-            raise click.UsageError("explain needs a KEY, e.g. verl-slurm config explain train.steps.")
-    keys: list[Key] = [key for name in names for key in explain(name)] if names or explained else all_keys()
-    keys += [key for name in explained for key in explain_fully(name)]
+    in_full = names[:1] == (_EXPLAIN,)
+    if names == (_EXPLAIN,):
+        raise click.UsageError("explain needs a KEY, e.g. verl-slurm config explain train.steps.")
+    keys: list[Key] = [] if names else [*all_keys()]
+    for name in names[in_full:]:
+        keys += explain_fully(name) if in_full else explain(name)
     if as_json:
         render.json_value(msgspec.to_builtins(keys))
         return
-    if not names and not explained:
+    if not names:
         render.table(["key", "type", "default"], [[key.key, key.type, key.default] for key in keys])
         render.line(
             "the meaning of one: verl-slurm config explain KEY; of a section: verl-slurm config SECTION"
@@ -62,7 +59,7 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
         if key.meaning:
             render.wrapped(key.meaning, indent="    ")
         # A section has too many keys for more than their meanings.
-        if isinstance(key, Explained) and key.key in explained:
+        if isinstance(key, Explained) and key.key in names:
             render.line()
             render.fields(_facts(key))
 
