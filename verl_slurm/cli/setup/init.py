@@ -39,6 +39,7 @@ from verl_slurm.cli.show.render import span
 from verl_slurm.config.families import max_positions
 from verl_slurm.config.load import parse_config
 from verl_slurm.config.schema import BUILTIN, RunConfig
+from verl_slurm.devcluster.machine import real_gpus
 from verl_slurm.doctor.cluster_rules import judge_cluster
 from verl_slurm.slurm.client import SlurmClient
 from verl_slurm.slurm.facts import PartitionFacts
@@ -246,7 +247,7 @@ def usual_ranks(given: Sequence[Offer], partition: str | None) -> int:
     if given:
         offer = next((one for one in given if one.name == partition), given[0])
         return offer.gpus or min(_RANKS_ON_CPUS, _cpus_of(offer))
-    return _gpus_here() or _RANKS_ON_CPUS
+    return len(real_gpus()) or _RANKS_ON_CPUS
 
 
 def parse_place(text: str, given: Sequence[Offer]) -> Place:
@@ -266,7 +267,7 @@ def parse_place(text: str, given: Sequence[Offer]) -> Place:
             partition=name,
             nodes=nodes,
             ranks_per_node=ranks,
-            gpus_per_node=ranks if _gpus_here() else 0,
+            gpus_per_node=ranks if len(real_gpus()) else 0,
             cpus_per_node=min(_CPUS, os.cpu_count() or 1),
         )
     offer = next((one for one in given if name in (None, one.name)), None)
@@ -308,10 +309,6 @@ def partition_notes(chosen: Place, given: Sequence[Offer], config: RunConfig) ->
 
 def _cpus_of(offer: Offer) -> int:
     return max(offer.facts.total_cpus // offer.facts.total_nodes, 1)
-
-
-def _gpus_here() -> int:
-    return sum(1 for _ in Path("/dev").glob("nvidia[0-9]*"))
 
 
 _KINDS = ("ppo", "grpo", "loop", "verl")
