@@ -92,7 +92,6 @@ def mariadbd_argv(program: str, layout: ClusterLayout, sql: Path) -> list[str]:
 
 
 def sacctmgr_commands(program: str, options: ClusterOptions, layout: ClusterLayout) -> list[list[str]]:
-    """Returns the command lines that fill the database, in their order. slurmctld reads it when it starts."""
     # In the spelling of `sacctmgr`. GANG belongs to the cluster's mode alone.
     mode = options.preempt_mode.lower()
     allowed = [f"DefaultAccount={_ACCOUNT}", f"QOS=normal,{URGENT}", "DefaultQOS=normal"]

@@ -118,7 +118,6 @@ class DevCluster:
         return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}", **self.env()}
 
     def daemons(self) -> Daemons:
-        """Returns the daemons that are alive now."""
         return find_daemons(self.directory, self.slurm_conf)
 
     # ---- start
@@ -330,14 +329,12 @@ class DevCluster:
         self._spawn(argv, munge / "pid", log)
 
     def start_slurmctld(self) -> None:
-        """Starts slurmctld on the existing state. The caller holds the lock."""
         log = self.directory / "log" / "slurmctld.log"
         pid_file = self.directory / "run" / "slurmctld.pid"
         argv = [find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
         self._spawn(argv, pid_file, log)
 
     def start_slurmd(self, node: str) -> None:
-        """Starts one node's slurmd. The caller holds the lock."""
         log = self.directory / "log" / node_log_name(node)
         pid_file = self.directory / "run" / f"slurmd.{node}.pid"
         argv = [find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
@@ -433,7 +430,6 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[KnownProcess]:
-        """Ends daemons, jobs and steps; returns the processes that did not die."""
         with _uninterrupted():
             return self._end_members()
 

@@ -89,7 +89,6 @@ class ClusterLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_names(count: int) -> list[str]:
-    """Returns node1, node2, ..."""
     return [f"node{number}" for number in range(1, count + 1)]
 
 
@@ -124,12 +123,7 @@ def gres_conf(layout: ClusterLayout) -> str:
 
 
 def slurm_conf(options: ClusterOptions, layout: ClusterLayout) -> str:
-    """Returns the text of slurm.conf.
-
-    Args:
-        options: the user's wishes.
-        layout: the machine's facts; `len(layout.ports)` must be `options.nodes + 2`.
-    """
+    """Returns the text of slurm.conf. The layout must have `options.nodes + 2` ports."""
     base = layout.directory
     auth = f"socket={layout.munge_socket}"
     if options.cred_expire_s is not None:
@@ -233,6 +227,5 @@ def _accounting(layout: ClusterLayout) -> list[str]:
 
 
 def cgroup_conf(version: tuple[int, int]) -> str:
-    """Returns the text of cgroup.conf."""
     # Versions before 24.05 refuse `disabled`; their v1 plugin touches nothing until asked, and v2 would need systemd.
     return f"CgroupPlugin={'disabled' if version >= (24, 5) else 'cgroup/v1'}\n"

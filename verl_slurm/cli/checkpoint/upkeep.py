@@ -125,16 +125,8 @@ def tiers(
     refused       the run has a key, and this was not signed with it; it is not copied, and counts for nothing
     incomplete    an upload that broke off, or parts are missing; it counts for nothing
 
-    Tiers stand in run.yaml, the nearest first; checkpoints go from each to the next by themselves:
-
-    \b
-    tiers:
-      - {name: nvme, kind: posix, path: /local/scratch, keep_days: 7}
-      - {name: store, kind: s3, bucket: my-checkpoints, keep_days: 90}
-      - {name: cold, kind: archive, path: /archive/me}
-
-    A tier that does not answer is said, and the exit code is 29. Credentials of a bucket are found where every
-    AWS tool finds them.
+    Tiers stand in run.yaml, the nearest first (docs/saving.md); checkpoints go from each to the next by themselves. A
+    tier that does not answer is said, and the exit code is 29.
 
     --offload copies them on at once, drops from a tier what is too old there, and says why each. A copy counts when
     every byte was read back and matched. One that broke off goes on where it stopped. From a tier a checkpoint goes

@@ -127,11 +127,7 @@ def _read_back(
     bytes_per_s: float | None,
     with_data: bool,
 ) -> tuple[_Read, list[str]]:
-    """Reads the checkpoints; of a `run` its frozen models and its data, too.
-
-    Args:
-        sizes: bytes of each checkpoint.
-    """
+    """Reads the checkpoints, with their bytes in `sizes`; of a `run` its frozen models and its data, too."""
     read: _Read = {"checkpoints": []}
     done, drifted = 0, []
     # All of them, whatever the first ones say: the answer is a list of what is wrong.
@@ -257,7 +253,6 @@ def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool
 
 
 def _checkpoints_of(place: Path) -> dict[Path, int]:
-    """Returns the checkpoints that a word names, and their bytes."""
     if (place / "run.yaml").is_file():
         # Torn ones in staging are no loss; one with a final name that lost its manifest is.
         infos = [i for i in list_checkpoints(RunPaths(place)) if i.kind in ("committed", "torn")]
@@ -483,7 +478,6 @@ def _curves(curves: list[dict[str, Any]]) -> None:
 
 
 def _differ(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
-    """Shows how two checkpoints differ, but for the values of weights and states."""
     # A key for each side, since the two may be of two runs.
     found = difference(a, b, keys_for(a, key_file), keys_for(b, key_file))
     if as_json:

@@ -77,11 +77,7 @@ def report(
 
 
 def _require_page(out: Path) -> None:
-    """Refuses to replace what is no page: a device, or a file of a run.
-
-    Raises:
-        PermissionRefused: something else is there.
-    """
+    """Refuses to replace what is no page: a device, or a file of a run."""
     try:
         with open(open_regular(out), "rb") as there:
             is_page = there.read(len(_BEGINNING)).lower() == _BEGINNING

@@ -194,7 +194,6 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 
 def _facts(run: RunPaths, events: list[Event]) -> dict[str, Any]:
-    """Returns all facts about a run, and the scheduler's present answer."""
     seen = glance(run.root, events)
     answer: JobState | None = None
     if seen.job is not None:
@@ -307,10 +306,7 @@ def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], outages: 
 
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
     """Returns the reward that scores the running step, since when, and the open part of a replacement. None: a
-    guest's loop, whose reward is its own.
-
-    Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
-    """
+    guest's loop, whose reward is its own. Not for `list`: to read a thousand configurations takes many seconds."""
     try:
         config = load_resolved(run.run_yaml)
         if config.trainer.is_guest:
@@ -544,12 +540,7 @@ def _print_checkpoints(run: RunPaths, as_json: bool) -> None:
 def checkpoints_table(
     found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None
 ) -> dict[str, list[str]]:
-    """Returns cells by heading.
-
-    Args:
-        places: the ranks of the best checkpoints, by name.
-        metric: the metric that ranks them.
-    """
+    """Returns cells by heading; `metric` has given the best checkpoints their `places`."""
     columns: dict[str, list[str]] = {
         "name": [info.name for info in found],
         "kind": [info.kind for info in found],

@@ -271,7 +271,6 @@ def _beginning(plan: SubmissionPlan) -> str:
 
 
 def _sbatch_words(plan: SubmissionPlan) -> list[str]:
-    """Returns the command that queues a prepared run."""
     # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
     return ["sbatch", *sbatch_options(plan.config), template, str(plan.run_dir)]
@@ -284,7 +283,6 @@ def _nodes(config: RunConfig) -> str:
 
 
 def _confirm(drift: Drift, *, yes: bool) -> bool:
-    """Shows what changed in the data, and asks."""
     for kind, names in asdict(drift).items():
         for name in names:
             render.warning(f"data {kind}: {name}")
@@ -315,13 +313,9 @@ def submit_sweep(
     dry_run: bool,
     as_json: bool,
 ) -> int:
-    """Checks all runs, then queues them one after the other.
-
-    Args:
-        at_once: each run waits for the end of the one so many before it; None: none waits.
+    """Checks all runs, then queues them one after the other; each waits for the end of the one `at_once` before it.
 
     Raises:
-        ConfigError: the sweep, or a run of it, is refused; nothing was made.
         VerlSlurmError: of one run. Those before it are queued, and named.
     """
     from verl_slurm.submit.submission import carry_out

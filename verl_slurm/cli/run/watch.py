@@ -72,7 +72,6 @@ class _Gauge:
             self._events.append(event)
 
     def line(self, status: dict[str, Any]) -> str:
-        """Returns the line for a snapshot, with a bar and a curve if the terminal draws them."""
         step = int(status.get("step", 0))
         if step != self._step:
             self._step, self._rows = step, last_steps(self._paths, LOOKED_AT)

@@ -234,7 +234,6 @@ def _env(directory: Path | None, as_json: bool) -> None:
 
 
 def _gpus(status: ClusterStatus, *, asked: int | str = 0) -> str:
-    """Returns a line about the GPUs, or nothing without any."""
     if not status.gpus:
         return "no GPU is granted: this machine has none\n" if asked == "auto" else ""
     each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())

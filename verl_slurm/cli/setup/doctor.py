@@ -166,7 +166,6 @@ def _existing(place: Path) -> Path:
 
 
 def _print(findings: list[Finding]) -> None:
-    """Prints one line per finding, with its remedy below it."""
     marks = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
     for finding in findings:
         mark, colour = marks[finding.verdict]

@@ -108,7 +108,6 @@ def name_of(stem: str) -> str:
 
 
 def first_reward(name: str, *, has_answers: bool = True) -> str:
-    """Returns the source of a first reward function."""
     # Every text contains an empty answer: such a reward would be 1 always, and teach nothing.
     guard = "" if has_answers else _GUARD
     return f'''\
@@ -130,11 +129,6 @@ _GUARD = f"""\
 
 
 def first_config(answers: Answers, name: str) -> str:
-    """Returns the YAML as text.
-
-    Args:
-        name: of the run, as `name_of` makes it.
-    """
     place = answers.place or Place()
     ranks = place.nodes * place.ranks_per_node
     left = 0 if answers.max_tokens is None else answers.max_tokens - answers.max_prompt_tokens
@@ -198,7 +192,6 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def line(self) -> str:
-        """Describes it in a line."""
         facts = self.facts
         limit = "without a limit" if facts.max_time_s is None else f"up to {span(facts.max_time_s)}"
         usual = ", the default" if facts.is_default else ""
@@ -207,11 +200,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_offers(wanted: str | None, warn: Callable[[str], None]) -> list[Offer]:
-    """Returns the partitions that take jobs, the default one first; none if there is no Slurm.
-
-    Args:
-        wanted: this one alone.
-        warn: takes Slurm's error; a configuration can be written without its answer.
+    """Returns the partitions that take jobs, or the one that is wanted, the default one first; none without Slurm.
 
     Raises:
         NotFound: no such partition, or it takes no jobs.
@@ -243,7 +232,6 @@ async def _gpus(client: SlurmClient, partition: str) -> int:
 
 
 def usual_ranks(given: Sequence[Offer], partition: str | None) -> int:
-    """Returns the ranks that a node gets: one for each of its GPUs."""
     if given:
         offer = next((one for one in given if one.name == partition), given[0])
         return offer.gpus or min(_RANKS_ON_CPUS, _cpus_of(offer))
@@ -292,11 +280,7 @@ def parse_place(text: str, given: Sequence[Offer]) -> Place:
 
 
 def partition_notes(chosen: Place, given: Sequence[Offer], config: RunConfig) -> tuple[str, ...]:
-    """Describes the partition, and what a preemption and the time limit there leave for a save.
-
-    Raises:
-        ConfigError: the partition can never run this job.
-    """
+    """Describes the partition, and what a preemption and the time limit there leave for a save."""
     offer = next((one for one in given if one.name == chosen.partition), None)
     if offer is None:
         return ()
@@ -443,7 +427,6 @@ def _write(file: Path, text: str) -> None:
 
 
 def _submit(file: Path, answers: Answers) -> str:
-    """Returns the command that submits the file from here."""
     word, place = str(file), answers.place
     # Otherwise taken for an option, or for the shipped example of that name.
     word = f"./{word}" if word.startswith("-") or example(word) else word
@@ -502,12 +485,10 @@ class _Asker:
             raise PermissionRefused("it cannot be read", where=text, found=error.strerror) from None
 
     def say(self, text: str) -> None:
-        """Shows what a user should know before the next question."""
         if self._ask:
             render.warning(text)
 
     def with_answer(self, **fields: Any) -> Answers:
-        """Returns the answers so far, and these."""
         return msgspec.structs.replace(self.answers, **fields)
 
     def written(self, place: Path) -> str:

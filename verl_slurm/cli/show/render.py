@@ -30,12 +30,10 @@ _BETWEEN_S = 0.1
 
 
 def safe(text: object) -> str:
-    """Returns `text` without control characters, on one line."""
     return printable(str(text))
 
 
 def line(text: object = "") -> None:
-    """Prints one line on standard output."""
     print(safe(text), flush=True)
 
 
@@ -61,7 +59,6 @@ def raw_line(text: bytes) -> None:
 
 
 def warning(text: object) -> None:
-    """Prints one line on standard error."""
     # Paths of the installation are put in after `safe`: they are ours.
     print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
 
@@ -77,7 +74,6 @@ def picked(value: object, names: str) -> dict[str, Any]:
 
 
 def answer(value: object, *lines: str, as_json: bool) -> None:
-    """Prints one JSON value, or the lines."""
     if as_json:
         json_value(value)
     else:
@@ -224,11 +220,7 @@ def _paints() -> bool:
 
 
 class Progress:
-    """A line at the bottom: rewritten in place on a terminal, one line for each step elsewhere.
-
-    Args:
-        stream: default: standard output.
-    """
+    """A line at the bottom: rewritten in place on a terminal, one line for each step elsewhere."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout
@@ -238,7 +230,6 @@ class Progress:
 
     @property
     def is_live(self) -> bool:
-        """Returns whether it is rewritten in place."""
         return self._tty
 
     def show(self, step: int, text: str) -> None:
@@ -257,13 +248,11 @@ class Progress:
         self._step = step
 
     def line(self, text: str) -> None:
-        """Prints a line above it."""
         # The bottom line is cleared, the new one takes its row, and the bottom line is drawn once more below it.
         erase = _ERASE if self._tty and self._shown else ""
         self._write(f"{erase}{safe(text)}\n{self._shown if erase else ''}")
 
     def close(self, *, erase: bool = False) -> None:
-        """Leaves the last state standing, or takes it away."""
         if self._tty and self._shown:
             self._write(_ERASE if erase else "\n")
         self._shown = ""
@@ -318,7 +307,6 @@ class Bar:
         return count
 
     def close(self) -> None:
-        """Removes the bar."""
         self._bottom.close(erase=True)
 
 

@@ -52,7 +52,6 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
 def interruptions_table(
     outages: Sequence[Outage], now: datetime, *, has_ledger: bool = True
 ) -> dict[str, list[str]]:
-    """Returns cells by heading."""
     return {
         "interrupted": [_clock(one.began) for one in outages],
         "cause": [one.cause.replace("_", " ") for one in outages],
@@ -245,11 +244,7 @@ def left_words(
 
 
 def curve_words(curve: Curve, width: int) -> str:
-    """Formats `reward ▁▃▅█ 0.12 to 0.53 in 20 steps`.
-
-    Args:
-        width: characters of the drawing; 0: none.
-    """
+    """Formats `reward ▁▃▅█ 0.12 to 0.53 in 20 steps`; a drawing of no `width` is left out."""
     first, last = curve.values[0], curve.values[-1]
     parts = [
         curve.called,
