@@ -1,4 +1,4 @@
-"""`inspect` and `diff` on checkpoints made through the real commit; no torch is needed for either."""
+"""`inspect` on one checkpoint and on two, made through the real commit; no torch is needed."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""`tiers`, `offload` and `fetch-back` on checkpoints made through the real commit."""
+"""`tiers` and its --offload and --fetch-back on checkpoints made through the real commit."""
 
 import shutil
 from collections.abc import Callable
