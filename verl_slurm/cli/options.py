@@ -137,8 +137,7 @@ class Bash(BashComplete):
     """click's own, but for the blank behind `KEY=`, where a value has to follow."""
 
     source_template = BashComplete.source_template.replace(
-        "COMPREPLY+=($value)",
-        "COMPREPLY+=($value)\n            [[ $value == *= ]] && compopt -o nospace",
+        "COMPREPLY+=($value)", "COMPREPLY+=($value)\n            [[ $value == *= ]] && compopt -o nospace"
     )
 
 
@@ -171,6 +170,11 @@ class Number(click.FloatRange):
         if not math.isfinite(found):
             self.fail(f"{value[:40]!r} is too large.", param, ctx)
         return found
+
+
+def option(name: str, kind: Any, text: str, *more: str, **settings: Any) -> Callable[[F], F]:
+    """Adds an option with a value, and shows its default; `more`: the parameter's name, where it is another one."""
+    return click.option(name, *more, type=kind, help=text, show_default="default" in settings, **settings)
 
 
 def flag(name: str, text: str, *more: str) -> Callable[[F], F]:

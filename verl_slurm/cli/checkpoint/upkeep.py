@@ -15,7 +15,7 @@ from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.pruning import carry_out, look
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option
+from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -26,20 +26,16 @@ from verl_slurm.tiers.plan import Action, TierCopy, last_good
 
 @click.command(epilog=exits("CORRUPT KEY NOT_FOUND"))
 @click.argument("run", type=RUN)
-@click.option(
-    "--keep-last",
-    type=Whole(min=1),
-    help="How many of the newest stay. Default: checkpoint.keep_last of the run.",
-)
-@click.option(
+@option("--keep-last", Whole(min=1), "How many of the newest stay. Default: checkpoint.keep_last of the run.")
+@option(
     "--keep-every",
-    type=Whole(min=0),
-    help="One in every so many steps stays permanently, 0: none. Default: checkpoint.keep_every of the run.",
+    Whole(min=0),
+    "One in every so many steps stays permanently, 0: none. Default: checkpoint.keep_every of the run.",
 )
-@click.option(
+@option(
     "--keep-best",
-    type=Whole(min=0),
-    help="The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
+    Whole(min=0),
+    "The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
 )
 @flag("--quarantined", "Remove what was set aside as damaged, too.")
 @flag("--dry-run", "Print the plan, remove nothing.")

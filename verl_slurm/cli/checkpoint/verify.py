@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
 from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
-from verl_slurm.cli.options import PLACE, RUN, Number, exits, flag, json_option, key_option
+from verl_slurm.cli.options import PLACE, RUN, Number, exits, flag, json_option, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.run_tables import sparkline
 from verl_slurm.config.load import load_resolved
@@ -35,7 +35,7 @@ _UNCHECKED = "not checked"
 @flag("--scrub", "All that a run would need one day; set aside what is damaged.")
 @flag("--dry-run", "With --scrub: read everything, set nothing aside.")
 @flag("--no-data", "With --scrub: leave the data set out.")
-@click.option("--rate", type=Number(min=0.1), metavar="MB/S", help="Read no faster than this.")
+@option("--rate", Number(min=0.1), "Read no faster than this.", metavar="MB/S")
 @key_option("The key that signed them, instead of what the run says.")
 @flag("--without-key", "Do not ask who made them: their bytes need no key.")
 @json_option
@@ -181,7 +181,7 @@ def _drift(run: RunPaths) -> list[str]:
 
 @click.command(epilog=exits("DATA DATASET_DRIFT NOT_FOUND"))
 @click.argument("place", type=PLACE)
-@click.option("--against", type=RUN, help="Compare with the data that this run started with.")
+@option("--against", RUN, "Compare with the data that this run started with.")
 @flag("--full", "Read every file, whatever is remembered of it.")
 @json_option
 def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool) -> int:
@@ -310,7 +310,7 @@ _GUESTS = {"verl": "verl's", "loop": "the user's own (verl_slurm.run)"}
 @click.command(epilog=exits("DIFFERENT CONFIG CORRUPT KEY NOT_FOUND"))
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @click.argument("other", metavar="[OTHER]", type=PLACE, required=False)
-@click.option("--run", type=RUN, help="Names of checkpoints are those of this run.")
+@option("--run", RUN, "Names of checkpoints are those of this run.")
 @flag("--bits", "Of two: are all values the same, bit for bit?")
 @flag("--tensors", "List every tensor: type, shape, size, pieces. In --json they always are.")
 @key_option("The key to open them with, instead of what their runs say.")

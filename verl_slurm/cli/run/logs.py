@@ -16,7 +16,7 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import keys_for
-from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option, key_option
+from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.runs.record import last_job
@@ -32,8 +32,8 @@ _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [
 @click.argument("run", type=RUN)
 @click.option("-f", "--follow", is_flag=True, help="Go on as it grows, over all requeues; Ctrl-C ends it.")
 @click.option("-n", "--lines", "num_lines", type=Whole(min=0), help="Only the last N lines there are.")
-@click.option("--node", type=Whole(min=0), help="What the ranks of this node (0, 1, ...) print.")
-@click.option("--rank", type=Whole(min=0), help="The same, of the node that has this rank.")
+@option("--node", Whole(min=0), "What the ranks of this node (0, 1, ...) print.")
+@option("--rank", Whole(min=0), "The same, of the node that has this rank.")
 @flag("--agent", "With --node: what the daemon's agent there saw and did instead.")
 @click.option(
     "--service", metavar="NAME", help="What a service prints; with --node N, on its N-th node, from 0."
@@ -192,12 +192,10 @@ _MOST_LINES = 30
 
 @click.command(epilog=exits("KEY NOT_FOUND"))
 @click.argument("run", type=RUN)
-@click.option("--step", type=Whole(min=1), help="A step, as `status` counts them; default: the newest one.")
+@option("--step", Whole(min=1), "A step, as `status` counts them; default: the newest one.")
 @click.option("--best", "which", flag_value="best", help="Only those with the highest rewards.")
 @click.option("--worst", "which", flag_value="worst", help="Only those with the lowest rewards.")
-@click.option(
-    "--limit", type=Whole(min=1, max=10_000), default=6, show_default=True, help="How many are shown."
-)
+@option("--limit", Whole(min=1, max=10_000), "How many are shown.", default=6)
 @key_option("The key to open them with, instead of what the run says.")
 @json_option
 def samples(

@@ -13,7 +13,7 @@ from verl_slurm.base.errors import NotFound, PermissionRefused, WireError
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, exits, json_option
+from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, exits, json_option, option
 from verl_slurm.cli.show import render, story
 from verl_slurm.report.facts import Report
 from verl_slurm.report.gather import gather
@@ -26,21 +26,18 @@ _BEGINNING = b"<!doctype html>"
 
 @click.command(epilog=exits("NOT_FOUND"))
 @click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
-@click.option(
-    "--out", type=PLACE, metavar="FILE.html", help="Where the page goes; default: report.html here."
-)
-@click.option(
+@option("--out", PLACE, "Where the page goes; default: report.html here.", metavar="FILE.html")
+@option(
     "--price-per-hour",
-    type=Number(min=0),
+    Number(min=0),
+    "Of one GPU, or of one core where a run asks for no GPU; in any currency.",
     metavar="PRICE",
-    help="Of one GPU, or of one core where a run asks for no GPU; in any currency.",
 )
-@click.option(
+@option(
     "--samples",
-    type=Whole(min=0, max=100),
+    Whole(min=0, max=100),
+    "How many of the best and of the worst responses of the newest step are shown; 0: none.",
     default=3,
-    show_default=True,
-    help="How many of the best and of the worst responses of the newest step are shown; 0: none.",
 )
 @json_option
 def report(
@@ -106,7 +103,7 @@ def _write(out: Path, facts: Report) -> list[tuple[str, object]]:
 
 @click.command(epilog=exits("NOT_FOUND WIRE"))
 @click.argument("place", type=PLACE, metavar="[DIR]", default="runs")
-@click.option("--port", type=Whole(0, 65535), default=0, show_default=True, help="0: any free one.")
+@option("--port", Whole(0, 65535), "0: any free one.", default=0)
 @json_option
 def serve(place: Path, port: int, as_json: bool) -> None:
     """Show the runs below DIR (default: runs) in a browser, live, until Ctrl-C.

@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option, option
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.cli.show.run_tables import (
@@ -53,21 +53,19 @@ _MOST_DRAWN = 30
 
 @click.command(epilog=exits("NOT_FOUND"))
 @click.argument("run", type=RUN)
-@click.option(
+@option(
     "--steps",
+    Whole(min=0, max=1000),
+    "How many of the last steps are shown, 0: none.",
     "num_steps",
-    type=Whole(min=0, max=1000),
     default=5,
-    show_default=True,
-    help="How many of the last steps are shown, 0: none.",
 )
-@click.option(
+@option(
     "--interruptions",
+    Whole(min=0),
+    "How many of the last interruptions are shown, 0: none. JSON has them all.",
     "num_interruptions",
-    type=Whole(min=0),
     default=5,
-    show_default=True,
-    help="How many of the last interruptions are shown, 0: none. JSON has them all.",
 )
 @json_option
 def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool) -> None:

@@ -7,7 +7,7 @@ import click
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, flag, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, exits, flag, json_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
@@ -56,14 +56,13 @@ _UNTOLD = "it is written down, and taken at the next start, or after the next sa
 
 
 @click.command("update-reward", epilog=exits("CONFIG DATA CORRUPT NOT_FOUND"))
-@click.option("--checkpoint", "place", type=PLACE, required=True, help="The run, or a checkpoint in it.")
+@option("--checkpoint", PLACE, "The run, or a checkpoint in it.", "place", required=True)
 @click.option("--new-model", "new", metavar="NEW", required=True, help="The reward that follows; see above.")
-@click.option(
+@option(
     "--warm-start-steps",
-    type=Whole(0, 1_000_000),
+    Whole(0, 1_000_000),
+    "Steps over which its scores come from the former one's scale to their own. 0: at once.",
     default=10,
-    show_default=True,
-    help="Steps over which its scores come from the former one's scale to their own. 0: at once.",
 )
 @json_option
 def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -> None:

@@ -16,7 +16,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, flag, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, flag, json_option, option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
@@ -56,12 +56,11 @@ class _WithVerlWords(click.Command):
 )
 @click.argument("config", type=CONFIG)
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
-@click.option(
+@option(
     "--cluster",
-    type=click.Choice(["auto", "slurm", "local"]),
+    click.Choice(["auto", "slurm", "local"]),
+    "auto: Slurm where its commands are installed, else this machine.",
     default="auto",
-    show_default=True,
-    help="auto: Slurm where its commands are installed, else this machine.",
 )
 @flag("--wait", "Follow the run over its requeues and exit with its code.")
 @flag("--dry-run", "Check, print the exact batch script; make nothing, and run nothing that CONFIG names.")
@@ -70,15 +69,15 @@ class _WithVerlWords(click.Command):
     "--sweep",
     "A run for each combination of values in words like seed=0,1,2, all below the run directory of CONFIG.",
 )
-@click.option(
+@option(
     "--at-once",
-    type=Whole(min=1, max=1000),
-    help="With --sweep: so many of them at the same time; Slurm holds the others back.",
+    Whole(min=1, max=1000),
+    "With --sweep: so many of them at the same time; Slurm holds the others back.",
 )
-@click.option(
+@option(
     "--code",
-    type=click.Choice(["run", "new"]),
-    help="If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
+    click.Choice(["run", "new"]),
+    "If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
 )
 @flag(
     "--force-resume",

@@ -9,7 +9,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.devcluster.machine import real_gpus
@@ -32,19 +32,18 @@ def _on_a_gpu() -> list[str]:
 
 @click.command(epilog=exits("PERMISSION DIFFERENT NO_SLURM CRASHED"))
 @click.argument("words", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--config", type=CONFIG, help="What is run, twice. [default: the shipped example quickstart]")
-@click.option(
+@option("--config", CONFIG, "What is run, twice. [default: the shipped example quickstart]")
+@option(
     "--dir",
+    click.Path(path_type=Path, readable=False, file_okay=False),
+    "Where the runs are made. [default: a new directory in runs/]",
     "directory",
-    type=click.Path(path_type=Path, readable=False, file_okay=False),
-    help="Where the runs are made. [default: a new directory in runs/]",
 )
-@click.option(
+@option(
     "--cluster",
-    type=click.Choice(["auto", "local"]),
+    click.Choice(["auto", "local"]),
+    "auto: a real Slurm where it is installed. local: on this machine without it.",
     default="auto",
-    show_default=True,
-    help="auto: a real Slurm where it is installed. local: on this machine without it.",
 )
 @json_option
 def demo(

@@ -12,7 +12,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import F, ParamType, Whole, flag, json_option
+from verl_slurm.cli.options import F, ParamType, Whole, flag, json_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
@@ -54,14 +54,14 @@ def _of_this_shell(ctx: click.Context, param: click.Parameter, value: Path | Non
     return None
 
 
-_DIR = click.option(
+_DIR = option(
     "--dir",
+    click.Path(path_type=Path, readable=False, file_okay=False),
+    "Where the cluster lives. [default: $VERL_SLURM_DEVCLUSTER, or the cluster that `devcluster env` has chosen "
+    "in this shell, or ~/.cache/verl-slurm/devcluster]",
     "directory",
-    type=click.Path(path_type=Path, readable=False, file_okay=False),
     envvar=DEVCLUSTER_VARIABLE,
     callback=_of_this_shell,
-    help="Where the cluster lives. [default: $VERL_SLURM_DEVCLUSTER, or the cluster that `devcluster env` has chosen "
-    "in this shell, or ~/.cache/verl-slurm/devcluster]",
 )
 
 
@@ -180,14 +180,7 @@ def _status(directory: Path | None, as_json: bool) -> None:
 @devcluster.command("preempt")
 @click.argument("job", type=Whole(min=1))
 @_DIR
-@click.option(
-    "--hold",
-    "hold_s",
-    type=Whole(0, 3600),
-    default=3,
-    show_default=True,
-    help="Seconds that the urgent job keeps the nodes.",
-)
+@option("--hold", Whole(0, 3600), "Seconds that the urgent job keeps the nodes.", "hold_s", default=3)
 @json_option
 def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> None:
     """Have Slurm really preempt JOB, and return when Slurm says that it does.

@@ -12,7 +12,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import CONFIG, Number, Whole, exits, flag, json_option
+from verl_slurm.cli.options import CONFIG, Number, Whole, exits, flag, json_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
@@ -27,9 +27,9 @@ from verl_slurm.submit.relative_paths import Places
 
 
 @click.command(epilog=exits("CONFIG PERMISSION UNFIT"))
-@click.option("--config", "source", type=CONFIG, help="The run it is for; default: the quick start's values.")
+@option("--config", CONFIG, "The run it is for; default: the quick start's values.", "source")
 @click.option("--partition", help="Instead of the configuration's slurm.partition.")
-@click.option("--nodes", type=Whole(1, 10_000), help="Instead of its distributed.nodes.")
+@option("--nodes", Whole(1, 10_000), "Instead of its distributed.nodes.")
 @flag(
     "--fire-drill",
     "Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
@@ -43,14 +43,7 @@ from verl_slurm.submit.relative_paths import Places
     help="With --fire-drill: end the job by a preemption, by a job of this partition that takes the drill's nodes for "
     "a second. What shares them with the drill is preempted, too.",
 )
-@click.option(
-    "--wait",
-    "wait_s",
-    type=Number(min=1.0),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait for the drill's job.",
-)
+@option("--wait", Number(min=1.0), "Seconds to wait for the drill's job.", "wait_s", default=600.0)
 @json_option
 def doctor(
     source: Path | None,

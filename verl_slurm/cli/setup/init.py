@@ -33,7 +33,7 @@ from verl_slurm.base.files import create_file
 from verl_slurm.base.keys import new_key_file, read_key_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import example, shipped
-from verl_slurm.cli.options import PLACE, Whole, exits
+from verl_slurm.cli.options import PLACE, Whole, exits, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.render import span
 from verl_slurm.config.families import max_positions
@@ -317,11 +317,11 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
     + "\n\nThe file is the same as an answer of Enter to each question would make it, where an option is left out."
 )
 @click.argument("file", type=PLACE, default=Path("my.yaml"), metavar="[FILE]")
-@click.option(
+@option(
     "--for",
+    click.Choice(_KINDS),
+    "ppo, grpo: our own trainer. loop: a PyTorch program of yours. verl: the package verl.  [default: grpo]",
     "kind",
-    type=click.Choice(_KINDS),
-    help="ppo, grpo: our own trainer. loop: a PyTorch program of yours. verl: the package verl.  [default: grpo]",
 )
 @click.option("--model", help="A Hugging Face directory; for verl also a name of the hub.")
 @click.option("--data", help="A directory of prompts, or one file.")
@@ -329,13 +329,13 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
 @click.option("--reward", help="python:FILE.py:FUNCTION, classifier:DIR, ...; for ppo and grpo.")
 @click.option("--program", help="For loop: your program and its arguments, as one word.")
 @click.option("--partition", help="Slurm's; default: Slurm's own default.")
-@click.option("--nodes", type=Whole(1, MOST_NODES), help="Default: 1.")
-@click.option("--ranks", type=Whole(1, MOST_RANKS), help="On each node, one a GPU; default: its GPUs.")
-@click.option(
+@option("--nodes", Whole(1, MOST_NODES), "Default: 1.")
+@option("--ranks", Whole(1, MOST_RANKS), "On each node, one a GPU; default: its GPUs.")
+@option(
     "--key",
-    type=PLACE,
+    PLACE,
+    "Write no configuration: make a key in FILE, 0600; of one that is there, show the id.",
     metavar="FILE",
-    help="Write no configuration: make a key in FILE, 0600; of one that is there, show the id.",
 )
 @click.option(
     "--ask/--no-ask",
@@ -507,9 +507,9 @@ def _ask_all(asker: _Asker) -> Answers:
     asker.say("ppo, grpo: our own trainer; loop: a PyTorch program of yours; verl: the package verl")
     asker.answer("kind", "1. Which loop trains", "grpo", _of_kind)
     kind = asker.answers.kind
-    for option, kinds in _GO_WITH.items():
-        if asker.given[option] is not None and kind not in kinds:
-            raise click.UsageError(f"--{option} does not go with --for {kind}.")
+    for name, kinds in _GO_WITH.items():
+        if asker.given[name] is not None and kind not in kinds:
+            raise click.UsageError(f"--{name} does not go with --for {kind}.")
     if kind == "loop":
         program = "train.py" if Path("train.py").is_file() else None
         asker.answer("program", "2. Your program and its arguments", program, _program)
