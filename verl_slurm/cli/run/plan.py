@@ -173,15 +173,13 @@ def _print(plan: Plan, notes: Sequence[str]) -> None:
     for note in notes:
         render.line(note)
     for verdict in plan.verdicts:
-        mark, colour = ("ok", "green") if verdict.good else ("WARN", "yellow")
-        render.marked(f"{mark:<5}", colour, f"{verdict.topic}: {verdict.found}")
-        if verdict.remedy:
-            render.line(f"      -> {verdict.remedy}")
+        kind = "good" if verdict.good else "warning"
+        render.finding(kind, f"{verdict.topic}: {verdict.found}", verdict.remedy)
     render.line()
     _print_options(plan, "as configured")
     first = plan.options[0]
     if first.finished < 1.0:
-        render.marked("WARN ", "yellow", f"only {first.finished:.0%} of the simulations came to their end")
+        render.finding("warning", f"only {first.finished:.0%} of the simulations came to their end")
     render.line(f"{plan.simulations} simulations of each; a range is 5 to 95 % of them")
 
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -70,20 +71,18 @@ def demo(
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.Progress()
     story = Story()
-    # With --json standard output is one value at the end; progress goes to standard error.
-    quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
 
     def say_event(event: Event) -> None:
         text = story.tell(event)
         if text is not None:
             below.line(f"   {text}")
 
-    aloud = Teller(
-        say=below.line,
-        event=say_event,
-        status=lambda status: below.show(int(status.get("step") or 0), f"   {progress(status)}"),
-    )
-    voice = quiet if as_json else aloud
+    def say_status(status: dict[str, Any]) -> None:
+        below.show(int(status.get("step") or 0), f"   {progress(status)}")
+
+    # With --json standard output is one value at the end; progress goes to standard error.
+    quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
+    voice = quiet if as_json else Teller(say=below.line, event=say_event, status=say_status)
     # Absolute: the runs' jobs start in other directories.
     result = run_demo(config, chosen, directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()

@@ -73,7 +73,8 @@ def doctor(
     if as_json:
         render.json_value({"verdict": verdict, "findings": findings})
     else:
-        _print(findings)
+        for one in findings:
+            render.finding(one.verdict, f"{one.topic}: {one.found}", one.remedy)
     return ExitCode.UNFIT if verdict == "bad" else ExitCode.OK
 
 
@@ -156,12 +157,3 @@ def _existing(place: Path) -> Path:
     while not place.is_dir():
         place = place.parent
     return place
-
-
-def _print(findings: list[Finding]) -> None:
-    marks = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
-    for finding in findings:
-        mark, colour = marks[finding.verdict]
-        render.marked(f"{mark:<5}", colour, f"{finding.topic}: {finding.found}")
-        if finding.remedy:
-            render.line(f"      -> {finding.remedy}")

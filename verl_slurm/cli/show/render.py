@@ -46,9 +46,16 @@ def wrapped(text: object, *, indent: str = "") -> None:
         line(part)
 
 
-def marked(mark: str, colour: str, text: object) -> None:
-    """Prints a line that begins with a word, in colour on a terminal (unless NO_COLOR is set)."""
+_MARKS = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
+
+
+def finding(verdict: str, text: object, remedy: str = "") -> None:
+    """Prints what was found, behind a word that is coloured on a terminal (unless NO_COLOR is set), and the remedy."""
+    mark, colour = _MARKS[verdict]
+    mark = f"{mark:<5}"
     print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
+    if remedy:
+        line(f"      -> {remedy}")
 
 
 def raw_line(text: bytes) -> None:
