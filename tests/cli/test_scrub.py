@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.builders import write_config
@@ -16,8 +17,9 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import scrub as scrub_module
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.config.schema import EncryptionConfig
-from verl_slurm.dataset.fingerprint.record import fingerprint, write
+from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.config.schema import DataConfig, EncryptionConfig, GuestConfig
+from verl_slurm.dataset.fingerprint.record import fingerprint, survey, write
 
 Cli = Callable[..., Any]
 
@@ -72,6 +74,20 @@ def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
     result = cli("verify", run.root, "--scrub", "--json")
     assert result.code == ExitCode.OK
     assert len(result.json["checkpoints"]) == 1
+
+
+def test_of_a_run_of_verl_the_files_are_read_that_its_settings_name(cli: Cli, run: RunPaths) -> None:
+    file = run.root / "train.parquet"
+    file.write_bytes(b"rows")
+    verl = {"data": {"train_files": str(file), "val_files": str(file)}}
+    config = msgspec.structs.replace(
+        load_resolved(run.run_yaml), data=DataConfig(), trainer=GuestConfig(backend="verl"), verl=verl
+    )
+    run.run_yaml.write_bytes(dump(config))
+    write(run, survey((str(file),)).found)
+    assert cli("verify", run.root, "--scrub", "--json").json["data"] == []
+    file.write_bytes(b"other rows")
+    assert cli("verify", run.root, "--scrub", "--json").json["data"] == [f"changed {str(file)[1:]}"]
 
 
 @pytest.fixture

@@ -170,11 +170,11 @@ def _tell(name: str, one: Scrubbed) -> None:
 
 def _drift(run: RunPaths) -> list[str]:
     """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
-    old = prints.read(run)
-    if old is None:
-        return []  # not submitted yet
+    old, root = prints.read(run), data_of(load_resolved(run.run_yaml))
+    if old is None or root is None:
+        return []  # not submitted yet, or a program whose data is its own
     # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
-    seen = prints.survey(Path(load_resolved(run.run_yaml).data.root), cache=run.hash_cache, full=True)
+    seen = prints.survey(root, cache=run.hash_cache, full=True)
     drift = asdict(prints.drift(old, seen.found))
     return [f"{kind} {name}" for kind, names in drift.items() for name in names]
 
