@@ -34,22 +34,20 @@ from verl_slurm.base.errors import ConfigError, SlurmRefused
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.processes import KnownProcess, boot_id, known
 from verl_slurm.devcluster import fixed_groups
-from verl_slurm.devcluster.accounting import (
-    database_sql,
-    install_database,
-    mariadbd_argv,
-    mariadbd_socket,
-    sacctmgr_commands,
-    slurmdbd_conf,
-)
 from verl_slurm.devcluster.conf import (
     ClusterLayout,
     ClusterOptions,
     cgroup_conf,
+    database_sql,
     deal_gpus,
     gres_conf,
+    install_database,
+    mariadbd_argv,
+    mariadbd_socket,
     node_names,
+    sacctmgr_commands,
     slurm_conf,
+    slurmdbd_conf,
 )
 from verl_slurm.devcluster.machine import (
     EXTRA_PATH,
