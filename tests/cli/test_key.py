@@ -25,19 +25,6 @@ def test_a_key_is_made_once_and_named_by_its_id(cli: Cli, tmp_path: Path) -> Non
 
 
 @pytest.mark.scenario("M08")
-def test_what_is_no_key_is_refused_and_not_shown(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "run.key"
-    path.write_text(HEX[:-1])
-    path.chmod(0o600)
-    result = cli("init", "--key", path)
-    assert result.code == ExitCode.KEY
-    assert HEX[:8] not in result.error
-    path.chmod(0o644)
-    assert cli("init", "--key", path).code == ExitCode.PERMISSION
-    assert cli("init", "--key", tmp_path / "missing" / "x").code == ExitCode.KEY
-
-
-@pytest.mark.scenario("M08")
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     ("word", "code"),
