@@ -20,13 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from verl_slurm.base.errors import (
-    CheckpointCorrupt,
-    ConfigError,
-    Fenced,
-    NoRoom,
-    VerlSlurmError,
-)
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
 from verl_slurm.base.fence import Epoch, read_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -144,11 +138,7 @@ def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
 
 
 def adopt_steps(
-    paths: RunPaths,
-    rows: Sequence[Row],
-    *,
-    link: bool = False,
-    on_bytes: OnBytes = lambda _: None,
+    paths: RunPaths, rows: Sequence[Row], *, link: bool = False, on_bytes: OnBytes = lambda _: None
 ) -> list[Row]:
     """Makes each row of `adopt` a checkpoint of the run, newest first; returns these rows, adopted or failed.
 
