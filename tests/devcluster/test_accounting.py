@@ -104,7 +104,7 @@ def test_jobs_are_counted_and_only_this_machine_hears_of_it(make_cluster: Callab
 def test_a_database_that_does_not_start_is_quoted_and_nothing_is_left(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "database_sql", lambda _: "GRANT NOTHING;\n")
+    monkeypatch.setattr(conf, "database_sql", lambda _: "GRANT NOTHING;\n")
     monkeypatch.setattr(cluster_module, "_START_S", 8)
     cluster = DevCluster(short_dir)
     with pytest.raises(SlurmRefused, match="slurmdbd did not start|mariadbd did not start"):

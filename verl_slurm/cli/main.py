@@ -105,7 +105,6 @@ class _LazyGroup(click.Group):
 
 
 def _name_places(command: click.Command) -> None:
-    """Replaces pages and examples in the help by paths that exist on this machine."""
     command.help = with_places(command.help or "")
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.help:

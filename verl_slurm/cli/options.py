@@ -183,7 +183,6 @@ def flag(name: str, text: str, *more: str) -> Callable[[F], F]:
 
 
 def json_option(command: F) -> F:
-    """Adds `--json`: one JSON value on standard output, for scripts."""
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
 
 

@@ -19,14 +19,7 @@ from verl_slurm.cli.show import render
 from verl_slurm.journal.events import Adopted
 from verl_slurm.journal.files import append_event
 from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.verl.adopt import (
-    Row,
-    adopt_steps,
-    is_adopted,
-    judged_rows,
-    plan_adoption,
-    refuse_if_nothing_fits,
-)
+from verl_slurm.verl import adopt as adoption
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.shards import Judged, judge_all, list_steps, step_bytes
 from verl_slurm.verl.tracker import Tracker, look_at_tracker, write_tracker
@@ -103,7 +96,7 @@ def adopt(
         judged = judge_all(directory, on_bytes=counter)
         tracker = look_at_tracker(directory, judged)
         if plan is None:
-            rows = judged_rows(judged)
+            rows = adoption.judged_rows(judged)
         else:
             rows = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
         # After the run has its copies: a failure there leaves DIR as it was. Without a whole step nothing is written,
@@ -173,13 +166,13 @@ def _into_run(
     take_all: bool,
     link: bool,
     dry_run: bool,
-) -> list[Row]:
+) -> list[adoption.Row]:
     from verl_slurm.submit.submission import hold_run
 
     config, paths = plan.config, RunPaths(plan.run_dir)
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
     there = {info.step for info in committed}
-    rows = plan_adoption(
+    rows = adoption.plan_adoption(
         judged,
         committed,
         entry=config.trainer.entry,
@@ -187,10 +180,10 @@ def _into_run(
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
         take_all=take_all,
-        another={one.step for one in judged if one.step in there and not is_adopted(paths, one)},
+        another={one.step for one in judged if one.step in there and not adoption.is_adopted(paths, one)},
     )
     # Before the run is made: a run that can resume from none of the steps would stay behind empty.
-    refuse_if_nothing_fits(rows)
+    adoption.refuse_if_nothing_fits(rows)
     chosen = [row.judged for row in rows if row.choice == "adopt"]
     if dry_run or not chosen:
         return rows
@@ -199,13 +192,13 @@ def _into_run(
     held.enter_context(hold_run(plan))
     # Each is copied, and the copy read back.
     counter = bar.counter("copying and reading back", 2 * sum(one.num_bytes for one in chosen))
-    done = {row.judged.step: row for row in adopt_steps(paths, rows, link=link, on_bytes=counter)}
+    done = {row.judged.step: row for row in adoption.adopt_steps(paths, rows, link=link, on_bytes=counter)}
     if names := [row.saved.name for row in done.values() if row.saved is not None]:
         append_event(paths, Adopted(names, str(chosen[0].path.parent)))
     return [done.get(row.judged.step, row) for row in rows]
 
 
-def _facts(row: Row) -> dict[str, Any]:
+def _facts(row: adoption.Row) -> dict[str, Any]:
     return {
         **render.picked(row.judged, "name step world_size num_bytes problems"),
         **render.picked(row, "why how"),

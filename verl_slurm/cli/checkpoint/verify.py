@@ -169,7 +169,6 @@ def _tell(name: str, one: Scrubbed) -> None:
 
 
 def _drift(run: RunPaths) -> list[str]:
-    """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
     old, root = prints.read(run), data_of(load_resolved(run.run_yaml))
     if old is None or root is None:
         return []  # not submitted yet, or a program whose data is its own

@@ -20,19 +20,8 @@ from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
 from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option, option
-from verl_slurm.cli.show import render, story
+from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
-from verl_slurm.cli.show.run_tables import (
-    INTERRUPTIONS_TO_GO,
-    curve_of,
-    curve_words,
-    interruption_words,
-    interruptions_table,
-    left_words,
-    node_words,
-    steps_table,
-    steps_words,
-)
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import Ended, Event, Held, Started, StartFailed, Submitted, Training, Warned
 from verl_slurm.journal.files import read_events
@@ -89,7 +78,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
     rows = last_steps(run, max(num_steps, LOOKED_AT))
     facts["steps"] = rows[-num_steps:] if num_steps else []
-    curve = curve_of(rows[-LOOKED_AT:])
+    curve = run_tables.curve_of(rows[-LOOKED_AT:])
     pace = pace_of(rows, facts["step"], facts["status"].get("steps"))
     facts["equal_rewards"] = {
         "steps": steps_of_equal_rewards(rows[-LOOKED_AT:]),
@@ -115,7 +104,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         ("reward", facts["reward"] and _reward_words(facts["reward"])),
         *((f"service {place}", said) for place, said in snapshot.get("services", {}).items()),
         ("checkpoint", verified if hidden and verified else _checkpoint_words(run, facts, events)),
-        ("interrupted", interruption_words(facts["interruptions"]) if events else None),
+        ("interrupted", run_tables.interruption_words(facts["interruptions"]) if events else None),
         ("last cause", facts["last_cause"]),
         ("ended", facts["ended"]),
     ]
@@ -124,13 +113,15 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     if outages.each and num_interruptions:
         render.line()
         render.table(
-            interruptions_table(outages.each[-num_interruptions:], now, has_ledger=has_ledger(run)),
+            run_tables.interruptions_table(
+                outages.each[-num_interruptions:], now, has_ledger=has_ledger(run)
+            ),
             right=("cost", "save", "queue", "start", "again"),
-            first_to_go=INTERRUPTIONS_TO_GO,
+            first_to_go=run_tables.INTERRUPTIONS_TO_GO,
         )
     if facts["steps"]:
         render.line()
-        columns, first_to_go = steps_table(facts["steps"])
+        columns, first_to_go = run_tables.steps_table(facts["steps"])
         render.table(columns, right=columns, first_to_go=first_to_go)
 
 
@@ -152,14 +143,14 @@ def _snapshot_lines(facts: dict[str, Any], now: datetime) -> Iterator[tuple[str,
     yield "training", story.progress(snapshot | {"step": facts["step"]})
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
     before = f"{render.bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
-    yield "steps", before + steps_words(pace)
+    yield "steps", before + run_tables.steps_words(pace)
     over = facts["job_over"] or facts["job_id"] is None or facts["outcome"] is not None
     starts, ends = facts["job_starts"], facts["job_ends"]
     yield (
         "time left",
-        left_words(pace, waits=facts["job_waits"], over=over, starts=starts, ends=ends, now=now),
+        run_tables.left_words(pace, waits=facts["job_waits"], over=over, starts=starts, ends=ends, now=now),
     )
-    yield "trend", curve and curve_words(curve, drawn)
+    yield "trend", curve and run_tables.curve_words(curve, drawn)
     if equal := facts["equal_rewards"]["steps"]:
         of = counted(facts["equal_rewards"]["of"], "step")
         words = f"WARNING, all equal in {len(equal)} of the last {of}, newest {equal[-1]:.0f}"
@@ -168,7 +159,7 @@ def _snapshot_lines(facts: dict[str, Any], now: datetime) -> Iterator[tuple[str,
     yield "starts", f"attempt {snapshot.get('attempt')}, {requeues}, restart {snapshot.get('restart')}"
     yield "stragglers", ", ".join(map(str, snapshot.get("stragglers") or ()))
     spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in nodes)
-    yield "nodes", node_words(nodes) + spare
+    yield "nodes", run_tables.node_words(nodes) + spare
 
 
 def _nodes(run: RunPaths, facts: dict[str, Any], events: list[Event], now: datetime) -> dict[str, list[str]]:
@@ -259,7 +250,6 @@ def _unknown_job(run: RunPaths, events: list[Event], seen: Glance) -> str:
 
 
 def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
-    """Describes the code that the attempts run, and what the newest of them was warned of."""
     try:
         record = read_record(run, to_look=True)
     # A file that cannot be read costs this line of the answer, and not the others.
@@ -438,7 +428,6 @@ def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
 
 
 def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, list[str]]:
-    """Returns cells by heading, of each run with its state."""
     return {
         "run": [os.path.relpath(run.root, place) for run, _ in told],
         "job": ["-" if run.job is None else run.job.job_id for run, _ in told],

@@ -65,7 +65,6 @@ class _Gauge:
         self._events: list[Event] = []
 
     def feed(self, event: Event) -> None:
-        """Takes an event; those of an attempt say which nodes it has lost."""
         if isinstance(event, Started):
             self._events.clear()
         if isinstance(event, Started | Crash | Restart | NodesChosen):

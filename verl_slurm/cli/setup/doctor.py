@@ -91,7 +91,6 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> Ru
 
 
 def _look(config: RunConfig) -> list[Finding]:
-    """Runs the checks that need no Slurm: storage and keys."""
     # Tried, not read from tables of file systems: writes, renames, locks and modes on the very place.
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
     for tier in config.tiers:

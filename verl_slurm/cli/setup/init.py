@@ -178,8 +178,6 @@ _TOPICS = ("requeue", "preemption", "time limit")
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """One partition with the GPUs of its nodes."""
-
     facts: PartitionFacts
     gpus: int
     """Of a node, by the kind that most of its usable nodes have."""
@@ -403,7 +401,6 @@ def init(file: Path, kind: str | None, key: Path | None, ask: bool | None, **giv
 
 
 def _schema_line() -> str:
-    """Returns the comment by which editors complete keys; nothing where the JSON Schema is not installed."""
     schema = Path(shipped("configs/schema.json"))
     # A URI, because a path with a space would end at it.
     return f"# yaml-language-server: $schema={schema.as_uri()}\n" if schema.is_absolute() else ""
@@ -492,7 +489,6 @@ class _Asker:
         return msgspec.structs.replace(self.answers, **fields)
 
     def written(self, place: Path) -> str:
-        """Returns a path as it stands in the file: relative to its directory, if it is below."""
         above, full = Path(os.path.abspath(self.file)).parent, Path(os.path.abspath(place))
         return str(full.relative_to(above) if full.is_relative_to(above) else full)
 

@@ -38,7 +38,6 @@ def line(text: object = "") -> None:
 
 
 def wrapped(text: object, *, indent: str = "") -> None:
-    """Prints a paragraph, in lines as wide as the terminal, at most 100."""
     room = min(width(), 100)
     for part in textwrap.wrap(
         safe(text), room, initial_indent=indent, subsequent_indent=indent, break_long_words=False
@@ -71,7 +70,6 @@ def warning(text: object) -> None:
 
 
 def json_value(value: object) -> None:
-    """Prints one JSON value on one line, for a script to read."""
     print(json_line(value).decode(), flush=True)
 
 
@@ -213,7 +211,6 @@ def fitting(
 
 
 def shortened(text: str, room: int) -> str:
-    """Returns the end of a text that is longer than `room`: names of runs differ there."""
     return text if len(text) <= room else f"…{text[1 - room :]}"
 
 

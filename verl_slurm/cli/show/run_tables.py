@@ -164,8 +164,6 @@ _MOST_NAMED = 6
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
-    """One number over the last steps."""
-
     name: str
     """Of the row's field."""
     called: str
@@ -187,7 +185,6 @@ def curve_of(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Draws the last `width` values, from the lowest of them to the highest."""
     # Halved: the difference of two values may be more than a double holds.
     halves = [value / 2 for value in values[-width:]] if width > 0 else []
     low, high = min(halves, default=0.0), max(halves, default=0.0)
