@@ -182,10 +182,6 @@ def flag(name: str, text: str, *more: str) -> Callable[[F], F]:
     return click.option(name, *more, is_flag=True, help=text)
 
 
-def json_option(command: F) -> F:
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
-
-
 def key_option(text: str) -> Callable[[F], F]:
     """Adds `--key-file`: a key by hand, e.g. for a checkpoint that was copied away from its run."""
     return click.option("--key-file", type=PLACE, help=text)
@@ -198,3 +194,17 @@ def exits(names: str) -> str:
         listed.add(ExitCode.PERMISSION)  # a file that can be missing can also be another user's
     lines = [f"{int(code):>4}  {code.description}" for code in sorted(listed)]
     return "\b\nExit codes:\n" + "\n".join(lines)
+
+
+def command(
+    exit_names: str, name: str | None = None, *, note: str = "", cls: type[click.Command] = click.Command
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a command that lists its exit codes, with a note below them, and has `--json`."""
+    epilog = exits(exit_names) + note
+    return lambda function: with_json(click.command(name, cls, epilog=epilog)(function))
+
+
+def with_json(made: click.Command) -> click.Command:
+    """Adds `--json`, as the last option: one JSON value on standard output, for scripts."""
+    made.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print JSON, for scripts."))
+    return made

@@ -14,7 +14,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import KEY_VALUE, PLACE, exits, flag, json_option
+from verl_slurm.cli.options import KEY_VALUE, PLACE, command, flag
 from verl_slurm.cli.show import render
 from verl_slurm.journal.events import Adopted
 from verl_slurm.journal.files import append_event
@@ -36,7 +36,7 @@ _COLOURS = {
 }
 
 
-@click.command(epilog=exits("CONFIG DATA PERMISSION CORRUPT NOT_FOUND FENCED NO_ROOM"))
+@command("CONFIG DATA PERMISSION CORRUPT NOT_FOUND FENCED NO_ROOM")
 @click.argument("directory", type=PLACE, metavar="DIR")
 @click.argument("run", type=PLACE, required=False, metavar="[RUN]")
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
@@ -44,7 +44,6 @@ _COLOURS = {
 @flag("--link", "Hard links instead of copies: no room taken, but plain verl must never save into DIR again.")
 @flag("--keep-tracker", "Leave DIR's tracker as it is.")
 @flag("--dry-run", "Read and judge everything, change nothing.")
-@json_option
 def adopt(
     directory: Path,
     run: Path | None,

@@ -15,13 +15,13 @@ from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, 
 from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role, Wish, export as export_checkpoint
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option, option
+from verl_slurm.cli.options import PLACE, RUN, command, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
 from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
 
-@click.command(epilog=exits("DATA SCHEMA CORRUPT KEY NOT_FOUND PERMISSION"))
+@command("DATA SCHEMA CORRUPT KEY NOT_FOUND PERMISSION")
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @option("--to", click.Choice(["hf", "single-file", "split"]), "The layout.", required=True)
 @option("--out", PLACE, "A new (or empty) directory; it appears as a whole.", required=True)
@@ -35,7 +35,6 @@ from verl_slurm.submit.checks.inputs import build_builtins, check_names
 )
 @option("--model", PLACE, "The base model, if it no longer lies where the run found it.")
 @key_option("The key to open it with, instead of what its run says.")
-@json_option
 def export(
     checkpoint: Path,
     to: Layout,

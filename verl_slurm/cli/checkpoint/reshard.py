@@ -12,7 +12,7 @@ from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.commit import StagingDirectory
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, flag, json_option, option
+from verl_slurm.cli.options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.reshard.apply import work_bytes
@@ -30,13 +30,12 @@ from verl_slurm.verl.reshard.plan import ReshardPlan
 _MOST = 65_536
 
 
-@click.command(epilog=exits("CONFIG CORRUPT NOT_FOUND PERMISSION NO_ROOM"))
+@command("CONFIG CORRUPT NOT_FOUND PERMISSION NO_ROOM")
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @option("--ranks", Whole(1, _MOST), "GPUs that are to go on from it.", required=True)
 @option("--out", PLACE, "A new (or empty) directory; it appears as a whole.", required=True)
 @option("--run", RUN, "CKPT is the name of a checkpoint of this run.")
 @flag("--dry-run", "Verify CKPT and print the plan, write nothing.")
-@json_option
 def reshard(
     checkpoint: Path, ranks: int, out: Path, run: RunPaths | None, dry_run: bool, as_json: bool
 ) -> None:

@@ -15,7 +15,7 @@ from verl_slurm.checkpoint.decide.best import Best
 from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.pruning import carry_out, look
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option, option
+from verl_slurm.cli.options import RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -24,7 +24,7 @@ from verl_slurm.tiers.mover import Pass, look as look_at_tiers, sync
 from verl_slurm.tiers.plan import Action, TierCopy, last_good
 
 
-@click.command(epilog=exits("CORRUPT KEY NOT_FOUND"))
+@command("CORRUPT KEY NOT_FOUND")
 @click.argument("run", type=RUN)
 @option("--keep-last", Whole(min=1), "How many of the newest stay. Default: checkpoint.keep_last of the run.")
 @option(
@@ -39,7 +39,6 @@ from verl_slurm.tiers.plan import Action, TierCopy, last_good
 )
 @flag("--quarantined", "Remove what was set aside as damaged, too.")
 @flag("--dry-run", "Print the plan, remove nothing.")
-@json_option
 def prune(
     run: RunPaths,
     keep_last: int | None,
@@ -102,13 +101,12 @@ def prune(
     render.line(f"dry run: would remove {count}" if dry_run else f"removed {count}")
 
 
-@click.command(epilog=exits("CONFIG CORRUPT KEY NOT_FOUND TIER"))
+@command("CONFIG CORRUPT KEY NOT_FOUND TIER")
 @click.argument("run", type=RUN)
 @click.argument("name", required=False, metavar="[NAME]")
 @flag("--offload", "Copy checkpoints on to the tiers, and drop what is too old there.")
 @flag("--dry-run", "With --offload: print the plan, change nothing in any tier.")
 @flag("--fetch-back", "Bring checkpoint NAME back; default: the newest in any tier.")
-@json_option
 def tiers(
     run: RunPaths, name: str | None, offload: bool, dry_run: bool, fetch_back: bool, as_json: bool
 ) -> int:

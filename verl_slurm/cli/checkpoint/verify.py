@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.frozen import frozen_digests
 from verl_slurm.checkpoint.store.run_config import keys_at_hand, keys_for
 from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
-from verl_slurm.cli.options import PLACE, RUN, Number, exits, flag, json_option, key_option, option
+from verl_slurm.cli.options import PLACE, RUN, Number, command, flag, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.run_tables import sparkline
 from verl_slurm.config.load import load_resolved
@@ -30,7 +30,7 @@ from verl_slurm.verl.inputs import data_of
 _UNCHECKED = "not checked"
 
 
-@click.command(epilog=exits("CORRUPT KEY DATASET_DRIFT NOT_FOUND"))
+@command("CORRUPT KEY DATASET_DRIFT NOT_FOUND")
 @click.argument("place", type=PLACE)
 @flag("--scrub", "All that a run would need one day; set aside what is damaged.")
 @flag("--dry-run", "With --scrub: read everything, set nothing aside.")
@@ -38,7 +38,6 @@ _UNCHECKED = "not checked"
 @option("--rate", Number(min=0.1), "Read no faster than this.", metavar="MB/S")
 @key_option("The key that signed them, instead of what the run says.")
 @flag("--without-key", "Do not ask who made them: their bytes need no key.")
-@json_option
 def verify(
     place: Path,
     scrub: bool,
@@ -178,11 +177,10 @@ def _drift(run: RunPaths) -> list[str]:
     return [f"{kind} {name}" for kind, names in drift.items() for name in names]
 
 
-@click.command(epilog=exits("DATA DATASET_DRIFT NOT_FOUND"))
+@command("DATA DATASET_DRIFT NOT_FOUND")
 @click.argument("place", type=PLACE)
 @option("--against", RUN, "Compare with the data that this run started with.")
 @flag("--full", "Read every file, whatever is remembered of it.")
-@json_option
 def fingerprint(place: Path, against: RunPaths | None, full: bool, as_json: bool) -> int:
     """The SHA-256 tree hash of a data set; of a run, whether its data has changed since its first start.
 
@@ -306,14 +304,13 @@ _MAX_CURVES = 12
 _GUESTS = {"verl": "verl's", "loop": "the user's own (verl_slurm.run)"}
 
 
-@click.command(epilog=exits("DIFFERENT CONFIG CORRUPT KEY NOT_FOUND"))
+@command("DIFFERENT CONFIG CORRUPT KEY NOT_FOUND")
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
 @click.argument("other", metavar="[OTHER]", type=PLACE, required=False)
 @option("--run", RUN, "Names of checkpoints are those of this run.")
 @flag("--bits", "Of two: are all values the same, bit for bit?")
 @flag("--tensors", "List every tensor: type, shape, size, pieces. In --json they always are.")
 @key_option("The key to open them with, instead of what their runs say.")
-@json_option
 def inspect(
     checkpoint: Path,
     other: Path | None,

@@ -16,7 +16,7 @@ from verl_slurm.base.errors import NotFound
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store.run_config import keys_for
-from verl_slurm.cli.options import RUN, Whole, exits, flag, json_option, key_option, option
+from verl_slurm.cli.options import RUN, Whole, command, flag, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.runs.record import last_job
@@ -28,7 +28,7 @@ _LINE = 1 << 20
 _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [A-Z]+ ")
 
 
-@click.command(epilog=exits("NOT_FOUND"))
+@command("NOT_FOUND")
 @click.argument("run", type=RUN)
 @click.option("-f", "--follow", is_flag=True, help="Go on as it grows, over all requeues; Ctrl-C ends it.")
 @click.option("-n", "--lines", "num_lines", type=Whole(min=0), help="Only the last N lines there are.")
@@ -39,7 +39,6 @@ _MARKS = re.compile(rb"^(?:slurmstepd|srun|slurmd|scontrol|sbatch): |^submitit [
     "--service", metavar="NAME", help="What a service prints; with --node N, on its N-th node, from 0."
 )
 @flag("--all", "List the log files instead.", "list_all")
-@json_option
 def logs(
     run: RunPaths,
     follow: bool,
@@ -190,14 +189,13 @@ def _lead_log(run: RunPaths) -> Path:
 _MOST_LINES = 30
 
 
-@click.command(epilog=exits("KEY NOT_FOUND"))
+@command("KEY NOT_FOUND")
 @click.argument("run", type=RUN)
 @option("--step", Whole(min=1), "A step, as `status` counts them; default: the newest one.")
 @click.option("--best", "which", flag_value="best", help="Only those with the highest rewards.")
 @click.option("--worst", "which", flag_value="worst", help="Only those with the lowest rewards.")
 @option("--limit", Whole(min=1, max=10_000), "How many are shown.", default=6)
 @key_option("The key to open them with, instead of what the run says.")
-@json_option
 def samples(
     run: RunPaths, step: int | None, which: str | None, limit: int, key_file: Path | None, as_json: bool
 ) -> None:

@@ -13,7 +13,7 @@ import click
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits, json_option, option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, command, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load, load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -45,7 +45,7 @@ _COLUMNS = (
 )
 
 
-@click.command(epilog=exits("CONFIG DATA NOT_FOUND"))
+@command("CONFIG DATA NOT_FOUND")
 @click.argument("source", type=CONFIG, default="quickstart", metavar="[CONFIG | RUN]")
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @option("--like", RUN, "Take times from this run, e.g. a trial of ten steps.")
@@ -61,7 +61,6 @@ _COLUMNS = (
 @option("--price-per-hour", Number(min=0.0, max=1e9), "Of one node, in any currency: adds costs.")
 @option("--simulations", Whole(20, 10_000), "Of each way to run.", default=200)
 @click.option("--ask/--no-ask", default=True, show_default=True, help="Ask Slurm, and try the storage.")
-@json_option
 def plan(
     source: Path,
     overrides: tuple[str, ...],

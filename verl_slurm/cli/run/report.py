@@ -13,7 +13,7 @@ from verl_slurm.base.errors import NotFound, PermissionRefused, WireError
 from verl_slurm.base.files import write_file
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, exits, json_option, option
+from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, command, option
 from verl_slurm.cli.show import render, story
 from verl_slurm.report.facts import Report
 from verl_slurm.report.gather import gather
@@ -24,7 +24,7 @@ from verl_slurm.wire.http import listener_of
 _BEGINNING = b"<!doctype html>"
 
 
-@click.command(epilog=exits("NOT_FOUND"))
+@command("NOT_FOUND")
 @click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
 @option("--out", PLACE, "Where the page goes; default: report.html here.", metavar="FILE.html")
 @option(
@@ -39,7 +39,6 @@ _BEGINNING = b"<!doctype html>"
     "How many of the best and of the worst responses of the newest step are shown; 0: none.",
     default=3,
 )
-@json_option
 def report(
     runs: tuple[RunPaths, ...], out: Path | None, price_per_hour: float | None, samples: int, as_json: bool
 ) -> None:
@@ -101,10 +100,9 @@ def _write(out: Path, facts: Report) -> list[tuple[str, object]]:
     return [("page", out.resolve()), ("size", f"{len(data) / 1000:.0f} KB"), *missing]
 
 
-@click.command(epilog=exits("NOT_FOUND WIRE"))
+@command("NOT_FOUND WIRE")
 @click.argument("place", type=PLACE, metavar="[DIR]", default="runs")
 @option("--port", Whole(0, 65535), "0: any free one.", default=0)
-@json_option
 def serve(place: Path, port: int, as_json: bool) -> None:
     """Show the runs below DIR (default: runs) in a browser, live, until Ctrl-C.
 

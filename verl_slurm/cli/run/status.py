@@ -19,7 +19,7 @@ from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
 from verl_slurm.checkpoint.format.info import CheckpointInfo
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option, option
+from verl_slurm.cli.options import PLACE, RUN, Whole, command, option
 from verl_slurm.cli.show import render, run_tables, story
 from verl_slurm.cli.show.render import ago, span
 from verl_slurm.config.load import load_resolved
@@ -40,7 +40,7 @@ _MOST_DRAWN = 30
 """Characters of a bar or a curve."""
 
 
-@click.command(epilog=exits("NOT_FOUND"))
+@command("NOT_FOUND")
 @click.argument("run", type=RUN)
 @option(
     "--steps",
@@ -56,7 +56,6 @@ _MOST_DRAWN = 30
     "num_interruptions",
     default=5,
 )
-@json_option
 def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool) -> None:
     """Where RUN stands: its job, step, last good checkpoint, what interrupted it and what that cost, its last steps.
 
@@ -361,7 +360,7 @@ STATE_COLOURS = {
 }
 
 
-@click.command("list", epilog=exits("NOT_FOUND"))
+@command("NOT_FOUND", "list")
 @click.argument("place", type=PLACE, default="runs")
 @click.option(
     "--state",
@@ -369,7 +368,6 @@ STATE_COLOURS = {
     multiple=True,
     help="Only runs in this state, e.g. running, queued, gone; may be given again.",
 )
-@json_option
 def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
     """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints, newest first.
 

@@ -7,7 +7,7 @@ import click
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, flag, json_option, option
+from verl_slurm.cli.options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
@@ -18,9 +18,8 @@ from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refus
 from verl_slurm.wire.reward_plan import ask_for_reward
 
 
-@click.command(epilog=exits("NO_SLURM SLURM_REFUSED NOT_FOUND"))
+@command("NO_SLURM SLURM_REFUSED NOT_FOUND")
 @click.argument("run", type=RUN)
-@json_option
 def cancel(run: RunPaths, as_json: bool) -> None:
     """End the job of RUN for good.
 
@@ -33,10 +32,9 @@ def cancel(run: RunPaths, as_json: bool) -> None:
     render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
 
 
-@click.command(epilog=exits("NO_SLURM SLURM_REFUSED NOT_FOUND"))
+@command("NO_SLURM SLURM_REFUSED NOT_FOUND")
 @click.argument("run", type=RUN)
 @flag("--now", "Have Slurm do it at once: what saves has only KillWait.", "at_once")
-@json_option
 def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
     """Save, end the running job of RUN, and have it start again a few seconds later.
 
@@ -55,7 +53,7 @@ _LATER = "it counts from the next start on"
 _UNTOLD = "it is written down, and taken at the next start, or after the next save that a person asks for"
 
 
-@click.command("update-reward", epilog=exits("CONFIG DATA CORRUPT NOT_FOUND"))
+@command("CONFIG DATA CORRUPT NOT_FOUND", "update-reward")
 @option("--checkpoint", PLACE, "The run, or a checkpoint in it.", "place", required=True)
 @click.option("--new-model", "new", metavar="NEW", required=True, help="The reward that follows; see above.")
 @option(
@@ -64,7 +62,6 @@ _UNTOLD = "it is written down, and taken at the next start, or after the next sa
     "Steps over which its scores come from the former one's scale to their own. 0: at once.",
     default=10,
 )
-@json_option
 def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -> None:
     """Have the run of --checkpoint score with the reward NEW from the end of a step on, without stopping it.
 

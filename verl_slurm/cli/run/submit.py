@@ -16,7 +16,7 @@ from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, flag, json_option, option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, command, flag, option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
@@ -47,12 +47,10 @@ class _WithVerlWords(click.Command):
         return super().parse_args(ctx, args[:at])
 
 
-@click.command(
+@command(
+    "CONFIG DATA PERMISSION NO_SLURM SLURM_REFUSED SCHEMA DATASET_DRIFT CORRUPT NOT_FOUND FENCED NO_ROOM KEY",
+    note="\n\nWith --wait: the run's own exit code.",
     cls=_WithVerlWords,
-    epilog=exits(
-        "CONFIG DATA PERMISSION NO_SLURM SLURM_REFUSED SCHEMA DATASET_DRIFT CORRUPT NOT_FOUND FENCED NO_ROOM KEY"
-    )
-    + "\n\nWith --wait: the run's own exit code.",
 )
 @click.argument("config", type=CONFIG)
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
@@ -84,7 +82,6 @@ class _WithVerlWords(click.Command):
     "Go on although the data has changed, or begin again although the run had a checkpoint; asks first.",
 )
 @flag("--yes", "Answer yes to the question of --force-resume.")
-@json_option
 @click.pass_context
 def submit(
     ctx: click.Context,
@@ -212,8 +209,8 @@ def _say(plan: SubmissionPlan, done: "Submitted", *, as_json: bool) -> None:
         *(("code", line) for line in plan.code.lines()),
         ("run directory", done.run_dir),
     ]
-    for name, command in (("follow it", "watch"), ("its state", "status"), ("end it", "cancel")):
-        rows.append((name, f"verl-slurm {command} {shell_word(done.run_dir)}"))
+    for name, verb in (("follow it", "watch"), ("its state", "status"), ("end it", "cancel")):
+        rows.append((name, f"verl-slurm {verb} {shell_word(done.run_dir)}"))
     render.fields([*rows, ("changed", ", ".join(done.changed))])
 
 

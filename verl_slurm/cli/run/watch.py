@@ -10,7 +10,7 @@ import click
 from verl_slurm.base.errors import NotFound
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.options import PLACE, command
 from verl_slurm.cli.show import render, story
 from verl_slurm.cli.show.run_tables import curve_of, live_line
 from verl_slurm.journal.events import Crash, Event, NodesChosen, Restart, Started
@@ -83,10 +83,9 @@ class _Gauge:
         )
 
 
-@click.command(epilog=exits("NOT_FOUND") + "\n\nOtherwise the exit code with which the run ended.")
+@command("NOT_FOUND", note="\n\nOtherwise the exit code with which the run ended.")
 @click.argument("places", metavar="RUN...", type=PLACE, nargs=-1, required=True)
 @click.option("-v", "--verbose", is_flag=True, help="With Slurm's own words as evidence of each cause.")
-@json_option
 def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     """Follow RUN from its first event until it ends, over all its requeues.
 

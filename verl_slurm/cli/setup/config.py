@@ -5,7 +5,7 @@ import shlex
 import click
 import msgspec
 
-from verl_slurm.cli.options import KEY, exits, flag, json_option
+from verl_slurm.cli.options import KEY, command, flag
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 
@@ -13,10 +13,9 @@ _EXPLAIN = "explain"
 """A word before the keys; no key or section has that name (a test holds it)."""
 
 
-@click.command(epilog=exits("CONFIG"))
+@command("CONFIG")
 @click.argument("names", type=KEY, metavar="[explain] [KEY|SECTION]...", nargs=-1)
 @flag("--schema", "Print the JSON Schema by which editors complete a configuration.")
-@json_option
 def config(names: tuple[str, ...], schema: bool, as_json: bool) -> None:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.
 

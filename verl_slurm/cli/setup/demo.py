@@ -10,7 +10,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option, option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, command, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.devcluster.machine import real_gpus
@@ -31,7 +31,7 @@ def _on_a_gpu() -> list[str]:
     return ["distributed.device=cuda", *shape]
 
 
-@click.command(epilog=exits("PERMISSION DIFFERENT NO_SLURM CRASHED"))
+@command("PERMISSION DIFFERENT NO_SLURM CRASHED")
 @click.argument("words", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
 @option("--config", CONFIG, "What is run, twice. [default: the shipped example quickstart]")
 @option(
@@ -46,7 +46,6 @@ def _on_a_gpu() -> list[str]:
     "auto: a real Slurm where it is installed. local: on this machine without it.",
     default="auto",
 )
-@json_option
 def demo(
     words: tuple[str, ...], config: Path | None, directory: Path | None, cluster: str, as_json: bool
 ) -> int:

@@ -13,7 +13,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import F, ParamType, Whole, flag, json_option, option
+from verl_slurm.cli.options import F, ParamType, Whole, flag, option, with_json
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
@@ -125,8 +125,8 @@ def devcluster() -> None:
     """
 
 
-def _command(name: str) -> Callable[[F], click.Command]:
-    return lambda function: devcluster.command(name)(_DIR(json_option(function)))
+def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
+    return lambda function: with_json(devcluster.command(name)(_DIR(function)))
 
 
 @_command("start")

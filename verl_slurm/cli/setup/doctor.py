@@ -12,7 +12,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import CONFIG, Number, Whole, exits, flag, json_option, option
+from verl_slurm.cli.options import CONFIG, Number, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
@@ -26,7 +26,7 @@ from verl_slurm.submit.checks.preflight import partition_complaint
 from verl_slurm.submit.relative_paths import Places
 
 
-@click.command(epilog=exits("CONFIG PERMISSION UNFIT"))
+@command("CONFIG PERMISSION UNFIT")
 @option("--config", CONFIG, "The run it is for; default: the quick start's values.", "source")
 @click.option("--partition", help="Instead of the configuration's slurm.partition.")
 @option("--nodes", Whole(1, 10_000), "Instead of its distributed.nodes.")
@@ -44,7 +44,6 @@ from verl_slurm.submit.relative_paths import Places
     "a second. What shares them with the drill is preempted, too.",
 )
 @option("--wait", Number(min=1.0), "Seconds to wait for the drill's job.", "wait_s", default=600.0)
-@json_option
 def doctor(
     source: Path | None,
     partition: str | None,
