@@ -193,6 +193,8 @@ def test_diff_says_what_differs_on_both_sides_and_by_its_exit_code(cli: Cli, run
     rows = [line.split() for line in shown.out.splitlines()]
     assert ["model.path", "/models/base", "/models/other"] in rows
     assert "the same: schema, topology, data, frozen, tensors" in shown.out
+    for words in (("--bits",), ("step_000002", "--tensors")):
+        assert cli("inspect", "step_000001", *words, "--run", run.root).code == ExitCode.USAGE
     same = cli("inspect", "step_000001", "step_000001", "--run", run.root, "--json")
     assert (same.code, same.json["same"], same.json["differences"]) == (ExitCode.OK, True, [])
 

@@ -22,6 +22,7 @@ def test_a_key_is_made_once_and_named_by_its_id(cli: Cli, tmp_path: Path) -> Non
     again = cli("init", "--key", path)
     assert again.out == made.out.replace("\n", ", which is there already\n")
     assert path.read_text() == content
+    assert cli("init", "my.yaml", "--key", path).code == ExitCode.USAGE
 
 
 @pytest.mark.scenario("M08")

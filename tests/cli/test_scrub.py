@@ -50,6 +50,7 @@ def test_what_is_damaged_is_named_and_set_aside(cli: Cli, run: RunPaths) -> None
     assert "set aside: checkpoints/quarantine/" in real.out
     assert not run.checkpoint(20).exists()
     assert cli("verify", run.root, "--scrub").code == ExitCode.OK
+    assert cli("verify", run.root, "--dry-run").code == ExitCode.USAGE
 
 
 def test_changed_data_is_found_unless_it_is_left_out(cli: Cli, run: RunPaths) -> None:

@@ -53,6 +53,8 @@ def test_a_checkpoint_goes_out_and_comes_back(cli: Cli, run: RunPaths) -> None:
     assert (back["name"], back["tier"]) == ("step_000010", "cold")
     assert verify(Path(back["path"])).ok
     assert "is there and verifies" in cli("tiers", run.root, "--fetch-back", "step_000010").out
+    for words in (("step_000010",), ("--dry-run",), ("--offload", "--fetch-back")):
+        assert cli("tiers", run.root, *words).code == ExitCode.USAGE
 
 
 def test_the_newest_comes_first_also_where_a_step_has_seven_digits(cli: Cli, run: RunPaths) -> None:

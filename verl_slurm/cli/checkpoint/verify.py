@@ -335,9 +335,9 @@ def inspect(
     verl-slurm inspect step_000120 step_000240 --run runs/my
     verl-slurm inspect runs/a runs/b --bits
     """
+    if tensors if other is not None else bits:
+        raise click.UsageError("--bits is of two checkpoints, --tensors of one.")
     if other is None:
-        if bits:
-            raise click.UsageError("--bits compares two checkpoints: give OTHER, too.")
         _describe(one_checkpoint(checkpoint, run), key_file, tensors=tensors, as_json=as_json)
         return ExitCode.OK
     a, b = one_checkpoint(checkpoint, run), one_checkpoint(other, run)

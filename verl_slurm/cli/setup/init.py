@@ -314,7 +314,7 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
     epilog=exits("CONFIG DATA PERMISSION NOT_FOUND NO_ROOM KEY")
     + "\n\nThe file is the same as an answer of Enter to each question would make it, where an option is left out."
 )
-@click.argument("file", type=PLACE, default=Path("my.yaml"), metavar="[FILE]")
+@click.argument("file", type=PLACE, required=False, metavar="[FILE]")
 @option(
     "--for",
     click.Choice(_KINDS),
@@ -340,7 +340,7 @@ _SUFFIXES_OF_VERL = (".parquet", ".json", ".jsonl")
     default=None,
     help="Ask, or do not. Default: on a terminal, if no option other than --for is given.",
 )
-def init(file: Path, kind: str | None, key: Path | None, ask: bool | None, **given: Any) -> None:
+def init(file: Path | None, kind: str | None, key: Path | None, ask: bool | None, **given: Any) -> None:
     """Write FILE (default my.yaml), a commented configuration for your own model and data.
 
     On a terminal up to six questions are asked: the loop, its model, data and reward or its program, and where to
@@ -360,17 +360,20 @@ def init(file: Path, kind: str | None, key: Path | None, ask: bool | None, **giv
     verl-slurm init my.yaml --model models/qwen --data data --partition gpu --nodes 2
     verl-slurm init --key ~/.verl-slurm/run.key
     """
+    answered = any(value is not None for value in given.values())
     if key is not None:
+        if answered or file or kind or ask is not None:
+            raise click.UsageError("--key makes a key and no configuration: it goes with nothing else.")
         is_there = os.path.lexists(key)
         found = read_key_file(key) if is_there else new_key_file(key)
         render.line(f"{found.id}  {key}{', which is there already' if is_there else ''}")
         return
+    file = file or Path("my.yaml")
     # By os.path, to which a name that is too long is one that is not there.
     if os.path.lexists(file):
         raise _in_the_way(file)
     if not os.path.isdir(file.parent):
         raise PermissionRefused("no such directory", where=file.parent, remedy="make it first")
-    answered = any(value is not None for value in given.values())
     terminal = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
     if ask and not terminal:
         raise click.UsageError("--ask needs a terminal, and there is none.")
