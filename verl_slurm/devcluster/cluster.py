@@ -46,6 +46,8 @@ _SUBDIRECTORIES = ("munge", "state", "spool", "run", "log", "gpus", "database")
 
 
 class ClusterStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The answer of `status`."""
+
     running: bool
     """slurmctld and munged of ours are alive."""
     directory: str

@@ -497,7 +497,6 @@ def _differ(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
 
 
 def _compare(a: Path, b: Path, key_file: Path | None, *, as_json: bool) -> bool:
-    """Says whether two checkpoints have the same values, bit for bit."""
     try:
         # Both are verified first: damage must not look like a difference.
         found = compare(a, b, key_file)

@@ -286,7 +286,6 @@ def _confirm(drift: Drift, *, yes: bool) -> bool:
 
 
 def _confirm_beginning(trace: str, *, yes: bool) -> bool:
-    """Says what is lost, and asks whether the run is to begin again."""
     render.warning(f"the run had a checkpoint and has none that can be used: {trace}")
     return yes or _ask("Begin again from step 0? All steps are done again")
 

@@ -178,6 +178,8 @@ _TOPICS = ("requeue", "preemption", "time limit")
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """One partition with the GPUs of its nodes."""
+
     facts: PartitionFacts
     gpus: int
     """Of a node, by the kind that most of its usable nodes have."""
@@ -578,7 +580,6 @@ def _model(asker: _Asker, text: str) -> Answers:
 
 
 def _of_verl(asker: _Asker, kind: InputKind, text: str) -> str:
-    """Returns a place that verl is to read as it is written in the file."""
     place = Path(text).expanduser()
     # Of a model, what is not here may be a name of the hub.
     here = place.exists() or (kind == "data" and not is_remote(text))

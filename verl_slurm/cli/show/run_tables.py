@@ -164,6 +164,8 @@ _MOST_NAMED = 6
 
 
 class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One number over the last steps."""
+
     name: str
     """Of the row's field."""
     called: str
