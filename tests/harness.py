@@ -256,8 +256,10 @@ class LiveRun:
 
 
 def same_weights(a: Path, b: Path) -> tuple[bool, str]:
-    """`verl-slurm compare A B`."""
-    done = captured([sys.executable, "-m", "verl_slurm.cli", "compare", str(a), str(b)], timeout=120)
+    """`verl-slurm inspect A B --bits`."""
+    done = captured(
+        [sys.executable, "-m", "verl_slurm.cli", "inspect", "--bits", str(a), str(b)], timeout=120
+    )
     return done.returncode == 0, done.stdout + done.stderr
 
 

@@ -14,7 +14,6 @@ HEAVY = (
     "submitit",
     "transformers",
     "numpy",
-    "rich",
     "ruamel",
     "asyncio",
     "watchdog",

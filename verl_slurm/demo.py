@@ -1,8 +1,8 @@
 """Shows the main job for real: submit, preempt in mid-step, save, requeue, resume, and the proof.
 
 Two runs of one configuration. A more urgent job preempts the first in the middle of a step's generation; the second,
-its twin, is left alone. `verl-slurm compare` then compares all weights of the two. Without Slurm the same happens on
-submitit's local executor. A signal then stands for the preemption, and the demo says so.
+its twin, is left alone. `verl-slurm inspect --bits` then compares all weights of the two. Without Slurm the same
+happens on submitit's local executor. A signal then stands for the preemption, and the demo says so.
 """
 
 import os

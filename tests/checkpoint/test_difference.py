@@ -1,4 +1,4 @@
-"""What `diff` finds, and that it believes no file that is not what was committed."""
+"""What `inspect A B` finds, and that it believes no file that is not what was committed."""
 
 import json
 from collections.abc import Callable

@@ -109,7 +109,7 @@ def test_without_a_run_the_tracker_is_pointed_to_the_newest_whole_step(
     result = cli("adopt", verl_dir)
     assert result.code == ExitCode.OK
     assert (verl_dir / TRACKER).read_text() == "4"
-    assert "BROKEN" in result.out
+    assert "broken" in result.out
     assert "optim_world_size_2_rank_1.pt" in result.out
     assert ": repaired" in result.out
     found = cli("adopt", verl_dir, "--json").json["tracker"]

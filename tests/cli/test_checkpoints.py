@@ -1,4 +1,4 @@
-"""`checkpoints`, `list`, `verify`, `compare` and `fingerprint` on checkpoints made through the real commit."""
+"""`list`, `verify`, `inspect` and `fingerprint` on checkpoints made through the real commit."""
 
 import struct
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from verl_slurm.checkpoint.format.tensor_index import (
 )
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.commit import begin, commit, seal
-from verl_slurm.cli.checkpoint.verify import FIRST_TO_GO, checkpoints_table
+from verl_slurm.cli.run.status import CHECKPOINTS_TO_GO, checkpoints_table
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import CheckpointConfig, DataConfig, TrainConfig
@@ -104,21 +104,21 @@ def test_the_checkpoints_are_listed_newest_first(run: RunPaths, cli: Cli) -> Non
     save(run, 1)
     save(run, 2)
     begin(run, 3, 0)
-    listed = cli("checkpoints", run.root, "--json").json
+    listed = cli("list", run.root, "--json").json
     assert [(info["name"], info["kind"]) for info in listed[:2]] == [
         ("step_000002", "committed"),
         ("step_000001", "committed"),
     ]
     assert listed[2]["kind"] == "torn"
     assert cli("list", run.root, "--json").json == listed
-    table = cli("checkpoints", run.root).out
+    table = cli("list", run.root).out
     assert table.index("step_000002") < table.index("step_000001")
 
 
 def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run: RunPaths, cli: Cli) -> None:
     for step, value in ((1, 0.25), (2, 0.75), (3, 0.5), (4, None)):
         save(run, step, metrics={"reward": 0.1} | ({} if value is None else {"eval/reward": value}))
-    assert "eval/reward" not in cli("checkpoints", run.root).out
+    assert "eval/reward" not in cli("list", run.root).out
     config = msgspec.structs.replace(
         load(run.run_yaml),
         checkpoint=CheckpointConfig(keep_best=2),
@@ -126,14 +126,14 @@ def test_the_metric_by_which_the_best_are_kept_is_shown_and_the_best_marked(run:
         data=DataConfig(eval_fraction=0.1),
     )
     write_config(run, config)
-    lines = [line.split() for line in cli("checkpoints", run.root).out.splitlines() if "step_" in line]
+    lines = [line.split() for line in cli("list", run.root).out.splitlines() if "step_" in line]
     assert [(line[0], line[3:6]) for line in lines] == [
         ("step_000004", ["-", "1", "1"]),
         ("step_000003", ["0.5", "best", "2"]),
         ("step_000002", ["0.75", "best", "1"]),
         ("step_000001", ["0.25", "1", "1"]),
     ]
-    listed = cli("checkpoints", run.root, "--json").json
+    listed = cli("list", run.root, "--json").json
     assert [info["best"] for info in listed] == [None, 2, 1, None]
     assert listed[1]["metrics"] == {"reward": 0.1, "eval/reward": 0.5}
 
@@ -143,7 +143,7 @@ def test_a_narrow_terminal_loses_columns_and_folds_no_cell(run: RunPaths, width:
     save(run, 1)
     begin(run, 3, 0)
     table = checkpoints_table(list_checkpoints(run), {}, None)
-    fits = render.fitting(table, FIRST_TO_GO, width)
+    fits = render.fitting(table, CHECKPOINTS_TO_GO, width)
     rooms = [max(map(len, (name, *cells))) for name, cells in fits.items()]
     assert sum(rooms) + render.GAP * (len(rooms) - 1) <= width
     assert [(name, cells[0]) for name, cells in fits.items()][:2] == [
@@ -208,7 +208,7 @@ def test_verify_asks_for_the_signature_where_the_run_has_a_key(
 
 
 def test_what_is_not_there_is_not_found(run: RunPaths, cli: Cli) -> None:
-    for words in (("verify", "/nowhere"), ("verify", run.root), ("compare", run.root, run.root)):
+    for words in (("verify", "/nowhere"), ("verify", run.root), ("inspect", run.root, run.root)):
         result = cli(*words)
         assert result.code == ExitCode.NOT_FOUND
         assert result.error
@@ -221,15 +221,15 @@ def test_compare_finds_the_same_the_same_and_names_what_differs(tmp_path: Path, 
     first, second = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     save(first, 1, 0.5, fill_with_tensors)
     save(second, 1, 0.5, fill_with_tensors)
-    same = cli("compare", first.root, second.root)
+    same = cli("inspect", "--bits", first.root, second.root)
     assert (same.code, "the same: 6 tensors" in same.out) == (0, True)
     save(second, 2, 0.25, fill_with_tensors)
-    other = cli("compare", first.root, second.root, "--json")
+    other = cli("inspect", "--bits", first.root, second.root, "--json")
     assert other.code == ExitCode.DIFFERENT
     assert other.json["same"] is False
     assert "actor/weight" in other.json["differing"]
     assert "actor/bias" not in other.json["differing"]
-    assert "DIFFERENT in 3 places" in cli("compare", first.root, second.root).out
+    assert "DIFFERENT in 3 places" in cli("inspect", "--bits", first.root, second.root).out
 
 
 @pytest.mark.torch
@@ -238,7 +238,7 @@ def test_compare_refuses_a_checkpoint_that_does_not_verify(tmp_path: Path, cli: 
     paths = make_run(tmp_path / "a")
     path = save(paths, 1, 0.5, fill_with_tensors)
     (path / "metadata.json").write_bytes(b"{ }")
-    result = cli("compare", path, path)
+    result = cli("inspect", "--bits", path, path)
     assert result.code == ExitCode.CORRUPT
     assert "metadata.json" in result.error
 

@@ -47,20 +47,20 @@ def test_inspect_shows_what_is_known_and_opens_nothing(cli: Cli, run: RunPaths) 
 
 def test_diff_names_files_and_compare_their_bytes(cli: Cli, run: RunPaths) -> None:
     a, b = (str(run.checkpoint(step)) for step in (1, 2))
-    found = cli("diff", a, b, "--json").json["differences"]
+    found = cli("inspect", a, b, "--json").json["differences"]
     assert [(row["subject"], row["key"]) for row in found] == [
         ("position", "step"),
         ("tensors", "guest/rank_0000.pt"),
     ]
-    compared = cli("compare", a, b, "--json")
+    compared = cli("inspect", "--bits", a, b, "--json")
     assert compared.code == ExitCode.DIFFERENT
     assert compared.json["differing"] == ["guest/rank_0000.pt"]
-    assert "the same: 2 files" in cli("compare", a, a).out
+    assert "the same: 2 files" in cli("inspect", "--bits", a, a).out
 
 
 def test_compare_believes_only_what_verifies(cli: Cli, run: RunPaths) -> None:
     (run.checkpoint(2) / "guest" / "common.pt").write_bytes(b"c0mmon")
-    said = cli("compare", str(run.checkpoint(1)), str(run.checkpoint(2)))
+    said = cli("inspect", "--bits", str(run.checkpoint(1)), str(run.checkpoint(2)))
     assert said.code == ExitCode.CORRUPT
     assert "does not verify" in said.error
 

@@ -12,8 +12,7 @@ import pytest
 from tests.terminal import on_a_terminal
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.setup import cluster_places
-from verl_slurm.cli.setup.cluster_places import Offer
+from verl_slurm.cli.setup.init import Offer, parse_place
 from verl_slurm.config.load import load
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.slurm.facts import PartitionFacts
@@ -43,7 +42,7 @@ def offer(monkeypatch: pytest.MonkeyPatch) -> Offer:
     )
     conf = {"PreemptType": "preempt/partition_prio", "SLURM_VERSION": "24.11.5"}
     found = Offer(facts=facts, gpus=8, conf=conf)
-    monkeypatch.setattr(cluster_places, "offers", lambda *_: [found])
+    monkeypatch.setattr("verl_slurm.cli.setup.init.find_offers", lambda *_: [found])
     return found
 
 
@@ -224,10 +223,10 @@ def test_the_next_steps_can_be_entered_as_printed(
 
 
 def test_a_place_has_the_limits_of_the_options() -> None:
-    assert cluster_places.place("10000x1024", []).nodes == 10_000
+    assert parse_place("10000x1024", []).nodes == 10_000
     for text in ("10001x1", "1x1025", "0x1", "1"):
         with pytest.raises(ConfigError, match="10000x1024"):
-            cluster_places.place(text, [])
+            parse_place(text, [])
 
 
 def test_data_without_a_usual_column_is_refused_with_the_columns_it_has(

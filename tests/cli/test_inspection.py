@@ -1,4 +1,4 @@
-"""`inspect` and `diff` on checkpoints made through the real commit; no torch is needed for either."""
+"""`inspect` on one checkpoint and on two, made through the real commit; no torch is needed."""
 
 import json
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.tensor_index import Piece, TensorEntry, TensorIndex, render_index
 from verl_slurm.checkpoint.inspect.describe import _curves
 from verl_slurm.checkpoint.store.commit import commit
-from verl_slurm.cli.checkpoint.inspection import _consumed
+from verl_slurm.cli.checkpoint.verify import _consumed
 from verl_slurm.runtime_state.codec import encode
 
 Cli = Callable[..., Any]
@@ -181,25 +181,27 @@ def test_a_runtime_state_of_another_version_does_not_hide_the_rest(cli: Cli, run
 def test_diff_says_what_differs_on_both_sides_and_by_its_exit_code(cli: Cli, run: RunPaths) -> None:
     save(run, 1)
     save(run, 2, files=WHOLE | {"config.yaml": b"name: tiny\nmodel:\n  path: /models/other\n"})
-    result = cli("diff", "step_000001", "step_000002", "--run", run.root, "--json")
+    result = cli("inspect", "step_000001", "step_000002", "--run", run.root, "--json")
     assert result.code == ExitCode.DIFFERENT
     assert not result.json["same"]
     assert result.json["differences"] == [
         {"subject": "position", "key": "step", "a": 1, "b": 2},
         {"subject": "config", "key": "model.path", "a": "/models/base", "b": "/models/other"},
     ]
-    shown = cli("diff", "step_000001", "step_000002", "--run", run.root)
+    shown = cli("inspect", "step_000001", "step_000002", "--run", run.root)
     assert shown.code == ExitCode.DIFFERENT
     rows = [line.split() for line in shown.out.splitlines()]
     assert ["model.path", "/models/base", "/models/other"] in rows
     assert "the same: schema, topology, data, frozen, tensors" in shown.out
-    same = cli("diff", "step_000001", "step_000001", "--run", run.root, "--json")
+    for words in (("--bits",), ("step_000002", "--tensors")):
+        assert cli("inspect", "step_000001", *words, "--run", run.root).code == ExitCode.USAGE
+    same = cli("inspect", "step_000001", "step_000001", "--run", run.root, "--json")
     assert (same.code, same.json["same"], same.json["differences"]) == (ExitCode.OK, True, [])
 
 
-@pytest.mark.parametrize("command", ["inspect", "diff"])
+@pytest.mark.parametrize("of_two", [False, True])
 def test_what_is_no_checkpoint_is_refused_in_one_line(
-    command: str, cli: Cli, run: RunPaths, tmp_path: Path
+    of_two: bool, cli: Cli, run: RunPaths, tmp_path: Path
 ) -> None:
     for words in (
         (tmp_path,),
@@ -208,8 +210,8 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(
         ("step_000009", "--run", run.root),
         ("../run", "--run", run.root),
     ):
-        places = words if command == "inspect" else (words[0], *words)
-        result = cli(command, *places)
+        places = (words[0], *words) if of_two else words
+        result = cli("inspect", *places)
         assert result.code == ExitCode.NOT_FOUND
         assert result.error
 

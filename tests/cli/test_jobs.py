@@ -145,7 +145,7 @@ ASKING = (
     ["cancel", "{}"],
     ["requeue", "{}"],
     ["requeue", "--now", "{}"],
-    ["update-reward", "{}", "rule:arithmetic"],
+    ["update-reward", "--checkpoint", "{}", "--new-model", "rule:arithmetic"],
 )
 
 

@@ -1,4 +1,4 @@
-"""`verl-slurm key`, and what `submit` says of keys."""
+"""`verl-slurm init --key`, and what `submit` says of keys."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,30 +14,15 @@ HEX = bytes(range(200, 232)).hex()
 
 def test_a_key_is_made_once_and_named_by_its_id(cli: Cli, tmp_path: Path) -> None:
     path = tmp_path / "run.key"
-    made = cli("key", "new", path, "--json")
+    made = cli("init", "--key", path)
     assert made.code == ExitCode.OK
     assert path.stat().st_mode & 0o777 == 0o600
     content = path.read_text()
     assert content.strip() not in made.out
-    assert cli("key", "id", path).out.split() == [made.json["key_id"], str(path)]
-    again = cli("key", "new", path)
-    assert again.code == ExitCode.KEY
-    assert "a file of that name already" in again.error
+    again = cli("init", "--key", path)
+    assert again.out == made.out.replace("\n", ", which is there already\n")
     assert path.read_text() == content
-
-
-@pytest.mark.scenario("M08")
-def test_what_is_no_key_is_refused_and_not_shown(cli: Cli, tmp_path: Path) -> None:
-    path = tmp_path / "run.key"
-    path.write_text(HEX[:-1])
-    path.chmod(0o600)
-    result = cli("key", "id", path)
-    assert result.code == ExitCode.KEY
-    assert HEX[:8] not in result.error
-    path.chmod(0o644)
-    assert cli("key", "id", path).code == ExitCode.PERMISSION
-    assert cli("key", "id", tmp_path / "missing").code == ExitCode.KEY
-    assert cli("key", "new", tmp_path / "missing" / "x").code == ExitCode.KEY
+    assert cli("init", "my.yaml", "--key", path).code == ExitCode.USAGE
 
 
 @pytest.mark.scenario("M08")

@@ -24,7 +24,6 @@ def test_a_run_that_is_done_goes_on_with_more_steps_bit_for_bit(short_dir: Path)
     submit(config, *QUICK, "train.steps=1", f"run_dir={a}")
     submit(a, "train.steps=2")
     submit(config, *QUICK, f"run_dir={b}")
-    steps = measured("steps", a, "--json")
-    assert json.loads(measured("status", a, "--json").out)["step"] == 2, steps.out
-    done = measured("compare", a, b)
+    assert json.loads(measured("status", a, "--json").out)["step"] == 2
+    done = measured("inspect", a, b, "--bits")
     assert done.code == 0, done.out + done.err

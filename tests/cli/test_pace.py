@@ -14,9 +14,8 @@ from tests.many_runs import make_run
 from tests.terminal import on_a_terminal
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.cli.show import render
-from verl_slurm.cli.show.pace import (
+from verl_slurm.cli.show.run_tables import (
     Curve,
-    bar,
     curve_of,
     curve_words,
     left_words,
@@ -50,7 +49,7 @@ def run(tmp_path: Path) -> RunPaths:
     ("share", "drawn"), [(0.0, "░░░░"), (0.5, "██░░"), (0.29, "█▏░░"), (1.0, "████"), (0.999, "███▉")]
 )
 def test_a_bar_is_full_when_all_is_done(share: float, drawn: str) -> None:
-    assert bar(share, 4) == drawn
+    assert render.bar(share, 4) == drawn
 
 
 def test_a_curve_goes_from_its_lowest_to_its_highest_value() -> None:

@@ -73,7 +73,9 @@ def test_where_none_verifies_the_answer_is_its_own_exit_code(cli: Cli, run: RunP
 
 @pytest.mark.scenario("SEC15")
 @pytest.mark.parametrize("linked", ["checkpoints", "checkpoints/quarantine", "partial"])
-@pytest.mark.parametrize("words", [["prune", "--keep-last", 1, "--quarantined"], ["scrub", "--no-data"]])
+@pytest.mark.parametrize(
+    "words", [["prune", "--keep-last", 1, "--quarantined"], ["verify", "--scrub", "--no-data"]]
+)
 def test_what_a_link_in_a_run_leads_to_is_left_alone(
     cli: Cli, run: RunPaths, tmp_path: Path, words: list[object], linked: str
 ) -> None:
@@ -106,14 +108,14 @@ def test_a_scrub_leaves_the_frozen_models_that_a_link_leads_to(
     (damaged := tmp_path / "frozen" / ("0" * 64)).mkdir(parents=True)
     (tmp_path / "frozen" / f"{damaged.name}.json").write_text("{}")
     (run.root / "frozen").symlink_to(tmp_path / "frozen")
-    assert cli("scrub", run.root, "--no-data").code == ExitCode.PERMISSION
+    assert cli("verify", run.root, "--scrub", "--no-data").code == ExitCode.PERMISSION
     assert damaged.is_dir()
 
 
 @pytest.mark.scenario("SEC15")
 def test_only_what_was_set_aside_with_its_reason_goes_from_quarantine(cli: Cli, run: RunPaths) -> None:
     (run.checkpoint(50) / "metadata.json").write_bytes(b"[]")
-    cli("scrub", run.root, "--no-data")
+    cli("verify", run.root, "--scrub", "--no-data")
     (aside,) = run.quarantine.glob("step_000050.????????")
     for name in ("thesis", "step_000001.0123abcd", "step_000001.x"):
         (run.quarantine / name).mkdir()

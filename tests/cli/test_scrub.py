@@ -1,10 +1,11 @@
-"""`verl-slurm scrub`: everything is read, what is damaged is set aside, the data set included in the look."""
+"""`verl-slurm verify --scrub`: everything is read, what is damaged is set aside, the data set included in the look."""
 
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.builders import write_config
@@ -16,8 +17,8 @@ from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.store import scrub as scrub_module
 from verl_slurm.checkpoint.store.frozen import store_frozen
 from verl_slurm.checkpoint.store.verify import read_manifest
-from verl_slurm.config.load import parse_config
-from verl_slurm.config.schema import EncryptionConfig
+from verl_slurm.config.load import dump, load_resolved
+from verl_slurm.config.schema import DataConfig, EncryptionConfig, GuestConfig
 from verl_slurm.dataset.fingerprint.record import fingerprint, survey, write
 
 Cli = Callable[..., Any]
@@ -33,41 +34,31 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 def test_all_that_is_well_is_said_in_a_line_each(cli: Cli, run: RunPaths) -> None:
-    result = cli("scrub", run.root)
+    result = cli("verify", run.root, "--scrub")
     assert result.code == ExitCode.OK
-    assert result.out.count("  ok, ") == 2
+    assert result.out.count("  verified, ") == 2
 
 
 def test_what_is_damaged_is_named_and_set_aside(cli: Cli, run: RunPaths) -> None:
     (run.checkpoint(20) / "metadata.json").write_bytes(b"[]")
-    dry = cli("scrub", run.root, "--dry-run", "--json")
+    dry = cli("verify", run.root, "--scrub", "--dry-run", "--json")
     assert (dry.code, dry.json["ok"]) == (ExitCode.CORRUPT, False)
     assert run.checkpoint(20).exists()
-    real = cli("scrub", run.root)
+    real = cli("verify", run.root, "--scrub")
     assert real.code == ExitCode.CORRUPT
     assert "metadata.json" in real.out
     assert "set aside: checkpoints/quarantine/" in real.out
     assert not run.checkpoint(20).exists()
-    assert cli("scrub", run.root).code == ExitCode.OK
+    assert cli("verify", run.root, "--scrub").code == ExitCode.OK
+    assert cli("verify", run.root, "--dry-run").code == ExitCode.USAGE
 
 
 def test_changed_data_is_found_unless_it_is_left_out(cli: Cli, run: RunPaths) -> None:
     (run.root / "data" / "a.jsonl").write_text('{"x": 1}\n')
-    result = cli("scrub", run.root)
+    result = cli("verify", run.root, "--scrub")
     assert result.code == ExitCode.DATASET_DRIFT
     assert "data: changed a.jsonl" in result.out
-    assert cli("scrub", run.root, "--no-data").code == ExitCode.OK
-
-
-def test_the_data_of_verl_are_the_files_that_it_names(cli: Cli, run: RunPaths) -> None:
-    rows = run.root / "rows.parquet"
-    rows.write_text("rows")
-    settings = f"trainer: {{backend: verl}}\nverl:\n  data.train_files: {rows}\n  data.val_files: {rows}\n"
-    write_config(run, parse_config(settings.encode(), "run.yaml"))
-    write(run, survey((str(rows),)).found)
-    assert cli("scrub", run.root).code == ExitCode.OK
-    rows.write_text("other")
-    assert cli("scrub", run.root).code == ExitCode.DATASET_DRIFT
+    assert cli("verify", run.root, "--scrub", "--no-data").code == ExitCode.OK
 
 
 def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
@@ -81,9 +72,23 @@ def test_a_checkpoint_that_a_living_run_prunes_meanwhile_is_no_damage(
         return real(path, **options)
 
     monkeypatch.setattr(scrub_module, "verify", prune_first)
-    result = cli("scrub", run.root, "--json")
+    result = cli("verify", run.root, "--scrub", "--json")
     assert result.code == ExitCode.OK
     assert len(result.json["checkpoints"]) == 1
+
+
+def test_of_a_run_of_verl_the_files_are_read_that_its_settings_name(cli: Cli, run: RunPaths) -> None:
+    file = run.root / "train.parquet"
+    file.write_bytes(b"rows")
+    verl = {"data": {"train_files": str(file), "val_files": str(file)}}
+    config = msgspec.structs.replace(
+        load_resolved(run.run_yaml), data=DataConfig(), trainer=GuestConfig(backend="verl"), verl=verl
+    )
+    run.run_yaml.write_bytes(dump(config))
+    write(run, survey((str(file),)).found)
+    assert cli("verify", run.root, "--scrub", "--json").json["data"] == []
+    file.write_bytes(b"other rows")
+    assert cli("verify", run.root, "--scrub", "--json").json["data"] == [f"changed {str(file)[1:]}"]
 
 
 @pytest.fixture
@@ -99,16 +104,16 @@ def test_frozen_models_are_read_back_and_a_damaged_one_is_set_aside(
     cli: Cli, run: RunPaths, with_model: Path
 ) -> None:
     name = with_model.parent.name
-    assert f"frozen/{name}  ok" in cli("scrub", run.root).out
+    assert f"frozen/{name}  verified" in cli("verify", run.root, "--scrub").out
     with_model.write_bytes(b"[]")
-    dry = cli("scrub", run.root, "--dry-run", "--json")
+    dry = cli("verify", run.root, "--scrub", "--dry-run", "--json")
     assert (dry.code, dry.json["frozen"][0]["ok"]) == (ExitCode.CORRUPT, False)
     assert with_model.exists()
-    real = cli("scrub", run.root)
+    real = cli("verify", run.root, "--scrub")
     assert real.code == ExitCode.CORRUPT
     assert "set aside: frozen/quarantine/" in real.out
     assert not with_model.exists()
-    assert cli("scrub", run.root).code == ExitCode.OK
+    assert cli("verify", run.root, "--scrub").code == ExitCode.OK
 
 
 @pytest.fixture
@@ -127,37 +132,37 @@ def _configure(paths: RunPaths, **encryption: str) -> None:
 
 
 def test_what_nobody_with_the_runs_key_signed_is_named_and_left(cli: Cli, sealed_run: RunPaths) -> None:
-    result = cli("scrub", sealed_run.root, "--no-data")
+    result = cli("verify", sealed_run.root, "--scrub", "--no-data")
     assert result.code == ExitCode.KEY
-    assert "step_000010  ok" in result.out
+    assert "step_000010  verified" in result.out
     assert "step_000020  BAD" in result.out
     assert "not signed" in result.out
     assert sealed_run.checkpoint(20).is_dir()
-    answer = cli("scrub", sealed_run.root, "--no-data", "--json").json
+    answer = cli("verify", sealed_run.root, "--scrub", "--no-data", "--json").json
     assert (answer["ok"], answer["signature"]) == (False, "checked")
 
 
 def test_the_one_that_accept_unsigned_names_is_good(cli: Cli, sealed_run: RunPaths, tmp_path: Path) -> None:
     digest = read_manifest(sealed_run.checkpoint(20)).digest
     _configure(sealed_run, key_file=str(tmp_path / "run.key"), accept_unsigned=digest)
-    assert cli("scrub", sealed_run.root, "--no-data").code == ExitCode.OK
+    assert cli("verify", sealed_run.root, "--scrub", "--no-data").code == ExitCode.OK
 
 
 def test_without_the_key_at_hand_the_scrub_says_what_it_did_not_check(
     cli: Cli, sealed_run: RunPaths, tmp_path: Path
 ) -> None:
     (tmp_path / "run.key").rename(tmp_path / "elsewhere.key")
-    result = cli("scrub", sealed_run.root, "--no-data")
+    result = cli("verify", sealed_run.root, "--scrub", "--no-data")
     assert result.code == ExitCode.OK, "the bytes are as they should be"
     assert "signature not checked: no key" in result.err
-    answer = cli("scrub", sealed_run.root, "--no-data", "--json").json
+    answer = cli("verify", sealed_run.root, "--scrub", "--no-data", "--json").json
     assert answer["signature"].startswith("not checked: no key")
-    by_hand = cli("scrub", sealed_run.root, "--no-data", "--key-file", tmp_path / "elsewhere.key")
+    by_hand = cli("verify", sealed_run.root, "--scrub", "--no-data", "--key-file", tmp_path / "elsewhere.key")
     assert by_hand.code == ExitCode.KEY
-    assert cli("scrub", sealed_run.root, "--key-file", tmp_path / "run.key").code == ExitCode.KEY
+    assert cli("verify", sealed_run.root, "--scrub", "--key-file", tmp_path / "run.key").code == ExitCode.KEY
 
 
 def test_a_signed_checkpoint_of_a_run_without_a_key_is_not_passed_in_silence(cli: Cli, run: RunPaths) -> None:
-    assert cli("scrub", run.root, "--json").json["signature"] == "none"
+    assert cli("verify", run.root, "--scrub", "--json").json["signature"] == "none"
     save_sealed(run, 30)
-    assert "signature not checked: no key" in cli("scrub", run.root).err
+    assert "signature not checked: no key" in cli("verify", run.root, "--scrub").err

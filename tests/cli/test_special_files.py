@@ -61,7 +61,7 @@ FILES = [
     ),
 ]
 COMMANDS = [
-    *("status RUN", "list RUN", "list PLACE", "report RUN --out PAGE", "checkpoints RUN", "logs RUN"),
+    *("status RUN", "list RUN", "list PLACE", "report RUN --out PAGE", "logs RUN"),
     *("samples RUN", "cancel RUN", "requeue RUN", "watch RUN", "watch PLACE"),
     "submit RUN --dry-run --cluster local",
 ]

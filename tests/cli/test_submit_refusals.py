@@ -74,8 +74,15 @@ def test_a_refusal_is_json_where_json_was_asked_for(workplace: Path, cli: Cli) -
     assert "train.steps" in result.json["error"]
 
 
-def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(workplace: Path, cli: Cli) -> None:
-    words = ["train.stepz=3", "checkpoint.every_steps=often", "data.root=none", "hooks.on_end=[no-such-program]"]
+def test_one_answer_has_unknown_keys_wrong_values_missing_files_and_programs(
+    workplace: Path, cli: Cli
+) -> None:
+    words = [
+        "train.stepz=3",
+        "checkpoint.every_steps=often",
+        "data.root=none",
+        "hooks.on_end=[no-such-program]",
+    ]
     result = cli("submit", "config.yaml", *words, "--cluster", "local")
     assert result.code == ExitCode.CONFIG
     for part in ("train.stepz", "'often'", "no such data directory", "no program no-such-program"):
@@ -238,7 +245,7 @@ def test_a_slurm_that_does_not_answer_is_never_replaced_by_this_machine(
 
 
 def test_an_unwritten_directory_for_a_status_is_not_a_run(workplace: Path, cli: Cli) -> None:
-    for command in ("status", "watch", "logs", "cancel", "requeue", "checkpoints"):
+    for command in ("status", "watch", "logs", "cancel", "requeue"):
         result = cli(command, "data")
         assert result.code == ExitCode.NOT_FOUND
         assert "not a run directory" in result.error
@@ -326,7 +333,7 @@ def test_a_directory_without_a_run_is_not_submitted(workplace: Path, cli: Cli) -
 
 
 def test_what_is_neither_run_nor_checkpoint_is_not_verified(workplace: Path, cli: Cli) -> None:
-    for words in (("verify", "data"), ("compare", "data", "data")):
+    for words in (("verify", "data"), ("inspect", "data", "data")):
         result = cli(*words)
         assert result.code == ExitCode.NOT_FOUND
         assert "neither a run nor a checkpoint: data" in result.error
@@ -343,7 +350,7 @@ def test_another_user_s_run_is_one_line_and_does_not_hide_the_others(
             ("status", closed_place / "theirs"),
             ("submit", closed_place / "theirs"),
             ("submit", closed_place / "my.yaml"),
-            ("checkpoints", closed_place / "theirs"),
+            ("list", closed_place / "theirs"),
         ):
             result = cli(*words)
             assert (result.code, bool(result.error)) == (ExitCode.PERMISSION, True), words

@@ -91,7 +91,7 @@ def test_another_reward_is_asked_for_by_a_signal_to_the_lead(workplace: Path, cl
     cli("submit", "config.yaml", *SLURM)
     run = workplace / "runs" / "demo"
     wait_for(run, "started")
-    result = cli("update-reward", run, "rule:arithmetic")
+    result = cli("update-reward", "--checkpoint", run, "--new-model", "rule:arithmetic")
     assert result.code == 0, result.err
     assert "takes it at the end of a step" in result.out
     assert wait_for(run, "cause")["cause"] == "SIGUSR1"

@@ -1,4 +1,4 @@
-"""`tiers`, `offload` and `fetch-back` on checkpoints made through the real commit."""
+"""`tiers` and its --offload and --fetch-back on checkpoints made through the real commit."""
 
 import shutil
 from collections.abc import Callable
@@ -36,23 +36,25 @@ def run(tmp_path: Path) -> RunPaths:
 
 
 def test_a_checkpoint_goes_out_and_comes_back(cli: Cli, run: RunPaths) -> None:
-    plan = cli("offload", run.root, "--dry-run", "--json").json
+    plan = cli("tiers", run.root, "--offload", "--dry-run", "--json").json
     assert [(a["name"], a["tier"], a["reason"]) for a in plan["copy"]] == [
         ("step_000010", "cold", "not here yet")
     ]
     assert plan["drop"] == []
-    assert "would copy 1 and drop 0" in cli("offload", run.root, "--dry-run").out
+    assert "would copy 1 and drop 0" in cli("tiers", run.root, "--offload", "--dry-run").out
     assert cli("tiers", run.root, "--json").json["last_good"] is None
-    assert "copied 1, dropped 0" in cli("offload", run.root).out
+    assert "copied 1, dropped 0" in cli("tiers", run.root, "--offload").out
     shown = cli("tiers", run.root)
     assert shown.code == ExitCode.OK
     assert shown.out.count("the last good one") == 2
     assert "incomplete" not in shown.out
     shutil.rmtree(run.checkpoints / "step_000010")
-    back = cli("fetch-back", run.root, "--json").json
+    back = cli("tiers", run.root, "--fetch-back", "--json").json
     assert (back["name"], back["tier"]) == ("step_000010", "cold")
     assert verify(Path(back["path"])).ok
-    assert "is there and verifies" in cli("fetch-back", run.root, "step_000010").out
+    assert "is there and verifies" in cli("tiers", run.root, "--fetch-back", "step_000010").out
+    for words in (("step_000010",), ("--dry-run",), ("--offload", "--fetch-back")):
+        assert cli("tiers", run.root, *words).code == ExitCode.USAGE
 
 
 def test_the_newest_comes_first_also_where_a_step_has_seven_digits(cli: Cli, run: RunPaths) -> None:
@@ -65,8 +67,8 @@ def test_the_newest_comes_first_also_where_a_step_has_seven_digits(cli: Cli, run
 
 def test_a_tier_that_is_not_mounted_is_said_with_its_own_exit_code(cli: Cli, run: RunPaths) -> None:
     (run.root.parent / "cold").rmdir()
-    for words in (("tiers",), ("offload",), ("offload", "--dry-run")):
-        result = cli(words[0], run.root, *words[1:])
+    for words in ((), ("--offload",), ("--offload", "--dry-run")):
+        result = cli("tiers", run.root, *words)
         assert result.code == ExitCode.TIER
         assert "tier cold does not answer" in result.error
     answer = cli("tiers", run.root, "--json")
@@ -78,7 +80,7 @@ def test_a_tier_that_is_not_mounted_is_said_with_its_own_exit_code(cli: Cli, run
 
 
 def test_what_no_tier_has_is_not_found(cli: Cli, run: RunPaths) -> None:
-    result = cli("fetch-back", run.root)
+    result = cli("tiers", run.root, "--fetch-back")
     assert result.code == ExitCode.NOT_FOUND
     assert "no tier has a checkpoint of this run" in result.error
 
@@ -107,7 +109,7 @@ def test_what_the_runs_key_did_not_sign_is_shown_as_refused_and_stays(
     cli: Cli, run: RunPaths, keyed: Path
 ) -> None:
     assert "refused" in cli("tiers", run.root).out
-    result = cli("offload", run.root)
+    result = cli("tiers", run.root, "--offload")
     assert "not copied: the checkpoint is not signed" in result.out
     assert "copied 1, dropped 0" in result.out
 
@@ -116,11 +118,11 @@ def test_without_the_key_nothing_is_moved_and_a_look_says_what_it_did_not_check(
     cli: Cli, run: RunPaths, keyed: Path
 ) -> None:
     keyed.unlink()
-    assert cli("offload", run.root).code == ExitCode.KEY
+    assert cli("tiers", run.root, "--offload").code == ExitCode.KEY
     assert not list((run.root.parent / "cold").iterdir())
-    for words in (("tiers",), ("offload", "--dry-run")):
-        seen = cli(words[0], run.root, *words[1:])
+    for words in ((), ("--offload", "--dry-run")):
+        seen = cli("tiers", run.root, *words)
         assert seen.code == ExitCode.OK
         assert "signature not checked: no key" in seen.err
-        answer = cli(words[0], run.root, *words[1:], "--json").json
+        answer = cli("tiers", run.root, *words, "--json").json
         assert answer["signature"].startswith("not checked: no key")

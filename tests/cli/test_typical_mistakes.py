@@ -155,7 +155,7 @@ def test_config_explains_every_key_of_the_schema(cli: Cli) -> None:
     assert {"train.kl_in", "slurm.successor", "checkpoint.encryption.key_file", "tiers[].kind"} <= keys.keys()
     assert keys["train.kl_in"]["type"] == "reward | loss"
     assert keys["train.steps"]["default"] == "30"
-    told = cli("config", "--explain", "train.kl_in").out
+    told = cli("config", "explain", "train.kl_in").out
     assert "the penalty is part of what is maximised" in told
     assert cli("config", "trian.steps").error.endswith(
         "(expected train.steps); `verl-slurm config` lists all keys"
@@ -186,11 +186,11 @@ def test_a_followed_run_left_with_ctrl_c_has_a_code_that_the_table_lists(cli: Cl
 
 
 @pytest.mark.scenario("USE-SMALL")
-def test_compare_takes_names_of_a_run_as_diff_does(workplace: Path, cli: Cli) -> None:
+def test_a_comparison_takes_names_of_a_run(workplace: Path, cli: Cli) -> None:
     run = workplace / "runs" / "x"
     run.mkdir(parents=True)
     (run / "run.yaml").write_text("name: x\n")
-    result = cli("compare", "step_000001", "step_000002", "--run", run)
+    result = cli("inspect", "--bits", "step_000001", "step_000002", "--run", run)
     assert result.code == ExitCode.NOT_FOUND
     assert str(run / "checkpoints" / "step_000001") in json.dumps(result.error)
 

@@ -33,7 +33,16 @@ def run(workplace: Path, cli: Cli) -> Path:
 def test_a_wish_is_kept_with_absolute_paths_and_counts_from_the_next_start(
     workplace: Path, run: Path, cli: Cli
 ) -> None:
-    result = cli("update-reward", run, "python:mine.py:score", "--warm-start-steps", 3, "--json")
+    result = cli(
+        "update-reward",
+        "--checkpoint",
+        run,
+        "--new-model",
+        "python:mine.py:score",
+        "--warm-start-steps",
+        3,
+        "--json",
+    )
     assert result.code == 0, result.err
     reward = f"python:{workplace / 'mine.py'}:score"
     assert result.json["reward"] == reward
@@ -46,18 +55,16 @@ def test_a_wish_is_kept_with_absolute_paths_and_counts_from_the_next_start(
 
 
 def test_a_directory_is_a_classifier(workplace: Path, run: Path, cli: Cli) -> None:
-    refused = cli("update-reward", run, "model")
+    refused = cli("update-reward", "--checkpoint", run, "--new-model", "model")
     assert "does not give one score" in refused.error, "the ranks would refuse it"
     config = workplace / "model/config.json"
     head = {"architectures": ["Qwen2ForSequenceClassification"], "id2label": {"0": "good"}}
     config.write_bytes(msgspec.json.encode(msgspec.json.decode(config.read_bytes()) | head))
-    assert cli("update-reward", run, "model").code == 0
     assert cli("update-reward", "--checkpoint", run, "--new-model", "model").code == 0
     of_the_run = run / "checkpoints/step_000004"
     assert cli("update-reward", "--checkpoint", of_the_run, "--new-model", "model").code == 0
-    for half in ([run], ["--checkpoint", run], [run, "model", "--checkpoint", run], ["--new-model", "model"]):
-        result = cli("update-reward", *half)
-        assert (result.code, "RUN and NEW, or --checkpoint and --new-model" in result.err) == (2, True)
+    for half in ([run], ["--checkpoint", run], ["--new-model", "model"]):
+        assert cli("update-reward", *half).code == ExitCode.USAGE
     request = read_reward_request(RunPaths(run))
     assert request is not None
     assert request.reward == f"classifier:{workplace / 'model'}"
@@ -79,7 +86,7 @@ def test_a_wish_that_slurm_does_not_hand_on_is_kept_and_said_to_be(
         program.write_text(f"#!/bin/sh\n{script}\n")
         program.chmod(0o700)
     append_event(RunPaths(run), "submitted", cluster="slurm", job_id="1")
-    result = cli("update-reward", run, "rule:arithmetic", "--json")
+    result = cli("update-reward", "--checkpoint", run, "--new-model", "rule:arithmetic", "--json")
     assert result.code == ExitCode.OK
     assert "the run's job could not be told" in result.error
     said = result.json
@@ -103,7 +110,7 @@ def test_a_wish_that_slurm_does_not_hand_on_is_kept_and_said_to_be(
 def test_what_is_no_reward_is_refused_before_the_run_hears_of_it(
     run: Path, cli: Cli, new: str, code: ExitCode, said: str
 ) -> None:
-    result = cli("update-reward", run, new)
+    result = cli("update-reward", "--checkpoint", run, "--new-model", new)
     assert result.code == code
     assert said in result.error
     assert read_reward_request(RunPaths(run)) is None
@@ -113,7 +120,7 @@ def test_a_living_run_is_woken_as_for_any_request_of_an_operator(workplace: Path
     assert cli("submit", "config.yaml", *LOCAL).code == 0
     run = workplace / "runs" / "demo"
     wait_for_event(run, "started")
-    result = cli("update-reward", run, "rule:arithmetic")
+    result = cli("update-reward", "--checkpoint", run, "--new-model", "rule:arithmetic")
     assert result.code == 0, result.err
     assert "takes it at the end of a step" in result.out
     cli("watch", run)
@@ -150,7 +157,7 @@ def test_a_link_in_the_place_of_the_wish_is_refused_and_not_written_over(
     wish.parent.mkdir(mode=0o700, exist_ok=True)
     (workplace / "theirs").write_text("{}")
     wish.symlink_to(workplace / "theirs")
-    result = cli("update-reward", run, "python:mine.py:score")
+    result = cli("update-reward", "--checkpoint", run, "--new-model", "python:mine.py:score")
     assert result.code == ExitCode.PERMISSION
     assert "no regular file, but a link" in result.error
     assert (workplace / "theirs").read_text() == "{}"

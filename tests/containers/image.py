@@ -4,7 +4,7 @@
 
 writes DIR/root (kept: a minute by debootstrap), DIR/image.sqsh (squashfs) and, with --all, DIR/oci (an OCI image
 layout). The packages come from this environment, as `constraints/` pins them, so that no other torch can get in.
-Nothing of the daemon's is among them: no submitit, watchdog or prometheus_client. (click and rich come with
+Nothing of the daemon's is among them: no submitit, watchdog or prometheus_client. (click comes with
 huggingface_hub.)
 
 It needs root, debootstrap, mksquashfs, and a Python of the minor version that the Debian has.

@@ -10,7 +10,7 @@ import pytest
 from tests.devcluster.test_conf import layout
 from tests.processes import captured
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
-from verl_slurm.devcluster import accounting, cluster as cluster_module, machine
+from verl_slurm.devcluster import cluster as cluster_module, conf, machine
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.conf import ClusterOptions, slurm_conf
 from verl_slurm.devcluster.processes import list_members
@@ -29,7 +29,7 @@ def test_with_accounting_the_qos_decides_who_preempts_whom() -> None:
     assert "PreemptType=preempt/partition_prio\n" in without
     assert "Accounting" not in without
     options = ClusterOptions(accounting=True, grace_s=7, preempt_mode="CANCEL")
-    said = [" ".join(argv) for argv in accounting.sacctmgr_commands("sacctmgr", options, layout())]
+    said = [" ".join(argv) for argv in conf.sacctmgr_commands("sacctmgr", options, layout())]
     assert "sacctmgr --immediate modify qos normal set GraceTime=7 PreemptMode=cancel" in said
     assert "sacctmgr --immediate add qos urgent Priority=1000 Preempt=normal" in said
 
@@ -104,7 +104,7 @@ def test_jobs_are_counted_and_only_this_machine_hears_of_it(make_cluster: Callab
 def test_a_database_that_does_not_start_is_quoted_and_nothing_is_left(
     short_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster_module, "database_sql", lambda _: "GRANT NOTHING;\n")
+    monkeypatch.setattr(conf, "database_sql", lambda _: "GRANT NOTHING;\n")
     monkeypatch.setattr(cluster_module, "_START_S", 8)
     cluster = DevCluster(short_dir)
     with pytest.raises(SlurmRefused, match="slurmdbd did not start|mariadbd did not start"):

@@ -7,9 +7,12 @@ import pytest
 from click.testing import CliRunner
 
 from verl_slurm.base.errors import ConfigError, NotFound
+from verl_slurm.base.processes import boot_id
 from verl_slurm.cli.setup.devcluster import devcluster as command
+from verl_slurm.devcluster.conf import ClusterOptions
+from verl_slurm.devcluster.state import ClusterState, write_state
 
-COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "restore-node", "env")
+COMMANDS = ("start", "stop", "status", "preempt", "fail-node", "env")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -25,6 +28,8 @@ def test_the_help_shows_a_whole_session() -> None:
     for name in COMMANDS:
         assert name in text
     assert 'eval "$(verl-slurm devcluster env)"' in text
+    assert "..." not in text.partition("Commands:")[2], "no sentence is cut off"
+    assert "until all nodes are idle (a second or two;" in " ".join(text.split())
 
 
 def test_env_is_fit_for_eval(tmp_path: Path) -> None:
@@ -51,3 +56,17 @@ def test_without_a_cluster_the_remedy_is_named(tmp_path: Path) -> None:
     done = CliRunner().invoke(command, ["preempt", "1", "--dir", str(tmp_path)])
     assert isinstance(done.exception, NotFound)
     assert "devcluster start" in str(done.exception)
+
+
+def test_a_command_means_the_cluster_of_its_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meant(*words: str) -> str:
+        return CliRunner().invoke(command, ["env", *words]).output
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("VERL_SLURM_DEVCLUSTER", raising=False)
+    monkeypatch.setenv("SLURM_CONF", str(tmp_path / "slurm.conf"))
+    assert str(tmp_path / "cache") in meant(), "a site's cluster is none of ours"
+    started = ClusterState(boot_id=boot_id(), name="dev", slurm_version="22.05.8", options=ClusterOptions())
+    write_state(tmp_path, started)
+    assert f"SLURM_CONF={tmp_path}/slurm.conf" in meant()
+    assert f"SLURM_CONF={tmp_path}/other/slurm.conf" in meant("--dir", f"{tmp_path}/other")

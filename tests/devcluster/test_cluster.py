@@ -203,7 +203,7 @@ def test_a_directory_that_slurm_cannot_use_is_refused_before_anything(name: str)
 def test_a_daemon_that_does_not_come_up_is_quoted_and_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(prefix="vs-") as directory:
         monkeypatch.setattr(
-            "verl_slurm.devcluster.cluster.slurm_conf", lambda *_: "ClusterName=x\nNoSuchKey=1\n"
+            "verl_slurm.devcluster.conf.slurm_conf", lambda *_: "ClusterName=x\nNoSuchKey=1\n"
         )
         cluster = DevCluster(directory)
         with pytest.raises(SlurmRefused, match="slurmctld did not start"):

@@ -50,7 +50,7 @@ def _knows_itself(cluster: DevCluster, directory: Path) -> None:
     assert _cli(cluster, "preempt", job, "--hold", "0")["seen"] == "preempt_time"
     _slurm(cluster, "scancel", job)
     assert _cli(cluster, "fail-node", "node2")["killed"]
-    assert _cli(cluster, "restore-node", "node2")["state"] == "idle"
+    assert _cli(cluster, "fail-node", "--restore", "node2")["state"] == "idle"
 
 
 @pytest.mark.scenario("USE12")

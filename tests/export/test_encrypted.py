@@ -69,8 +69,8 @@ def test_the_command_line_finds_the_key_by_the_run_or_takes_it_by_hand(
     trained.paths.run_yaml.write_text(configured)
     try:
         assert main(["inspect", str(encrypted)]) == ExitCode.OK
-        assert main(["diff", str(encrypted), str(away)]) == ExitCode.KEY
-        assert main(["diff", str(encrypted), str(away), "--key-file", str(key_file)]) == ExitCode.OK
+        assert main(["inspect", str(encrypted), str(away)]) == ExitCode.KEY
+        assert main(["inspect", str(encrypted), str(away), "--key-file", str(key_file)]) == ExitCode.OK
         words = ["export", str(encrypted), "--to", "single-file", "--model", str(trained.base), "--json"]
         assert main([*words, "--out", str(tmp_path / "out")]) == ExitCode.OK
         assert (tmp_path / "out" / "optimizer.pt").is_file()

@@ -228,5 +228,5 @@ def test_export_and_compare_make_no_compile_cache_under_a_name_that_anybody_can_
         *("export", checkpoint, "--to", "hf", "--model", model, "--out", tmp_path / "out"), environ=environ
     )
     assert done.code == 0, done.err
-    assert measured("compare", checkpoint, checkpoint, environ=environ).code == 0
+    assert measured("inspect", "--bits", checkpoint, checkpoint, environ=environ).code == 0
     assert list(temporary.iterdir()) == []

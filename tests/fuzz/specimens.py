@@ -415,12 +415,6 @@ def http_heads() -> Sequence[bytes]:
     ]
 
 
-def alerts() -> Sequence[bytes]:
-    labels = {"alertname": "A", "action": "emergency_checkpoint", "run_id": "0123456789abcdef"}
-    told = [{"status": status, "labels": labels, "annotations": {}} for status in ("firing", "resolved")]
-    return [msgspec.json.encode({"version": "4", "status": "firing", "alerts": told})]
-
-
 def orchestrations() -> Sequence[bytes]:
     made = {
         "version": 1,

@@ -34,7 +34,6 @@ from verl_slurm.checkpoint.format import manifest, schema
 from verl_slurm.checkpoint.format.tensor_index import parse_index
 from verl_slurm.checkpoint.store.frozen import check_frozen
 from verl_slurm.checkpoint.store.quarantine import put_back_unfinished
-from verl_slurm.cli.run.alert_receiver import runs_to_save
 from verl_slurm.cli.show.run_tables import steps_table
 from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.config import strict_yaml
@@ -436,7 +435,6 @@ TARGETS = (
     ),
     Target("packets of a rank", parse_packet, of.from_rank, raises=(WireError,), form="msgpack"),
     Target("requests to the metrics port", parse_head, of.http_heads, raises=(WireError,)),
-    Target("alerts", runs_to_save, of.alerts, raises=(WireError,), form="json"),
     Target(
         "control page",
         _in_run("page", lambda paths: _control_page(paths.root / "page")),

@@ -159,7 +159,7 @@ def test_a_reward_that_is_handed_over_is_parsed_in_little_memory(
 ) -> None:
     file = tmp_path / "reward.py"
     file.write_text("def score(prompts, responses, answers):\n    return []\n")
-    argv = ("update-reward", run.root, f"python:{file}:score")
+    argv = ("update-reward", "--checkpoint", run.root, "--new-model", f"python:{file}:score")
     good = measured(*argv)
     hole(file) if source is None else file.write_bytes(source)
     done = measured(*argv)
@@ -216,14 +216,14 @@ def archived(run: RunPaths, tmp_path: Path) -> Path:
     cold = cold_tier(tmp_path / "cold")
     write_config(run, name="demo", root=tmp_path / "data", tiers=(cold,))
     there = save_sealed(run, 1, None)
-    assert measured("offload", run.root).code == 0
+    assert measured("tiers", run.root, "--offload").code == 0
     shutil.rmtree(there)
     return next((tmp_path / "cold").rglob("manifest.json")).parent
 
 
 @pytest.mark.parametrize("what", ["manifest", "manifest hole", "file", "fifo"])
 def test_a_forged_checkpoint_in_a_tier_is_not_brought_back(run: RunPaths, archived: Path, what: str) -> None:
-    good = measured("fetch-back", run.root)
+    good = measured("tiers", run.root, "--fetch-back")
     assert good.code == 0, good.err
     shutil.rmtree(run.checkpoints / "step_000001")
     if what == "manifest":
@@ -235,14 +235,14 @@ def test_a_forged_checkpoint_in_a_tier_is_not_brought_back(run: RunPaths, archiv
     else:
         put(archived, "metadata.json", None)
         (archived / "metadata.json").write_bytes(b"{}")
-    done = measured_program("verl_slurm.cli", "fetch-back", run.root, timeout_s=PATIENCE_S)
+    done = measured_program("verl_slurm.cli", "tiers", run.root, "--fetch-back", timeout_s=PATIENCE_S)
     assert done.code != 0
     one_line(done)
     assert done.peak_mb < good.peak_mb + ROOM_MB
     assert not (run.checkpoints / "step_000001").exists()
 
 
-@pytest.mark.parametrize("words", [["offload"], ["offload", "--dry-run"], ["sync"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["--offload"], ["--offload", "--dry-run"], ["sync"]], ids=" ".join)
 def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
     run: RunPaths, archived: Path, tmp_path: Path, words: list[str]
 ) -> None:
@@ -267,16 +267,16 @@ def test_a_copy_that_is_handed_back_changes_nothing_in_the_tier_of_its_original(
     assert done.err.count("\n") == 1
     assert str(run.root) in done.err
     assert {path.name: path.read_bytes() for path in archived.rglob("*") if path.is_file()} == before
-    assert measured("offload", run.root).code == 0
+    assert measured("tiers", run.root, "--offload").code == 0
 
 
 def test_a_large_forged_file_in_a_tier_is_brought_back_in_little_memory(
     run: RunPaths, archived: Path
 ) -> None:
-    good = measured("fetch-back", run.root)
+    good = measured("tiers", run.root, "--fetch-back")
     shutil.rmtree(run.checkpoints / "step_000001")
     put(archived, "metadata.json", None)
-    done = measured("fetch-back", run.root)
+    done = measured("tiers", run.root, "--fetch-back")
     assert done.peak_mb < good.peak_mb + ROOM_MB
     inspected = measured("inspect", run.root)
     assert "at most" in one_line(inspected)

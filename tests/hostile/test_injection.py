@@ -222,8 +222,6 @@ def handed_over(paths: RunPaths) -> RunPaths:
         ("logs", "RUN", "--all"),
         ("list", "RUN/.."),
         ("list", "RUN/..", "--json"),
-        ("checkpoints", "RUN"),
-        ("checkpoints", "RUN", "--json"),
         ("verify", "RUN"),
         ("prune", "RUN", "--dry-run"),
         ("status", "RUN\x1b[31m"),

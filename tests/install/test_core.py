@@ -30,7 +30,7 @@ def test_the_core_environment_has_neither_torch_nor_numpy(core: Path) -> None:
         ("list", "."),
         ("devcluster", "--help"),
         ("devcluster", "status", "--dir", "nothing"),
-        ("key", "new", "my.key"),
+        ("init", "--key", "my.key"),
     ],
     ids=" ".join,
 )
@@ -76,6 +76,6 @@ def test_the_status_of_a_run_is_shown_without_torch(installed: Installed, tmp_pa
     done = installed("status", run)
     assert done.returncode == 0, done.stderr
     assert "made-elsewhere" in done.stdout
-    assert installed("checkpoints", run).returncode == 0
+    assert installed("list", run).returncode == 0
     assert installed("report", run).returncode == 0
     assert "made-elsewhere" in (tmp_path / "report.html").read_text()

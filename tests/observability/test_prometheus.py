@@ -14,6 +14,7 @@ import pytest
 from verl_slurm_daemon.journal import Status
 from verl_slurm_daemon.lead.metrics_page import LeadMetrics
 
+from tests.alert_receiver import listening
 from tests.builders import run_config
 from tests.harness import ROOT, SMALL, wait_until_gone
 from tests.journals import make_event, read_events
@@ -119,21 +120,18 @@ def test_an_overdue_save_becomes_one_through_prometheus_alertmanager_and_the_rec
 ) -> None:
     run_id = run.run_id.read_text().strip()
     token = tmp_path / "alerts.token"
-    write_file(token, b"t" * 64)
-    argv = [sys.executable, "-m", "verl_slurm.cli", "alert-receiver", str(run.root), "--json", "--port", "0"]
-    with subprocess.Popen([*argv, "--token-file", str(token)], stdout=subprocess.PIPE, text=True) as receiver:
+    with listening(run, token) as (address, receiver):
         assert receiver.stdout is not None
-        listening = json.loads(receiver.stdout.readline())["listening"]
         overdue = Overdue(tmp_path / "overdue", run_id)
         try:
             port = free_port()
-            text = (RULES / "alertmanager.yml").read_text().replace("http://127.0.0.1:9470/alert", listening)
+            text = (RULES / "alertmanager.yml").read_text().replace("http://127.0.0.1:9470/alert", address)
             (tmp_path / "am.yml").write_text(text.replace("/path/to/alerts.token", str(token)))
             manager = ["prometheus-alertmanager", "--config.file=am.yml", "--cluster.listen-address="]
             manager += [f"--web.listen-address=127.0.0.1:{port}", f"--storage.path={tmp_path / 'am'}"]
             start("alertmanager", manager, port).until(lambda: fetch(f"http://127.0.0.1:{port}/-/ready"))
             server = prometheus(start, tmp_path, [run.metrics, tmp_path / "overdue" / "targets"], port)
-            told = json.loads(receiver.stdout.readline())["alert"]
+            told = json.loads(receiver.stdout.readline())
             assert list(told) == [run_id]
             assert told[run_id].startswith("asked job ")
             wait_event(run, "alert_save_asked")
@@ -144,8 +142,6 @@ def test_an_overdue_save_becomes_one_through_prometheus_alertmanager_and_the_rec
             _look_around(server, run, run_id)
         finally:
             overdue.close()
-            receiver.terminate()
-        assert receiver.wait(20) == 0
 
 
 def _look_around(server: Server, run: RunPaths, run_id: str) -> None:

@@ -1,68 +1,87 @@
-"""What is read out of an alert, and when a run is asked."""
+"""The receiver of alerts in docs/observability.md: who is heard, and what comes of it."""
 
-import json
-from typing import Any
+import stat
+from collections.abc import Iterator
 
 import pytest
 
-from verl_slurm.base.errors import WireError
-from verl_slurm.cli.run.alert_receiver import ACTION, decide_saves, runs_to_save
+from tests.alert_receiver import alert, listening, post
+from tests.journals import read_events
+from tests.local_runs import prepared
+from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.run_id import run_id
 
-A, B, C = "a" * 16, "b" * 16, "c" * 16
+ACTION = "emergency_checkpoint"
+STRANGER = "b" * 16
+# Slurm is away at the first question, has no running job at the second, and job 7 from then on.
+SLURM = """
+import verl_slurm.runs.requests
+from verl_slurm.base.errors import SlurmMissing
+answers = iter([SlurmMissing("no answer", where="scontrol"), ""])
+def ask_for_save(run):
+    found = next(answers, "7")
+    if isinstance(found, str):
+        return found
+    raise found
+verl_slurm.runs.requests.ask_for_save = ask_for_save
+"""
 
 
-def hook(*alerts: tuple[str, dict[str, str]]) -> bytes:
-    told = [{"status": status, "labels": labels, "annotations": {}} for status, labels in alerts]
-    return json.dumps({"version": "4", "status": "firing", "alerts": told}).encode()
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    return prepared(tmp_path_factory.mktemp("alerts") / "run")
 
 
-def test_each_run_of_a_firing_alert_that_asks_for_a_save_is_named_once() -> None:
-    asking = {"action": ACTION, "alertname": "X"}
-    body = hook(
-        ("firing", asking | {"run_id": B}),
-        ("firing", asking | {"run_id": A}),
-        ("firing", asking | {"run_id": B, "rank": "0"}),
-    )
-    assert runs_to_save(body) == [B, A]
+@pytest.fixture(scope="module")
+def receiver(run: RunPaths) -> Iterator[tuple[str, str]]:
+    """Its address, and the token that it has written."""
+    token_file = run.root.parent / "token"
+    with listening(run, token_file, before=SLURM) as (address, _):
+        assert stat.S_IMODE(token_file.stat().st_mode) == 0o600
+        yield address, token_file.read_text()
 
 
 @pytest.mark.parametrize(
-    "alert",
-    [
-        ("resolved", {"action": ACTION, "run_id": A}),
-        ("firing", {"action": "cancel", "run_id": A}),
-        ("firing", {"run_id": A}),
-        ("firing", {"action": ACTION}),
-        ("firing", {"action": ACTION, "run_id": "../../etc"}),
-        ("firing", {"action": ACTION, "run_id": A + "\n"}),
-        ("firing", {"action": ACTION, "run_id": "1; rm -rf"}),
-    ],
+    ("token", "path", "status"),
+    [("x" * 64, "/alert", 401), ("x" * 64, "/nowhere", 401), ("", "/", 404), ("", "/alert/../cancel", 404)],
 )
-def test_nothing_else_asks_for_anything(alert: tuple[str, dict[str, str]]) -> None:
-    assert runs_to_save(hook(alert)) == []
+def test_strangers_and_other_paths_move_nothing(
+    run: RunPaths, receiver: tuple[str, str], token: str, path: str, status: int
+) -> None:
+    address, right = receiver
+    body = alert(action=ACTION, run_id=run_id(run))
+    assert post(address.replace("/alert", path), token or right, body) == (status, None)
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b'{"alerts": [\xff]}', b"[" * 100_000, alert(action=ACTION)])
+def test_what_alertmanager_does_not_send_is_refused(receiver: tuple[str, str], body: bytes) -> None:
+    assert post(*receiver, body) == (500, None)
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
-        b"{}",
-        b"[]",
-        b'{"alerts": {}}',
-        b'{"alerts": [{"status": "firing"}]}',
-        b'{"alerts": [{"status": "firing", "labels": {"action": 1}}]}',
-        b'{"alerts": [\xff]}',
-        b"[" * 100_000,
-        b'{"alerts": [' + b",".join([b'{"status": "firing", "labels": {}}'] * 1025) + b"]}",
+        alert("resolved", action=ACTION, run_id=STRANGER),
+        alert(action="cancel", run_id=STRANGER),
+        alert(run_id=STRANGER),
     ],
 )
-def test_what_alertmanager_does_not_send_is_refused(body: bytes) -> None:
-    with pytest.raises(WireError):
-        runs_to_save(body)
+def test_nothing_else_asks_for_anything(receiver: tuple[str, str], body: bytes) -> None:
+    assert post(*receiver, body) == (200, {})
 
 
-def test_a_run_is_asked_if_it_is_known_and_was_not_asked_just_now() -> None:
-    last: dict[str, Any] = {A: 100.0, B: 50.0}
-    verdicts = decide_saves([A, B, C], frozenset({A, B}), last, 650.0, 600.0)
-    assert verdicts == {A: "asked already", B: "save", C: "unknown run"}
-    assert decide_saves([A], frozenset({A}), {}, 0.0, 600.0) == {A: "save"}
+def test_a_known_run_is_asked_until_it_is_told_and_not_again_before_the_pause(
+    run: RunPaths, receiver: tuple[str, str]
+) -> None:
+    number = run_id(run)
+    body = alert(action=ACTION, run_id=number)
+    status, told = post(*receiver, body)
+    assert (status, told[number].startswith("failed: no answer")) == (503, True)
+    assert post(*receiver, body) == (200, {number: "no job of it is running"})
+    assert post(*receiver, body) == (200, {number: "asked job 7"})
+    assert post(*receiver, body) == (200, {number: "asked already"})
+    assert [e["job_id"] for e in read_events(run) if e["event"] == "alert_save_asked"] == ["7"]
+
+
+def test_a_run_that_was_not_named_at_the_start_is_not_asked(receiver: tuple[str, str]) -> None:
+    assert post(*receiver, alert(action=ACTION, run_id=STRANGER)) == (200, {STRANGER: "unknown run"})

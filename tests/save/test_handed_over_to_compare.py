@@ -1,4 +1,4 @@
-"""`verl-slurm compare` with another user's checkpoint: memory, and tensors larger than what is read at once."""
+"""`verl-slurm inspect --bits` with another user's checkpoint: memory, and tensors larger than what is read at once."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def saved(root: Path) -> Path:
 def good(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """The comparison of two good checkpoints."""
     root = tmp_path_factory.mktemp("good")
-    done = measured("compare", saved(root / "a"), saved(root / "b"))
+    done = measured("inspect", "--bits", saved(root / "a"), saved(root / "b"))
     assert done.code == 0, done.err
     return done
 
@@ -57,7 +57,7 @@ def test_a_state_that_swells_when_it_is_decoded_is_compared_in_little_memory(
     put(a, STATE, encode(runtime(rollouts={"response_ids": zeros, "same": zeros[:8]})))
     put(b, STATE, encode(runtime(rollouts={"response_ids": zeros[:-1], "same": zeros[:8]})))
     assert (a / STATE).stat().st_size < 4 * MIB
-    done = measured("compare", a, b, "--json")
+    done = measured("inspect", "--bits", a, b, "--json")
     assert done.code == ExitCode.DIFFERENT, done.err
     assert json.loads(done.out)["differing"] == [f"{STATE}/rollouts/response_ids"]
     assert done.peak_mb < good.peak_mb + ROOM_MB
@@ -68,7 +68,7 @@ def test_a_state_that_swells_when_it_is_decoded_is_compared_in_little_memory(
 def test_a_hole_in_the_place_of_a_state_is_not_read_into_memory(tmp_path: Path, good: Measured) -> None:
     a, b = saved(tmp_path / "a"), saved(tmp_path / "b")
     put(a, STATE, None)
-    done = measured("compare", a, b)
+    done = measured("inspect", "--bits", a, b)
     assert done.code == ExitCode.CORRUPT
     assert "does not begin as a record" in one_line(done)
     assert done.peak_mb < good.peak_mb + ROOM_MB
@@ -82,7 +82,7 @@ def test_a_tensor_that_is_a_hole_is_compared_in_little_memory(tmp_path: Path, go
         os.truncate(side / "actor/rank_0000.bin", HOLE)
         reseal(side, "actor/rank_0000.bin")
         put(side, "actor/index.json", index_of("int8", w=([1, HOLE], [piece(0, [0, 0], [1, HOLE])])))
-    done = measured("compare", a, b)
+    done = measured("inspect", "--bits", a, b)
     assert done.code == 0, done.err
     assert done.peak_mb < good.peak_mb + ROOM_MB
 
@@ -97,7 +97,7 @@ def test_tensors_that_share_their_bytes_are_refused_before_they_are_read(
     reseal(a, "actor/rank_0000.bin")
     same = {f"w{number:05}": ([size], [piece(0, [0], [size])]) for number in range(10_000)}
     put(a, "actor/index.json", index_of("int8", **same))
-    done = measured("compare", a, b)
+    done = measured("inspect", "--bits", a, b)
     assert done.code == ExitCode.CORRUPT
     assert f"pieces of {10_000 * size} bytes" in one_line(done)
     assert done.seconds < good.seconds + 60
@@ -132,10 +132,10 @@ def test_large_tensors_of_two_layouts_are_compared_element_by_element(tmp_path: 
     put(a, "actor/index.json", whole)
     put(b, "actor/rank_0000.bin", left + right + last.tobytes())
     put(b, "actor/index.json", cut)
-    done = measured("compare", a, b, "--json")
+    done = measured("inspect", "--bits", a, b, "--json")
     assert done.code == 0, done.err + done.out
     last[-1] = -0.0
     put(c, "actor/rank_0000.bin", left + right + last.tobytes())
     put(c, "actor/index.json", cut)
-    done = measured("compare", a, c, "--json")
+    done = measured("inspect", "--bits", a, c, "--json")
     assert json.loads(done.out)["differing"] == ["actor/wide"]

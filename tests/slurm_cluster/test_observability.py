@@ -1,8 +1,6 @@
 """On a real Slurm: the numbers outlive a preemption, and an alert makes the job of its run save."""
 
 import json
-import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +8,8 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.alert_receiver import alert, listening, post
 from tests.harness import SMALL, LiveRun
-from verl_slurm.base.files import write_file
-from verl_slurm.cli.run.alert_receiver import ACTION
 from verl_slurm.devcluster.cluster import DevCluster
 from verl_slurm.devcluster.faults import preempt
 
@@ -60,30 +57,11 @@ def test_the_numbers_go_on_over_a_preemption_and_an_alert_makes_the_job_save(
     assert 0 < after["verl_goodput_ratio", ""] <= 1
 
     token = tmp_path / "alerts.token"
-    write_file(token, b"t" * 64)
-    argv = [
-        sys.executable,
-        "-m",
-        "verl_slurm.cli",
-        "alert-receiver",
-        str(run.paths.root),
-        "--json",
-        "--port=0",
-    ]
-    with subprocess.Popen(
-        [*argv, "--token-file", str(token)], stdout=subprocess.PIPE, text=True, env=run.env()
-    ) as receiver:
-        assert receiver.stdout is not None
-        url = json.loads(receiver.stdout.readline())["listening"]
+    with listening(run.paths, token, env=run.env()) as (address, _):
         run_id = run.paths.run_id.read_text().strip()
-        alert = {"status": "firing", "labels": {"action": ACTION, "run_id": run_id}}
-        request = urllib.request.Request(
-            url, json.dumps({"alerts": [alert]}).encode(), {"Authorization": f"Bearer {'t' * 64}"}
-        )
         seen = len(run.events())
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            assert json.loads(answer.read()) == {run_id: f"asked job {run.job_id}"}
-        receiver.terminate()
+        body = alert(action="emergency_checkpoint", run_id=run_id)
+        assert post(address, token.read_text(), body) == (200, {run_id: f"asked job {run.job_id}"})
     assert run.wait_event("cause", after=seen)["cause"] == "operator"
     saved = run.wait_event("saved", after=seen, emergency=True)
     run.wait_event("verified", after=seen, name=saved["name"])

@@ -39,7 +39,16 @@ def run(cluster: DevCluster, tmp_path: Path) -> Iterator[LiveRun]:
 
 def ask(run: LiveRun, reward: str) -> str:
     """When the command says that it counts."""
-    argv = ("update-reward", str(run.paths.root), reward, "--warm-start-steps", str(WARM_STEPS), "--json")
+    argv = (
+        "update-reward",
+        "--checkpoint",
+        str(run.paths.root),
+        "--new-model",
+        reward,
+        "--warm-start-steps",
+        str(WARM_STEPS),
+        "--json",
+    )
     return str(msgspec.json.decode(run.cli(*argv).stdout)["when"])
 
 

@@ -168,7 +168,9 @@ def test_a_claim_of_more_than_the_disk_has_room_for_fetches_nothing(server: Stan
     server.objects[prefix + claims.path].data = Longer(b"x")
     server.objects[prefix + MANIFEST] = Stored(render(forged), {}, '"e"')
     shutil.rmtree(staging.directory)
-    done = measured_program("verl_slurm.cli", "fetch-back", str(paths.root), "step_000010", timeout_s=120)
+    done = measured_program(
+        "verl_slurm.cli", "tiers", str(paths.root), "--fetch-back", "step_000010", timeout_s=120
+    )
     assert done.code == ExitCode.NO_ROOM, done.err
     assert "what its manifest claims" in done.err
     assert {call.key for call in server.calls if call.op == "GetObject"} == {prefix + MANIFEST}

@@ -51,7 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     pq.write_table(pyarrow.Table.from_pylist(rows), place / "data" / "train.parquet")
     (place / "chat.jinja").write_text(TEMPLATE)
     (place / "reward.py").write_text(REWARD)
-    assert main(["key", "new", str(place / "key")]) == ExitCode.OK
+    assert main(["init", "--key", str(place / "key")]) == ExitCode.OK
     paths = prepared(
         place / "run",
         f"data.root={place}/data",

@@ -85,7 +85,7 @@ def test_a_hard_link_is_the_same_file_and_takes_no_room(
 ) -> None:
     monkeypatch.setattr(module, "room_for", lambda *_: pytest.fail("asked for room"))
     (done, *_) = adopt_steps(run, plan(verl_dir, run), link=True)
-    assert (done.how, done.error) == ("link", "")
+    assert (done.how, done.choice) == ("link", "adopted")
     shard = "global_step_6/model_world_size_2_rank_0.pt"
     assert (run.checkpoint(6) / shard).samefile(verl_dir / shard)
     assert verify(run.checkpoint(6)).ok
@@ -220,7 +220,7 @@ def test_a_step_that_changes_while_it_is_copied_is_not_taken(
 
     monkeypatch.setattr(module, "copy_files", changing)
     first, second = adopt_steps(run, rows)
-    assert "not as it was judged" in first.error
+    assert "not as it was judged" in first.why
     assert second.saved is not None
     assert names(run) == ["step_000004"]
 
@@ -231,7 +231,7 @@ def test_a_step_that_was_removed_since_it_was_judged_does_not_keep_the_others_ou
     rows = plan(verl_dir, run)
     shutil.rmtree(verl_dir / "global_step_6")
     first, second = adopt_steps(run, rows)
-    assert first.error
+    assert first.choice == "failed"
     assert second.saved is not None
 
 
@@ -242,7 +242,7 @@ def test_a_file_that_became_a_link_since_it_was_judged_is_not_followed(verl_dir:
     shard.symlink_to("/etc/passwd")
     for link in (False, True):
         first, _ = adopt_steps(run, rows, link=link)
-        assert first.error
+        assert first.choice == "failed"
         assert "step_000006" not in names(run)
         shutil.rmtree(run.checkpoints)
 
@@ -268,7 +268,7 @@ def test_a_step_that_was_exchanged_since_it_was_judged_is_not_taken(
     else:
         assert judge_step(judged).ok
     first, second = adopt_steps(run, rows, link=link)
-    assert "not the file that was judged" in first.error
+    assert "not the file that was judged" in first.why
     assert second.saved is not None
     assert names(run) == ["step_000004"]
 
@@ -287,7 +287,7 @@ def test_a_file_that_is_written_while_it_is_copied_is_not_taken(
 
     monkeypatch.setattr(copying, "_copy", meanwhile)
     first, second = adopt_steps(run, rows)
-    assert "not the file that was judged" in first.error
+    assert "not the file that was judged" in first.why
     assert second.saved is not None
 
 

@@ -23,9 +23,9 @@ from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoo
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.fence import take_epoch
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.decide.storage import FreeSpace, judge_room
 from verl_slurm.checkpoint.store.loop_checkpoint import LoopSave, commit_tree, for_ranks
-from verl_slurm.base.tree import open_directory
 from verl_slurm.checkpoint.store.verify import read_manifest, verify
 from verl_slurm.cli.__main__ import main
 from verl_slurm.verl.positions import Positions, positions_file

@@ -53,7 +53,7 @@ needs 6.4 MB, and 17 MB for each TB of tensors."""
 INDEX = Limit(num_bytes=256 << 20, num_values=36_000_000)
 """index.json for a load: about 100 bytes and 9 values per piece, or per run of pieces."""
 SHOWN_INDEX = Limit(num_bytes=32 << 20, num_values=4_500_000)
-"""index.json for a look (`inspect`, `diff`): 300,000 pieces. A larger index is not listed."""
+"""index.json for a look (`inspect`): 300,000 pieces. A larger index is not listed."""
 DATA_FILES = Limit(num_bytes=32 << 20, num_values=1_250_000)
 """orchestration.json: two values and 100 bytes per data file, enough for 300,000 files."""
 FINGERPRINT = Limit(num_bytes=512 << 20, num_values=16_000_000)

@@ -1,7 +1,7 @@
 """Loads the keys of a run, derives further keys from them, and keeps them out of every output.
 
-A key is 32 random bytes. It comes from a file (`verl-slurm key new FILE`: 64 hex digits and a newline; 32 raw bytes are
-read too) or from an environment variable (64 hex digits). The configuration holds the path or the variable's name,
+A key is 32 random bytes. It comes from a file (`verl-slurm init --key FILE`: 64 hex digits and a newline; 32 raw bytes
+are read too) or from an environment variable (64 hex digits). The configuration holds the path or the variable's name,
 never the key. The key itself encrypts and signs nothing: every use derives a key of its own by HKDF-SHA256 (RFC 5869),
 told apart by `info`. Its id, which is public, is the first 8 bytes (hex) of HMAC-SHA256(key, "verl-slurm key id v1").
 
@@ -22,7 +22,7 @@ from verl_slurm.base.processes import forbid_core_dumps
 KEY_BYTES = 32
 _ID_TEXT = b"verl-slurm key id v1"
 _ID_BYTES = 8
-_NEW = "make one with `verl-slurm key new FILE`"
+_NEW = "make one with `verl-slurm init --key FILE`"
 
 
 class Secret:

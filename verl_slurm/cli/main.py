@@ -28,43 +28,27 @@ COMMANDS = {
     "plan": Entry("run.plan", "What to expect of a run, and what a change would buy."),
     "submit": Entry("run.submit", "Check a configuration, and start the run it describes."),
     "status": Entry("run.status", "Where a run stands: job, step, last good checkpoint, why it stopped."),
-    "list": Entry("run.listing", "The runs below a directory, or the checkpoints of a run."),
-    "samples": Entry("run.samples", "What the policy says: prompts, responses and rewards of a step."),
+    "list": Entry("run.status", "The runs below a directory, or the checkpoints of a run."),
+    "samples": Entry("run.logs", "What the policy says: prompts, responses and rewards of a step."),
     "report": Entry(
         "run.report", "One page about a run, or several: what happened, what it cost, what it learnt."
     ),
-    "serve": Entry("run.serve", "The runs below a directory in a browser, live."),
+    "serve": Entry("run.report", "The runs below a directory in a browser, live."),
     "watch": Entry("run.watch", "Follow a run, or many, over all requeues until they end."),
     "logs": Entry("run.logs", "What the daemon, its agents or the ranks of a run print."),
-    "cancel": Entry("run.jobs", "End a run's job for good; it will not be requeued."),
-    "requeue": Entry("run.jobs", "Save, end this job, and have it start again."),
-    "alert-receiver": Entry("run.alert_receiver", "Turn Alertmanager's alerts into emergency checkpoints."),
-    "update-reward": Entry("run.update_reward", "Replace the reward while the run goes on."),
-    "checkpoints": Entry("checkpoint.verify", "The checkpoints of a run, newest first."),
-    "verify": Entry("checkpoint.verify", "Read checkpoints back, every byte, against their SHA-256."),
-    "compare": Entry(
-        "checkpoint.verify", "Are two checkpoints (or two runs' last ones) the same, bit for bit?"
-    ),
-    "inspect": Entry("checkpoint.inspection", "What is in a checkpoint: position, sizes, tensors, history."),
-    "diff": Entry("checkpoint.inspection", "How two checkpoints differ: schema, config, topology, data."),
+    "cancel": Entry("run.steering", "End a run's job for good; it will not be requeued."),
+    "requeue": Entry("run.steering", "Save, end this job, and have it start again."),
+    "update-reward": Entry("run.steering", "Replace the reward while the run goes on."),
+    "verify": Entry("checkpoint.verify", "Read checkpoints back, every byte, and set aside what is damaged."),
+    "inspect": Entry("checkpoint.verify", "What is in a checkpoint, or how two differ, bit for bit."),
     "export": Entry("checkpoint.export", "A checkpoint as a Hugging Face model, or as plain .pt files."),
     "reshard": Entry("checkpoint.reshard", "Divide a checkpoint of verl among another number of ranks."),
     "adopt": Entry("checkpoint.adopt", "Judge what plain verl has saved, and take it over into a run."),
     "prune": Entry(
         "checkpoint.upkeep", "Remove checkpoints no longer needed, and say why each stays or goes."
     ),
-    "scrub": Entry(
-        "checkpoint.upkeep", "Read back all checkpoints and the data, and set aside what is damaged."
-    ),
-    "tiers": Entry(
-        "checkpoint.tiers", "What of a run lies in which storage tier, and whether it was read back."
-    ),
-    "offload": Entry(
-        "checkpoint.tiers", "Copy verified checkpoints on to the run's tiers, drop what is too old."
-    ),
-    "fetch-back": Entry("checkpoint.tiers", "Bring a checkpoint back from a tier, verified."),
+    "tiers": Entry("checkpoint.upkeep", "What lies in which storage tier; copy it on, or bring it back."),
     "fingerprint": Entry("checkpoint.verify", "The SHA-256 tree hash of a data set, and its drift."),
-    "key": Entry("checkpoint.key", "Make a key to encrypt and sign checkpoints with, or show its id."),
     "doctor": Entry("setup.doctor", "Look at a cluster as a run will find it, and say what to change."),
     "demo": Entry("setup.demo", "The main job for real on this machine: preempted, resumed, proven."),
     "devcluster": Entry("setup.devcluster", "A real Slurm cluster of several nodes on this machine."),
@@ -121,7 +105,6 @@ class _LazyGroup(click.Group):
 
 
 def _name_places(command: click.Command) -> None:
-    """Replaces pages and examples in the help by paths that exist on this machine."""
     command.help = with_places(command.help or "")
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.help:

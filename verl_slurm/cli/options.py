@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
+from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.paths import RunPaths
@@ -132,6 +132,15 @@ class _KeyType(ParamType[str]):
         ]
 
 
+@add_completion_class
+class Bash(BashComplete):
+    """click's own, but for the blank behind `KEY=`, where a value has to follow."""
+
+    source_template = BashComplete.source_template.replace(
+        "COMPREPLY+=($value)", "COMPREPLY+=($value)\n            [[ $value == *= ]] && compopt -o nospace"
+    )
+
+
 CONFIG = _ConfigType()
 KEY = _KeyType(with_value=False)
 KEY_VALUE = _KeyType(with_value=True)
@@ -163,9 +172,14 @@ class Number(click.FloatRange):
         return found
 
 
-def json_option(command: F) -> F:
-    """Adds `--json`: one JSON value on standard output, for scripts."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON, for scripts.")(command)
+def option(name: str, kind: Any, text: str, *more: str, **settings: Any) -> Callable[[F], F]:
+    """Adds an option with a value, and shows its default; `more`: the parameter's name, where it is another one."""
+    return click.option(name, *more, type=kind, help=text, show_default="default" in settings, **settings)
+
+
+def flag(name: str, text: str, *more: str) -> Callable[[F], F]:
+    """Adds a switch; `more`: the parameter's name, where it is another one."""
+    return click.option(name, *more, is_flag=True, help=text)
 
 
 def key_option(text: str) -> Callable[[F], F]:
@@ -173,10 +187,24 @@ def key_option(text: str) -> Callable[[F], F]:
     return click.option("--key-file", type=PLACE, help=text)
 
 
-def exits(*codes: ExitCode) -> str:
-    """Returns the epilog that lists a command's exit codes."""
-    listed = {ExitCode.OK, ExitCode.USAGE, *codes}
+def exits(names: str) -> str:
+    """Returns the epilog that lists a command's exit codes, by their names with blanks between them."""
+    listed = {ExitCode.OK, ExitCode.USAGE, *(ExitCode[name] for name in names.split())}
     if ExitCode.NOT_FOUND in listed:
         listed.add(ExitCode.PERMISSION)  # a file that can be missing can also be another user's
     lines = [f"{int(code):>4}  {code.description}" for code in sorted(listed)]
     return "\b\nExit codes:\n" + "\n".join(lines)
+
+
+def command(
+    exit_names: str, name: str | None = None, *, note: str = "", cls: type[click.Command] = click.Command
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a command that lists its exit codes, with a note below them, and has `--json`."""
+    epilog = exits(exit_names) + note
+    return lambda function: with_json(click.command(name, cls, epilog=epilog)(function))
+
+
+def with_json(made: click.Command) -> click.Command:
+    """Adds `--json`, as the last option: one JSON value on standard output, for scripts."""
+    made.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print JSON, for scripts."))
+    return made

@@ -99,7 +99,7 @@ def refuse_changes(
             f"may change{steps})",
             remedy="take the changes back; or train on in a new run with them: name=NEW "
             f"{shell_word(f'checkpoint.resume_from={run_dir}/checkpoints/NAME')} "
-            f"(`verl-slurm checkpoints {shell_word(run_dir)}` lists the names)",
+            f"(`verl-slurm list {shell_word(run_dir)}` lists the names)",
         )
     return [key for key, _, _ in changes]
 

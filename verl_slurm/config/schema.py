@@ -273,7 +273,7 @@ class EncryptionConfig(Section, frozen=True):
     """Locates the key that encrypts and signs checkpoints and journals; never holds the key itself."""
 
     key_file: str | None = None
-    """An absolute path that every node can read. `verl-slurm key new FILE` makes a key."""
+    """An absolute path that every node can read. `verl-slurm init --key FILE` makes a key."""
     key_env: str | None = None
     """Instead of `key_file`: the name of an environment variable. Slurm keeps a job's environment, so a file is safer.
     """

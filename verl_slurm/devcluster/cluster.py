@@ -33,39 +33,8 @@ import psutil
 from verl_slurm.base.errors import ConfigError, SlurmRefused
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.processes import KnownProcess, boot_id, known
-from verl_slurm.devcluster import fixed_groups
-from verl_slurm.devcluster.accounting import (
-    database_sql,
-    install_database,
-    mariadbd_argv,
-    mariadbd_socket,
-    sacctmgr_commands,
-    slurmdbd_conf,
-)
-from verl_slurm.devcluster.conf import (
-    ClusterLayout,
-    ClusterOptions,
-    cgroup_conf,
-    deal_gpus,
-    gres_conf,
-    node_names,
-    slurm_conf,
-)
-from verl_slurm.devcluster.machine import (
-    EXTRA_PATH,
-    find_programs,
-    free_ports,
-    real_gpus,
-    slurm_version,
-    user_name,
-)
-from verl_slurm.devcluster.processes import (
-    Daemons,
-    end_all,
-    find_daemons,
-    list_members,
-    node_log_name,
-)
+from verl_slurm.devcluster import conf, fixed_groups, machine
+from verl_slurm.devcluster.processes import Daemons, end_all, find_daemons, list_members, node_log_name
 from verl_slurm.devcluster.state import ClusterState, locked, read_state, write_state
 
 # sockaddr_un.sun_path holds 108 bytes with the final NUL (unix(7)); the longest name we make below DIR is
@@ -121,15 +90,14 @@ class DevCluster:
 
     def client_env(self) -> dict[str, str]:
         """Returns this process's environment, pointed at this cluster, for Slurm's commands."""
-        return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}", **self.env()}
+        return {**os.environ, "PATH": f"{os.environ.get('PATH', '')}:{machine.EXTRA_PATH}", **self.env()}
 
     def daemons(self) -> Daemons:
-        """Returns the daemons that are alive now."""
         return find_daemons(self.directory, self.slurm_conf)
 
     # ---- start
 
-    def start(self, options: ClusterOptions | None = None) -> ClusterStatus:
+    def start(self, options: conf.ClusterOptions | None = None) -> ClusterStatus:
         """Starts the cluster and waits until every node is idle. A running cluster is left as it is.
 
         Raises:
@@ -138,9 +106,9 @@ class DevCluster:
             SlurmRefused: a daemon did not come up; the error quotes its log.
         """
         began = time.monotonic()
-        options = options or ClusterOptions()
-        programs = find_programs(accounting=options.accounting)
-        user = user_name()
+        options = options or conf.ClusterOptions()
+        programs = machine.find_programs(accounting=options.accounting)
+        user = machine.user_name()
         self._check_directory()
         private_dir(self.directory)
         # One command at a time: two starts would each end what the other has started.
@@ -174,17 +142,17 @@ class DevCluster:
                 remedy="choose a plain name with --dir",
             )
 
-    def _start_daemons(self, options: ClusterOptions, programs: dict[str, str], user: str) -> None:
+    def _start_daemons(self, options: conf.ClusterOptions, programs: dict[str, str], user: str) -> None:
         # One parameter of slurm.conf is spelled in two ways, and a version does not start with the other one's.
-        version, version_text = slurm_version(programs["slurmctld"])
+        version, version_text = machine.slurm_version(programs["slurmctld"])
         for name in _SUBDIRECTORIES:
             # state of an earlier start: its jobs are dead, and their numbers may come again
             shutil.rmtree(self.directory / name, ignore_errors=True)
             # 0700, because the sockets and munge's key below it open the cluster.
             (self.directory / name).mkdir(mode=0o700)
-        for node in node_names(options.nodes):
+        for node in conf.node_names(options.nodes):
             (self.directory / "spool" / node).mkdir(mode=0o700)
-        layout = ClusterLayout(
+        layout = conf.ClusterLayout(
             directory=self.directory,
             user=user,
             name=f"dev{secrets.token_hex(4)}",
@@ -192,26 +160,22 @@ class DevCluster:
             # Together the nodes have less than there is, as the system needs some itself.
             memory_mb=options.mem_mb_per_node
             or max(64, psutil.virtual_memory().total // 2**20 * 9 // 10 // options.nodes),
-            ports=free_ports(options.nodes + 2),
-            gpus=deal_gpus(options, real_gpus(), self.directory / "gpus"),
+            ports=machine.free_ports(options.nodes + 2),
+            gpus=conf.deal_gpus(options, machine.real_gpus(), self.directory / "gpus"),
         )
         for file in (file for files in layout.gpus.values() for file in files):
             # Slurm grants GPUs that have a file; those that do not exist get an empty one.
             if not self._is_real(file):
                 write_file(Path(file), b"")
-        write_file(self.slurm_conf, slurm_conf(options, layout).encode())
-        write_file(self.directory / "cgroup.conf", cgroup_conf(version).encode())
-        write_file(self.directory / "gres.conf", gres_conf(layout).encode())
+        write_file(self.slurm_conf, conf.slurm_conf(options, layout).encode())
+        write_file(self.directory / "cgroup.conf", conf.cgroup_conf(version).encode())
+        write_file(self.directory / "gres.conf", conf.gres_conf(layout).encode())
         # A key of its own: who may use the machine's munge cannot speak to this cluster, nor the other way round.
         write_file(self.directory / "munge" / "key", secrets.token_bytes(128))
         # An earlier start's has a password, and slurmdbd is not always started again.
         (self.directory / "slurmdbd.conf").unlink(missing_ok=True)
         state = ClusterState(
-            boot_id=boot_id(),
-            name=layout.name,
-            slurm_version=version_text,
-            options=options,
-            gpus=layout.gpus,
+            boot_id=boot_id(), name=layout.name, slurm_version=version_text, options=options, gpus=layout.gpus
         )
         write_state(self.directory, state)
         # In this order: slurmctld and slurmd sign each message by munge, and slurmd registers with slurmctld.
@@ -220,38 +184,38 @@ class DevCluster:
             # Before slurmctld, which reads from it who may submit.
             self._start_accounting(options, layout, programs)
         self.start_slurmctld()
-        for node in node_names(options.nodes):
+        for node in conf.node_names(options.nodes):
             self.start_slurmd(node)
         self._await_idle(options)
 
     def _daemon_env(self) -> dict[str, str]:
         """Builds a small environment: jobs inherit parts of slurmd's, and a daemon needs no secrets."""
         return {
-            "PATH": f"{os.environ.get('PATH', '')}:{EXTRA_PATH}",
+            "PATH": f"{os.environ.get('PATH', '')}:{machine.EXTRA_PATH}",
             "LC_ALL": "C.UTF-8",
             **self.env(),
         }
 
     def _start_accounting(
-        self, options: ClusterOptions, layout: ClusterLayout, programs: dict[str, str]
+        self, options: conf.ClusterOptions, layout: conf.ClusterLayout, programs: dict[str, str]
     ) -> None:
         run, logs = self.directory / "run", self.directory / "log"
         # Letters and digits alone: it stands in SQL and in slurmdbd.conf.
         password = secrets.token_hex(32)
         sql = self.directory / "database" / "init.sql"
-        write_file(sql, database_sql(password).encode())
-        write_file(self.directory / "slurmdbd.conf", slurmdbd_conf(layout, password).encode())
+        write_file(sql, conf.database_sql(password).encode())
+        write_file(self.directory / "slurmdbd.conf", conf.slurmdbd_conf(layout, password).encode())
         # Seconds, and longer where a disk takes its time to sync.
-        argv = install_database(programs["mariadb-install-db"], layout)
+        argv = conf.install_database(programs["mariadb-install-db"], layout)
         self._run(argv, logs / "start.log", within_s=4 * _START_S)
-        argv = mariadbd_argv(programs["mariadbd"], layout, sql)
+        argv = conf.mariadbd_argv(programs["mariadbd"], layout, sql)
         # It stays in the foreground, unlike Slurm's daemons.
         self._spawn([programs["setsid"], "--fork", *argv], run / "mariadbd.pid", logs / "mariadbd.log")
         log = logs / "slurmdbd.log"
-        at = {"MYSQL_UNIX_PORT": str(mariadbd_socket(self.directory))}
+        at = {"MYSQL_UNIX_PORT": str(conf.mariadbd_socket(self.directory))}
         self._spawn([programs["slurmdbd"]], run / "slurmdbd.pid", log, at)
         self._await_port(layout.ports[-1], "slurmdbd", log)
-        for argv in sacctmgr_commands(programs["sacctmgr"], options, layout):
+        for argv in conf.sacctmgr_commands(programs["sacctmgr"], options, layout):
             self._run(argv, log)
         # slurmdbd has used the database by then, which reads it before it answers.
         sql.unlink()
@@ -327,11 +291,11 @@ class DevCluster:
         )
 
     def start_munged(self) -> None:
-        """Starts munged with the existing key. The caller holds the lock."""
+        """Starts munged with the existing key. The caller holds the lock, as of the next two."""
         munge = self.directory / "munge"
         log = self.directory / "log" / "munged.log"
         argv = [
-            find_programs()["munged"],
+            machine.find_programs()["munged"],
             # munged wants its socket's directory open to all users; ours is for one user, so 0700 is right
             "--force",
             f"--key-file={munge / 'key'}",
@@ -344,20 +308,18 @@ class DevCluster:
         self._spawn(argv, munge / "pid", log)
 
     def start_slurmctld(self) -> None:
-        """Starts slurmctld on the existing state. The caller holds the lock."""
         log = self.directory / "log" / "slurmctld.log"
         pid_file = self.directory / "run" / "slurmctld.pid"
-        argv = [find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
+        argv = [machine.find_programs()["slurmctld"], "-f", str(self.slurm_conf)]
         self._spawn(argv, pid_file, log)
 
     def start_slurmd(self, node: str) -> None:
-        """Starts one node's slurmd. The caller holds the lock."""
         log = self.directory / "log" / node_log_name(node)
         pid_file = self.directory / "run" / f"slurmd.{node}.pid"
-        argv = [find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
+        argv = [machine.find_programs()["slurmd"], "-N", node, "-f", str(self.slurm_conf)]
         self._spawn(argv, pid_file, log)
 
-    def _await_idle(self, options: ClusterOptions) -> None:
+    def _await_idle(self, options: conf.ClusterOptions) -> None:
         """Polls a bounded number of times until all nodes have registered: Slurm has no event for that."""
         deadline = time.monotonic() + _START_S
         while time.monotonic() < deadline:
@@ -368,7 +330,7 @@ class DevCluster:
             daemons = self.daemons()
             if not daemons.can_answer:
                 raise self._did_not_start("slurmctld", self.directory / "log" / "slurmctld.log")
-            for node in node_names(options.nodes):
+            for node in conf.node_names(options.nodes):
                 if node not in daemons.slurmd:
                     log = self.directory / "log" / node_log_name(node)
                     raise self._did_not_start(f"slurmd of {node}", log)
@@ -387,7 +349,7 @@ class DevCluster:
         try:
             done = subprocess.run(
                 # One partition: each node is in both, and -N would list it twice.
-                [find_programs()["sinfo"], "-h", "-N", "-p", "preemptible", "-o", "%N %t"],
+                [machine.find_programs()["sinfo"], "-h", "-N", "-p", "preemptible", "-o", "%N %t"],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -401,7 +363,6 @@ class DevCluster:
         return dict(line.split(None, 1) for line in done.stdout.splitlines() if " " in line)
 
     def status(self) -> ClusterStatus:
-        """Returns what is running and how Slurm sees its nodes. Changes nothing."""
         began = time.monotonic()
         state = read_state(self.directory) if self.directory.is_dir() else None
         daemons = self.daemons()
@@ -409,7 +370,7 @@ class DevCluster:
         nodes: dict[str, str] = {}
         if state is not None and running:
             nodes = self.node_states()
-            for node in node_names(state.options.nodes):
+            for node in conf.node_names(state.options.nodes):
                 # slurmctld notices that after `slurmd_timeout_s`, /proc shows it at once.
                 if node not in daemons.slurmd:
                     nodes[node] = f"{nodes.get(node, 'unknown')} (slurmd dead)"
@@ -447,7 +408,6 @@ class DevCluster:
         )
 
     def _end_everything(self) -> list[KnownProcess]:
-        """Ends daemons, jobs and steps; returns the processes that did not die."""
         with _uninterrupted():
             return self._end_members()
 

@@ -35,8 +35,6 @@ class Preemption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """A node without power."""
-
     node: str
     killed: list[int]
     """The killed processes: slurmd, its slurmstepds, the job's."""

@@ -70,11 +70,7 @@ def real_gpus(devices: Path = Path("/dev")) -> list[str]:
 
 
 def user_name() -> str:
-    """Returns the login name, for slurm.conf.
-
-    Raises:
-        ConfigError: the user has none, as in a container that was given a number alone. slurmctld does not take that.
-    """
+    """Returns the login name, for slurm.conf. Refuses a user without one, which slurmctld does not take."""
     uid = os.geteuid()
     try:
         return pwd.getpwuid(uid).pw_name

@@ -67,7 +67,6 @@ def find_daemons(directory: Path, slurm_conf: Path) -> Daemons:
 
 
 def _command(pid: int) -> tuple[str, list[str]]:
-    """Returns name and command line; empty for a process that is gone."""
     try:
         name = _name(pid)
         line = Path(f"/proc/{pid}/cmdline").read_bytes()

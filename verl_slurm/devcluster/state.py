@@ -53,7 +53,6 @@ def read_state(directory: Path) -> ClusterState | None:
 
 
 def write_state(directory: Path, state: ClusterState | None) -> None:
-    """Replaces the file; None removes it."""
     if state is None:
         _path(directory).unlink(missing_ok=True)
     else:

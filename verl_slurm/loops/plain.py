@@ -320,7 +320,7 @@ def _take_the_run(run_dir: Path) -> _Start:
             expected="a directory of its own for a loop that is started by hand",
             remedy=f"verl-slurm status {shell_word(paths.root)}; if its job is dead, remove that file",
         )
-    # The commands (`status`, `checkpoints`, `prune`) read a run's settings here, also of one without a daemon.
+    # The commands (`status`, `list`, `prune`) read a run's settings here, also of one without a daemon.
     if not paths.run_yaml.exists():
         write_file(paths.run_yaml, dump(RunConfig(name=paths.root.name, run_dir=str(paths.root))))
     # Before the sweep: once the epoch is ours, no other process can commit what is removed below.

@@ -90,7 +90,7 @@ def _by_group(arrays: dict[str, Any], where: object) -> dict[str, dict[str, Any]
                 where=where,
                 found=full_name,
                 expected=f"one of {', '.join(GROUPS)}",
-                remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+                remedy="resume from an older checkpoint (verl-slurm list RUN)",
             )
         groups[group][name] = array
     return groups

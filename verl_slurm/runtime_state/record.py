@@ -189,7 +189,7 @@ def _explained(where: object) -> Iterator[None]:
             where=where,
             found=error,
             expected="a record as runtime_state/format.py specifies",
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         ) from error
 
 

@@ -1,6 +1,6 @@
 """Brings a checkpoint from a tier back into the run: staged, every byte checked, read back from the medium, renamed.
 
-It is used by hand (`verl-slurm fetch-back`), and by a start that finds no checkpoint of its own that verifies.
+It is used by hand (`verl-slurm tiers --fetch-back`), and by a start that finds no checkpoint of its own that verifies.
 """
 
 import os
@@ -315,7 +315,7 @@ def _require_room(folder: Path, manifest: Manifest) -> None:
             "no room for a checkpoint from a tier",
             where=folder / manifest.name,
             found=room.reason,
-            remedy="make room, or name another checkpoint to fetch-back",
+            remedy="make room, or name another checkpoint to fetch back",
         )
 
 

@@ -64,7 +64,7 @@ def checkpoint_directory(paths: RunPaths, resume: str, *, by_hand: bool) -> Path
         where=paths.checkpoints,
         found=resume,
         expected="a name such as step_000012" + (" or a path" if by_hand else ""),
-        remedy="verl-slurm checkpoints lists what there is",
+        remedy="verl-slurm list RUN shows what there is",
     )
 
 
@@ -81,7 +81,7 @@ def require_verified(directory: Path, keys: Keyring | None = None) -> None:
     verdict = verify(directory, keys=keys)
     if verdict.needs_key:
         CheckpointReader(directory, keys)  # raises, and says which
-    remedy = "resume from another one (verl-slurm checkpoints)"
+    remedy = "resume from another one (verl-slurm list RUN)"
     verdict.require("the checkpoint does not verify", directory, remedy)
     # After the verification: a damaged file must be called damaged, and not of another version.
     saved = read_schema(directory)
@@ -162,7 +162,7 @@ def load_state(
             "the learning rates cannot be read",
             where=directory / "scheduler.json",
             found=error,
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         ) from error
     # The checkpoint's own configuration: run.yaml may have been replaced since.
     former = _saved_config(reader)

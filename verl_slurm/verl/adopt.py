@@ -16,17 +16,11 @@ import errno
 import secrets
 import shutil
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from verl_slurm.base.errors import (
-    CheckpointCorrupt,
-    ConfigError,
-    Fenced,
-    NoRoom,
-    VerlSlurmError,
-)
+from verl_slurm.base.errors import CheckpointCorrupt, ConfigError, Fenced, NoRoom, VerlSlurmError
 from verl_slurm.base.fence import Epoch, read_epoch
 from verl_slurm.base.files import private_dir, write_file
 from verl_slurm.base.paths import RunPaths
@@ -44,9 +38,9 @@ from verl_slurm.verl.shards import Judged, judge_step
 from verl_slurm.verl.tracker import tracker_file
 
 OnBytes = Callable[[int], None]
-Choice = Literal["adopt", "there", "old", "refused", "broken"]
-"""there: the run has it already. old: whole, and retention would drop it. refused: whole, and this run could not resume
-from it.
+Choice = Literal["whole", "adopt", "there", "old", "refused", "broken", "adopted", "failed"]
+"""whole: no run is to take it. there: the run has it already. old: whole, and retention would drop it. refused: whole,
+and this run could not resume from it. failed: it could not be adopted after all.
 """
 
 _WORK = "adopt."
@@ -57,21 +51,22 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One step, its fate, and the reason."""
+    """One step, its fate, and the reason. `how`, `saved`: of an adopted one."""
 
     judged: Judged
     choice: Choice
     why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Adoption:
-    """The result for one step. `error`: it could not be adopted after all."""
-
-    judged: Judged
-    how: How
+    how: How | None = None
     saved: SavedCheckpoint | None = None
-    error: str = ""
+
+
+def judged_rows(judged: Sequence[Judged]) -> list[Row]:
+    """Returns a row for each step where no run is to take it."""
+    return [Row(judged=one, choice="whole" if one.ok else "broken", why=_problems(one)) for one in judged]
+
+
+def _problems(one: Judged) -> str:
+    return "" if one.ok else one.one_line().partition(": ")[2]
 
 
 def plan_adoption(
@@ -109,7 +104,7 @@ def plan_adoption(
         name = RunPaths("/").checkpoint(one.step).name
         choice: Choice = "adopt"
         if not one.ok:
-            choice, why = "broken", one.one_line().partition(": ")[2]
+            choice, why = "broken", _problems(one)
         elif one.step in taken:
             what = "another" if one.step in another else "it as"
             choice, why = "there", f"the run has {what} {name} already"
@@ -143,13 +138,9 @@ def refuse_if_nothing_fits(rows: Sequence[Row]) -> None:
 
 
 def adopt_steps(
-    paths: RunPaths,
-    rows: Sequence[Row],
-    *,
-    link: bool = False,
-    on_bytes: OnBytes = lambda _: None,
-) -> list[Adoption]:
-    """Makes each row of `adopt` a checkpoint of the run, newest first.
+    paths: RunPaths, rows: Sequence[Row], *, link: bool = False, on_bytes: OnBytes = lambda _: None
+) -> list[Row]:
+    """Makes each row of `adopt` a checkpoint of the run, newest first; returns these rows, adopted or failed.
 
     No other process may work on the run meanwhile: the caller holds it (`submission.hold_run`).
 
@@ -162,7 +153,7 @@ def adopt_steps(
         Fenced: the run was started meanwhile.
         OSError: the run's storage refused.
     """
-    chosen = [row.judged for row in rows if row.choice == "adopt"]
+    chosen = [row for row in rows if row.choice == "adopt"]
     if not chosen:
         return []
     # Noted before the first byte: a start in between makes it another one, and each commit asks.
@@ -177,12 +168,12 @@ def adopt_steps(
     work = private_dir(paths.root / "work" / f"{_WORK}{secrets.token_hex(8)}")
     try:
         # One step answers for all of them: they lie in one directory.
-        how: How = "link" if link else how_to_copy(chosen[0].path, work)
+        how: How = "link" if link else how_to_copy(chosen[0].judged.path, work)
         # Clones and links take no room of their own.
         if how == "copy":
-            _require_room(paths, chosen)
+            _require_room(paths, [row.judged for row in chosen])
         # Newest first: if it is interrupted, the run has the one that it would resume from.
-        done = [_adopt(paths, one, work, how, owner, on_bytes) for one in chosen]
+        done = [_adopt(paths, row, work, how, owner, on_bytes) for row in chosen]
     finally:
         shutil.rmtree(work, ignore_errors=True)
     newest = next((one.saved for one in done if one.saved is not None), None)
@@ -192,10 +183,9 @@ def adopt_steps(
     return done
 
 
-def _adopt(
-    paths: RunPaths, one: Judged, work: Path, how: How, owner: Epoch | None, on_bytes: OnBytes
-) -> Adoption:
+def _adopt(paths: RunPaths, row: Row, work: Path, how: How, owner: Epoch | None, on_bytes: OnBytes) -> Row:
     """Adopts one step; its own problem does not keep the others from being adopted."""
+    one = row.judged
     # Below RUN, so that the commit can rename it into the checkpoint.
     copy = work / guest_directory("verl", one.step)
     try:
@@ -206,7 +196,7 @@ def _adopt(
         # Names and sizes as well: a step may be whole and still be another save of the same number.
         if not again.ok or again.files != one.files:
             found = "its files changed while they were copied" if again.ok else again.one_line()
-            return Adoption(judged=one, how=how, error=f"not as it was judged: {found}")
+            return replace(row, choice="failed", why=f"not as it was judged: {found}")
         saved = commit_tree(
             paths,
             _save(one, how, owner),
@@ -224,11 +214,11 @@ def _adopt(
         words = error.one_line() if isinstance(error, VerlSlurmError) else str(error)
         if isinstance(error, OSError) and error.errno == errno.EXDEV:
             words = "the run is on another file system, which no hard link reaches: adopt without --link"
-        return Adoption(judged=one, how=how, error=words)
+        return replace(row, choice="failed", why=words)
     # What the commit did not move goes now, so that it takes no room from the next step.
     finally:
         shutil.rmtree(copy, ignore_errors=True)
-    return Adoption(judged=one, how=how, saved=saved)
+    return replace(row, choice="adopted", how=how, saved=saved)
 
 
 def _save(one: Judged, how: How, owner: Epoch | None) -> LoopSave:

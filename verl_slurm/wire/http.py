@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from verl_slurm.base.errors import KeyRefused, WireError
-from verl_slurm.base.files import read_private, write_file
+from verl_slurm.base.files import read_private
 from verl_slurm.wire.connection_limits import ConnectionLimits, make_room
 
 _TOKEN = re.compile(r"[!-~]{32,256}")
@@ -146,11 +146,6 @@ def read_token(path: Path | str) -> str:
             remedy=remedy,
         )
     return text
-
-
-def replace_token(path: Path, token: str) -> None:
-    """Writes a new token durably, 0600."""
-    write_file(path, token.encode() + b"\n")
 
 
 async def serve_http(

@@ -82,7 +82,7 @@ def require_full(manifest: Manifest, where: object) -> None:
             where=where,
             found=f"{', '.join(manifest.components)} only",
             expected="a full checkpoint",
-            remedy="set checkpoint.resume_from=auto, or name a full one (verl-slurm checkpoints)",
+            remedy="set checkpoint.resume_from=auto, or name a full one (verl-slurm list RUN)",
         )
 
 

@@ -173,7 +173,7 @@ class ChunkOpener(_Chunks):
                 "an encrypted file does not open",
                 where=f"{self._path.decode()}, chunk {index} of {self.num_chunks}",
                 expected="the bytes that were sealed here with this key",
-                remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+                remedy="resume from an older checkpoint (verl-slurm list RUN)",
             ) from None
 
 
@@ -287,5 +287,5 @@ def _wrong_size(found: int, expected: int) -> CheckpointCorrupt:
         "an encrypted file does not open",
         found=f"{found} bytes",
         expected=f"{expected} bytes",
-        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        remedy="resume from an older checkpoint (verl-slurm list RUN)",
     )

@@ -97,7 +97,7 @@ def parse(data: bytes, *, where: object) -> Manifest:
             "the manifest does not verify",
             where=where,
             found=error,
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         ) from error
     return manifest
 

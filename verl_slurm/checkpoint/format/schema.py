@@ -113,7 +113,7 @@ def _unreadable(where: object, error: Exception) -> CheckpointCorrupt:
         "the schema file cannot be read",
         where=where,
         found=error,
-        remedy="resume from another checkpoint (verl-slurm checkpoints)",
+        remedy="resume from another checkpoint (verl-slurm list RUN)",
     )
 
 

@@ -182,7 +182,7 @@ def parse_index(data: bytes, *, where: object, limit: bounded.Limit = bounded.IN
             "the index of a checkpoint's tensors does not verify",
             where=where,
             found=error,
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         ) from error
     return index
 

@@ -52,7 +52,7 @@ def known_manifest(directory: Path, keys: Keyring | None = None) -> Manifest:
             "no whole checkpoint there",
             where=directory,
             found=f"{MANIFEST}: {error.strerror}",
-            remedy="`verl-slurm checkpoints RUN` lists those of a run",
+            remedy="`verl-slurm list RUN` lists those of a run",
         ) from error
 
 

@@ -1,8 +1,8 @@
 """Lists how two checkpoints differ in everything but values: one row per difference, with both sides.
 
 It covers position, state layout, configuration, topology, data, frozen models, and names, types and shapes of the
-tensors, or of a guest's files. Each file is checked against its digest first. `compare` covers the content of tensors,
-runtime states and a guest's files. Times, epochs and parents are left out: they differ in any two saves.
+tensors, or of a guest's files. Each file is checked against its digest first. `compare.py` covers the content of
+tensors, runtime states and a guest's files. Times, epochs and parents are left out: they differ in any two saves.
 """
 
 from collections.abc import Mapping
@@ -110,7 +110,7 @@ def _own_files(manifest: Manifest) -> dict[str, object]:
     """Names the files of a guest's checkpoint; their content belongs to that loop."""
     if manifest.guest is msgspec.UNSET:
         return {}
-    # Sizes, not digests: content is `compare`'s, and some of these files differ in any two saves.
+    # Sizes, not digests: content is `inspect.compare`'s, and some of these files differ in any two saves.
     return {entry.path: f"{entry.size} bytes" for entry in manifest.files if "/" in entry.path}
 
 

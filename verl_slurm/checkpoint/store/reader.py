@@ -173,7 +173,7 @@ def _not_committed(where: Path, found: object) -> CheckpointCorrupt:
         "a file of the checkpoint is not the one that was committed",
         where=where,
         found=found,
-        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        remedy="resume from an older checkpoint (verl-slurm list RUN)",
     )
 
 

@@ -151,7 +151,7 @@ def _explicit(paths: RunPaths, resume_from: str, verifier: Callable[[Path], Verd
             "there is no such checkpoint",
             where=path,
             expected="a checkpoint directory, auto or null as checkpoint.resume_from",
-            remedy="verl-slurm checkpoints lists what there is",
+            remedy="verl-slurm list RUN shows what there is",
         )
     verdict = verifier(path)
     # Neither replaced by an older one nor set aside: the user named this one, and it may be another run's.
@@ -173,7 +173,7 @@ def _use(choice: ResumeChoice, path: Path, verdict: Verdict) -> ResumeChoice:
             where=path,
             found=saved.schema_id,
             expected=verdict.manifest.schema_id if verdict.manifest else None,
-            remedy="resume from another checkpoint (verl-slurm checkpoints)",
+            remedy="resume from another checkpoint (verl-slurm list RUN)",
         )
     # A partial one verifies as well, and lacks what a resume needs.
     require_full(verdict.manifest, path)
@@ -215,7 +215,7 @@ def _refusal(path: Path, verdict: Verdict) -> VerlSlurmError:
         where=path,
         found=verdict.one_line(),
         expected="every file as its manifest says",
-        remedy="set checkpoint.resume_from=auto, or name another (verl-slurm checkpoints)"
+        remedy="set checkpoint.resume_from=auto, or name another (verl-slurm list RUN)"
         if verdict.damaged
         else "check the storage and who owns the files, then start again",
     )

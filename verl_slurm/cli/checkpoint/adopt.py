@@ -1,5 +1,6 @@
 """`verl-slurm adopt`."""
 
+from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,19 +14,12 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import KEY_VALUE, PLACE, exits, json_option
+from verl_slurm.cli.options import KEY_VALUE, PLACE, command, flag
 from verl_slurm.cli.show import render
 from verl_slurm.journal.events import Adopted
 from verl_slurm.journal.files import append_event
 from verl_slurm.submit.plan import SubmissionPlan
-from verl_slurm.verl.adopt import (
-    Adoption,
-    Row,
-    adopt_steps,
-    is_adopted,
-    plan_adoption,
-    refuse_if_nothing_fits,
-)
+from verl_slurm.verl import adopt as adoption
 from verl_slurm.verl.layout import step_of
 from verl_slurm.verl.shards import Judged, judge_all, list_steps, step_bytes
 from verl_slurm.verl.tracker import Tracker, look_at_tracker, write_tracker
@@ -35,34 +29,21 @@ _HOW = {
     "copy": "copied",
     "link": "hard-linked: the same files",
 }
-_COLOURS = {"whole": "green", "adopted": "green", "there": "green", "BROKEN": "red", "refused": "yellow"}
+_COLOURS = {
+    **dict.fromkeys(("whole", "adopted", "there"), "green"),
+    **dict.fromkeys(("broken", "failed"), "red"),
+    "refused": "yellow",
+}
 
 
-@click.command(
-    epilog=exits(
-        ExitCode.CONFIG,
-        ExitCode.DATA,
-        ExitCode.PERMISSION,
-        ExitCode.CORRUPT,
-        ExitCode.NOT_FOUND,
-        ExitCode.FENCED,
-        ExitCode.NO_ROOM,
-    )
-)
+@command("CONFIG DATA PERMISSION CORRUPT NOT_FOUND FENCED NO_ROOM")
 @click.argument("directory", type=PLACE, metavar="DIR")
 @click.argument("run", type=PLACE, required=False, metavar="[RUN]")
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "--all", "take_all", is_flag=True, help="Take whole steps, too, that the run's retention would drop."
-)
-@click.option(
-    "--link",
-    is_flag=True,
-    help="Hard links instead of copies: no room taken, but plain verl must never save into DIR again.",
-)
-@click.option("--keep-tracker", is_flag=True, help="Leave DIR's tracker as it is.")
-@click.option("--dry-run", is_flag=True, help="Read and judge everything, change nothing.")
-@json_option
+@flag("--all", "Take whole steps, too, that the run's retention would drop.", "take_all")
+@flag("--link", "Hard links instead of copies: no room taken, but plain verl must never save into DIR again.")
+@flag("--keep-tracker", "Leave DIR's tracker as it is.")
+@flag("--dry-run", "Read and judge everything, change nothing.")
 def adopt(
     directory: Path,
     run: Path | None,
@@ -104,36 +85,50 @@ def adopt(
             "others can put steps of theirs in the place of these",
             "copy the steps to a directory of your own, and adopt again",
         )
-    steps = list_steps(directory)
     bar = render.Bar(enabled=not as_json)
     with ExitStack() as held:
         held.callback(bar.close)
         # An impossible run is refused now, before the hours of reading.
         plan = None if run is None else plan_verl_run(run, overrides, dry_run=dry_run)
-        counter = bar.counter("reading verl's checkpoints", sum(map(step_bytes, steps)))
+        counter = bar.counter("reading verl's checkpoints", sum(map(step_bytes, list_steps(directory))))
         # Every byte of every step, also of those that the run has already: what is broken is to be named.
         judged = judge_all(directory, on_bytes=counter)
         tracker = look_at_tracker(directory, judged)
-        rows: list[Row] = []
-        done: list[Adoption] = []
-        if plan is not None:
-            rows, done = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
-        repaired, failed = False, ""
+        if plan is None:
+            rows = adoption.judged_rows(judged)
+        else:
+            rows = _into_run(held, plan, judged, bar, take_all=take_all, link=link, dry_run=dry_run)
         # After the run has its copies: a failure there leaves DIR as it was. Without a whole step nothing is written,
         # as any number would be wrong.
-        if tracker.needs_repair and tracker.wanted is not None and not keep_tracker and not dry_run:
+        repaired, problem = tracker.needs_repair and not keep_tracker and not dry_run, ""
+        if repaired and tracker.wanted is not None:
             try:
                 write_tracker(directory, tracker.wanted)
-                repaired = True
             except OSError as error:  # an archive, or another user's: a run can take it over all the same
-                failed = error.strerror or str(error)
-    _say(directory, judged, rows, done, tracker, plan, repaired=repaired, dry_run=dry_run, as_json=as_json)
-    if failed:
-        render.warning(f"the tracker cannot be written: {failed}")
-    if tracker.wanted is None or any(one.error for one in done):
+                problem = error.strerror or str(error)
+        repaired &= tracker.wanted is not None and not problem
+    facts = {
+        "directory": str(directory),
+        "run_dir": None if plan is None else str(plan.run_dir),
+        "dry_run": dry_run,
+        "steps": [_facts(row) for row in rows],
+        "tracker": {
+            **render.picked(tracker, "state step"),
+            **{"newest_whole": tracker.wanted, "repaired": repaired, "found": tracker.line},
+        },
+        # Of whole steps alone: a broken one is not taken, so what could not be checked in it does not matter.
+        "unchecked": sorted({name for one in judged if one.ok for name in one.unchecked}),
+    }
+    if as_json:
+        render.json_value(facts)
+    else:
+        _say(facts, tracker)
+    if problem:
+        render.warning(f"the tracker cannot be written: {problem}")
+    if tracker.wanted is None or any(row.choice == "failed" for row in rows):
         return ExitCode.CORRUPT
     # Without a run the tracker was all that was asked for; beside one it is an extra.
-    return ExitCode.PERMISSION if failed and plan is None else ExitCode.OK
+    return ExitCode.PERMISSION if problem and plan is None else ExitCode.OK
 
 
 def _require_directory(directory: Path) -> Path:
@@ -170,13 +165,13 @@ def _into_run(
     take_all: bool,
     link: bool,
     dry_run: bool,
-) -> tuple[list[Row], list[Adoption]]:
+) -> list[adoption.Row]:
     from verl_slurm.submit.submission import hold_run
 
     config, paths = plan.config, RunPaths(plan.run_dir)
     committed = [info for info in list_checkpoints(paths) if info.kind == "committed"]
     there = {info.step for info in committed}
-    rows = plan_adoption(
+    rows = adoption.plan_adoption(
         judged,
         committed,
         entry=config.trainer.entry,
@@ -184,123 +179,59 @@ def _into_run(
         keep_last=config.checkpoint.keep_last,
         keep_every=config.checkpoint.keep_every,
         take_all=take_all,
-        another={one.step for one in judged if one.step in there and not is_adopted(paths, one)},
+        another={one.step for one in judged if one.step in there and not adoption.is_adopted(paths, one)},
     )
     # Before the run is made: a run that can resume from none of the steps would stay behind empty.
-    refuse_if_nothing_fits(rows)
-    if dry_run or not any(row.choice == "adopt" for row in rows):
-        return rows, []
+    adoption.refuse_if_nothing_fits(rows)
+    chosen = [row.judged for row in rows if row.choice == "adopt"]
+    if dry_run or not chosen:
+        return rows
     # Held by the caller's stack until the tracker is written, too. A dry run, or one with nothing to take, makes no
     # run.
     held.enter_context(hold_run(plan))
-    chosen = [row.judged for row in rows if row.choice == "adopt"]
     # Each is copied, and the copy read back.
     counter = bar.counter("copying and reading back", 2 * sum(one.num_bytes for one in chosen))
-    done = adopt_steps(paths, rows, link=link, on_bytes=counter)
-    names = [one.saved.name for one in done if one.saved is not None]
-    if names:
+    done = {row.judged.step: row for row in adoption.adopt_steps(paths, rows, link=link, on_bytes=counter)}
+    if names := [row.saved.name for row in done.values() if row.saved is not None]:
         append_event(paths, Adopted(names, str(chosen[0].path.parent)))
-    return rows, done
+    return [done.get(row.judged.step, row) for row in rows]
 
 
-def _say(
-    directory: Path,
-    judged: list[Judged],
-    rows: list[Row],
-    done: list[Adoption],
-    tracker: Tracker,
-    plan: SubmissionPlan | None,
-    *,
-    repaired: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> None:
-    listed = _listed(judged, rows, done, dry_run=dry_run)
-    # Of whole steps alone: a broken one is not taken, so what could not be checked in it does not matter.
-    unchecked = sorted({name for one in judged if one.ok for name in one.unchecked})
-    if as_json:
-        value: dict[str, Any] = {
-            "directory": str(directory),
-            "run_dir": None if plan is None else str(plan.run_dir),
-            "dry_run": dry_run,
-            "steps": listed,
-            "tracker": {
-                "state": tracker.state,
-                "step": tracker.step,
-                "newest_whole": tracker.wanted,
-                "repaired": repaired,
-                "found": tracker.line,
-            },
-            "unchecked": unchecked,
-        }
-        render.json_value(value)
-        return
-    render.table(
-        ["step", "", "ranks", "MB", "why"],
-        [
-            [
-                one["name"],
-                one["state"],
-                str(one["world_size"] or ""),
-                f"{one['num_bytes'] / 1e6:.1f}",
-                one["why"],
-            ]
-            for one in listed
-        ],
-        right=["ranks", "MB"],
-        colours=_COLOURS,
-    )
-    hows = {one.how for one in done if one.saved is not None}
-    for how in sorted(hows):
-        count = sum(1 for one in done if one.saved is not None and one.how == how)
+def _facts(row: adoption.Row) -> dict[str, Any]:
+    return {
+        **render.picked(row.judged, "name step world_size num_bytes problems"),
+        **render.picked(row, "why how"),
+        # After the work none of these is left.
+        "state": "would adopt" if row.choice == "adopt" else row.choice,
+        "checkpoint": row.saved and row.saved.name,
+    }
+
+
+def _say(facts: dict[str, Any], tracker: Tracker) -> None:
+    steps = facts["steps"]
+
+    def cells(step: dict[str, Any]) -> tuple[object, ...]:
+        size = f"{step['num_bytes'] / 1e6:.1f}"
+        return step["name"], step["state"], step["world_size"], size, step["why"]
+
+    headings = ("step", "", "ranks", "MB", "why")
+    render.table(headings, map(cells, steps), right=("ranks", "MB"), colours=_COLOURS)
+    for how, count in sorted(Counter(one["how"] for one in steps if one["how"]).items()):
         render.line(f"{count} {_HOW[how]}; each verified with SHA-256 from here on")
-    if unchecked:
+    if unchecked := facts["unchecked"]:
         shown = ", ".join(unchecked[:3]) + (f" and {len(unchecked) - 3} more" if len(unchecked) > 3 else "")
         render.line(f"without a checksum of their own, taken as they are: {shown}")
-    _say_tracker(tracker, repaired=repaired, dry_run=dry_run)
-    if plan is not None and not dry_run and any(one["state"] in ("adopted", "there") for one in listed):
-        render.line(f"go on with: verl-slurm submit {shell_word(plan.run_dir)}")
-
-
-def _say_tracker(tracker: Tracker, *, repaired: bool, dry_run: bool) -> None:
     if not tracker.needs_repair:
         render.line(tracker.line)
-    elif repaired:
+    elif facts["tracker"]["repaired"]:
         render.line(f"{tracker.line}: repaired")
-    elif tracker.wanted is None:
-        render.warning(f"{tracker.line}: left as it is; verl cannot resume here")
     else:
-        render.warning(f"{tracker.line}: {'would be repaired' if dry_run else 'left as it is'}")
-
-
-def _listed(
-    judged: list[Judged], rows: list[Row], done: list[Adoption], *, dry_run: bool
-) -> list[dict[str, Any]]:
-    """Returns one entry per step, newest first, as JSON shows it."""
-    adopted = {one.judged.step: one for one in done}
-    by_step = {row.judged.step: row for row in rows}
-    listed = []
-    for one in judged:
-        row, made = by_step.get(one.step), adopted.get(one.step)
-        state, why = ("whole", "") if one.ok else ("BROKEN", one.one_line().partition(": ")[2])
-        # A broken step keeps its problems, whatever the plan would have said of it.
-        if row is not None and one.ok:
-            state, why = row.choice, row.why
-        if made is not None:
-            state, why = ("adopted", why) if made.saved is not None else ("FAILED", made.error)
-        elif state == "adopt":
-            state = "would adopt" if dry_run else "adopt"
-        listed.append(
-            {
-                "name": one.name,
-                "step": one.step,
-                "state": state,
-                "why": why,
-                "world_size": one.world_size,
-                "num_bytes": one.num_bytes,
-                "problems": one.problems,
-                "checkpoint": made.saved.name if made is not None and made.saved is not None else None,
-                "how": made.how if made is not None and made.saved is not None else None,
-            }
-        )
-    return listed
+        then = "would be repaired" if facts["dry_run"] else "left as it is"
+        hopeless = "left as it is; verl cannot resume here"
+        render.warning(f"{tracker.line}: {hopeless if tracker.wanted is None else then}")
+    if (
+        facts["run_dir"]
+        and any(one["state"] in ("adopted", "there") for one in steps)
+        and not facts["dry_run"]
+    ):
+        render.line(f"go on with: verl-slurm submit {shell_word(facts['run_dir'])}")

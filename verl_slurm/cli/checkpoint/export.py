@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from verl_slurm.base.errors import DataError, NotFound
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.components import require_own
@@ -16,36 +15,26 @@ from verl_slurm.checkpoint.inspect.contents import entry_named, known_manifest, 
 from verl_slurm.checkpoint.inspect.export import Layout, Progress, Role, Wish, export as export_checkpoint
 from verl_slurm.checkpoint.store.run_config import keys_for
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, exits, json_option, key_option
+from verl_slurm.cli.options import PLACE, RUN, command, key_option, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.schema import DataConfig, ModelConfig, RunConfig
 from verl_slurm.submit.checks.inputs import build_builtins, check_names
 
-_EXITS = exits(
-    ExitCode.DATA, ExitCode.SCHEMA, ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND, ExitCode.PERMISSION
-)
 
-
-@click.command(epilog=_EXITS)
+@command("DATA SCHEMA CORRUPT KEY NOT_FOUND PERMISSION")
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
-@click.option("--to", type=click.Choice(["hf", "single-file", "split"]), required=True, help="The layout.")
-@click.option("--out", type=PLACE, required=True, help="A new (or empty) directory; it appears as a whole.")
-@click.option("--run", type=RUN, help="CKPT is the name of a checkpoint of this run.")
-@click.option(
-    "--role",
-    type=click.Choice(["actor", "critic"]),
-    help="Which model. Default: the actor (hf), or both.",
-)
-@click.option(
+@option("--to", click.Choice(["hf", "single-file", "split"]), "The layout.", required=True)
+@option("--out", PLACE, "A new (or empty) directory; it appears as a whole.", required=True)
+@option("--run", RUN, "CKPT is the name of a checkpoint of this run.")
+@option("--role", click.Choice(["actor", "critic"]), "Which model. Default: the actor (hf), or both.")
+@option(
     "--dtype",
-    type=click.Choice(["keep", "float32", "bfloat16"]),
+    click.Choice(["keep", "float32", "bfloat16"]),
+    "Of the models' weights; the optimizer's moments stay as they are.",
     default="keep",
-    show_default=True,
-    help="Of the models' weights; the optimizer's moments stay as they are.",
 )
-@click.option("--model", type=PLACE, help="The base model, if it no longer lies where the run found it.")
+@option("--model", PLACE, "The base model, if it no longer lies where the run found it.")
 @key_option("The key to open it with, instead of what its run says.")
-@json_option
 def export(
     checkpoint: Path,
     to: Layout,

@@ -5,14 +5,13 @@ from typing import Any
 
 import click
 
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.format.specification import MANIFEST
 from verl_slurm.checkpoint.store.commit import StagingDirectory
 from verl_slurm.checkpoint.store.whole_output import require_free, whole_output
 from verl_slurm.cli.checkpoint.verify import one_checkpoint
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.containers.runtimes import contained_argv
 from verl_slurm.verl.layout import step_of
@@ -31,21 +30,12 @@ from verl_slurm.verl.reshard.dividing import OnBytes, RanksPython, ReshardPlan
 _MOST = 65_536
 
 
-@click.command(
-    epilog=exits(
-        ExitCode.CONFIG,
-        ExitCode.CORRUPT,
-        ExitCode.NOT_FOUND,
-        ExitCode.PERMISSION,
-        ExitCode.NO_ROOM,
-    )
-)
+@command("CONFIG CORRUPT NOT_FOUND PERMISSION NO_ROOM")
 @click.argument("checkpoint", metavar="CKPT", type=PLACE)
-@click.option("--ranks", type=Whole(1, _MOST), required=True, help="GPUs that are to go on from it.")
-@click.option("--out", type=PLACE, required=True, help="A new (or empty) directory; it appears as a whole.")
-@click.option("--run", type=RUN, help="CKPT is the name of a checkpoint of this run.")
-@click.option("--dry-run", is_flag=True, help="Verify CKPT and print the plan, write nothing.")
-@json_option
+@option("--ranks", Whole(1, _MOST), "GPUs that are to go on from it.", required=True)
+@option("--out", PLACE, "A new (or empty) directory; it appears as a whole.", required=True)
+@option("--run", RUN, "CKPT is the name of a checkpoint of this run.")
+@flag("--dry-run", "Verify CKPT and print the plan, write nothing.")
 def reshard(
     checkpoint: Path, ranks: int, out: Path, run: RunPaths | None, dry_run: bool, as_json: bool
 ) -> None:

@@ -1,48 +1,44 @@
-"""`verl-slurm prune` and `scrub`: which checkpoints are removed, and which are set aside because they are damaged."""
+"""`verl-slurm prune` and `tiers`: which checkpoints stay, and where."""
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import click
+import msgspec
 
+from verl_slurm.base.errors import NotFound
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.keys import load_keys
-from verl_slurm.base.one_line import counted
+from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.checkpoint.decide.best import Best
-from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.checkpoint.store.frozen import frozen_digests
+from verl_slurm.checkpoint.format.manifest import checkpoint_order
 from verl_slurm.checkpoint.store.pruning import carry_out, look
-from verl_slurm.checkpoint.store.run_config import keys_at_hand
-from verl_slurm.checkpoint.store.scrub import Scrubbed, scrub_frozen, scrub_one
 from verl_slurm.checkpoint.store.verify import verify
-from verl_slurm.cli.options import RUN, Number, Whole, exits, json_option, key_option
+from verl_slurm.cli.options import RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
-from verl_slurm.dataset.fingerprint import record as prints
-from verl_slurm.verl.inputs import data_of
+from verl_slurm.config.schema import RunConfig
+from verl_slurm.tiers.fetch import fetch, fetch_newest
+from verl_slurm.tiers.mover import Pass, look as look_at_tiers, sync
+from verl_slurm.tiers.plan import Action, TierCopy, last_good
 
 
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.NOT_FOUND))
+@command("CORRUPT KEY NOT_FOUND")
 @click.argument("run", type=RUN)
-@click.option(
-    "--keep-last",
-    type=Whole(min=1),
-    help="How many of the newest stay. Default: checkpoint.keep_last of the run.",
-)
-@click.option(
+@option("--keep-last", Whole(min=1), "How many of the newest stay. Default: checkpoint.keep_last of the run.")
+@option(
     "--keep-every",
-    type=Whole(min=0),
-    help="One in every so many steps stays permanently, 0: none. Default: checkpoint.keep_every of the run.",
+    Whole(min=0),
+    "One in every so many steps stays permanently, 0: none. Default: checkpoint.keep_every of the run.",
 )
-@click.option(
+@option(
     "--keep-best",
-    type=Whole(min=0),
-    help="The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
+    Whole(min=0),
+    "The best so many by checkpoint.best_metric stay, 0: none. Default: checkpoint.keep_best of the run.",
 )
-@click.option("--quarantined", is_flag=True, help="Remove what was set aside as damaged, too.")
-@click.option("--dry-run", is_flag=True, help="Print the plan, remove nothing.")
-@json_option
+@flag("--quarantined", "Remove what was set aside as damaged, too.")
+@flag("--dry-run", "Print the plan, remove nothing.")
 def prune(
     run: RunPaths,
     keep_last: int | None,
@@ -88,17 +84,9 @@ def prune(
     gone = going if dry_run else removed
     freed = sum(found.sizes[name] for name in gone)
     if as_json:
-        render.json_value(
-            {
-                "dry_run": dry_run,
-                "verified": found.good,
-                "keep": [asdict(item) for item in found.plan.keep],
-                "drop": [asdict(item) for item in found.plan.drop],
-                "drop_quarantined": list(found.quarantined),
-                "removed": removed,
-                "num_bytes": freed,
-            }
-        )
+        facts = {"dry_run": dry_run, "verified": found.good, "removed": removed, "num_bytes": freed}
+        facts |= {"keep": found.plan.keep, "drop": found.plan.drop, "drop_quarantined": found.quarantined}
+        render.json_value(facts)
         return
     for line in found.bad:
         render.warning(f"does not verify, and is left as it is: {line}")
@@ -113,118 +101,171 @@ def prune(
     render.line(f"dry run: would remove {count}" if dry_run else f"removed {count}")
 
 
-_UNCHECKED = "not checked"
-
-
-@click.command(epilog=exits(ExitCode.CORRUPT, ExitCode.KEY, ExitCode.DATASET_DRIFT, ExitCode.NOT_FOUND))
+@command("CONFIG CORRUPT KEY NOT_FOUND TIER")
 @click.argument("run", type=RUN)
-@click.option("--dry-run", is_flag=True, help="Read everything, set nothing aside.")
-@click.option("--no-data", is_flag=True, help="Leave the data set out.")
-@click.option("--rate", type=Number(min=0.1), metavar="MB/S", help="Read no faster than this.")
-@key_option("The key that signed them, instead of what the run says.")
-@json_option
-def scrub(
-    run: RunPaths, dry_run: bool, no_data: bool, rate: float | None, key_file: Path | None, as_json: bool
+@click.argument("name", required=False, metavar="[NAME]")
+@flag("--offload", "Copy checkpoints on to the tiers, and drop what is too old there.")
+@flag("--dry-run", "With --offload: print the plan, change nothing in any tier.")
+@flag("--fetch-back", "Bring checkpoint NAME back; default: the newest in any tier.")
+def tiers(
+    run: RunPaths, name: str | None, offload: bool, dry_run: bool, fetch_back: bool, as_json: bool
 ) -> int:
-    """Read back all that RUN would need one day: checkpoints, partial ones too, frozen models, and the data set.
-
-    Every byte is read from the medium and held against its digest. A checkpoint that is damaged beyond doubt is
-    set aside (checkpoints/quarantine), so that a resume takes the one before it at once; one that cannot be read
-    or that others may write is named and left. The data set is read in full, so a change behind an unchanged
-    size and mtime is found, too. The copies of models that do not train (RUN/frozen) are treated like checkpoints;
-    the next start makes a new one where one was set aside.
-
-    Where the run has a key, each manifest must be signed with it, as a resume asks: one that is not is named and
-    left. Where that key cannot be read here, the bytes are checked all the same, and `signature not checked: no
-    key` is said.
-
-    The daemon of a running job does the same with one checkpoint after the other (checkpoint.scrub_every_h), and
-    brings the second copy of a damaged one home where the nodes have one (checkpoint.local_dir).
+    """What lies where: every checkpoint of RUN in its own directory and in every tier of its configuration.
 
     \b
-    verl-slurm scrub runs/big --rate 200
-    verl-slurm scrub runs/big --dry-run --no-data --json
+    verified      every byte was read back there and matched
+    unread        whole by its manifest, not read back yet
+    damaged       read back, and not what its manifest says
+    refused       the run has a key, and this was not signed with it; it is not copied, and counts for nothing
+    incomplete    an upload that broke off, or parts are missing; it counts for nothing
+
+    Tiers stand in run.yaml, the nearest first (docs/saving.md); checkpoints go from each to the next by themselves. A
+    tier that does not answer is said, and the exit code is 29.
+
+    --offload copies them on at once, drops from a tier what is too old there, and says why each. A copy counts when
+    every byte was read back and matched. One that broke off goes on where it stopped. From a tier a checkpoint goes
+    when it is older than that tier's keep_days, no later tier waits for it, and what stands in for it was read back
+    once more; the last good one never goes. --dry-run prints the very plan that is carried out without it. The run's
+    own directory is not touched: that is `verl-slurm prune`. Where the run has a key, what is not signed with it is not
+    copied.
+
+    --fetch-back brings NAME back into RUN's own directory, from the nearest tier that has it whole; every byte is held
+    against its manifest on the way and read back from the disk before it appears under its name. One that is there and
+    verifies is left alone; one that is there and damaged is set aside. To bring back a run whose directory is lost:
+    submit the same configuration, write the old run's id (the 16 hex digits behind its name in every key) to
+    RUN/run_id, then fetch back.
+
+    \b
+    verl-slurm tiers runs/big
+    verl-slurm tiers runs/big --offload --dry-run
+    verl-slurm tiers runs/big --fetch-back step_003000
     """
-    # A login node may lack the key. Damage is found without it, and what was not asked is said.
-    keys, missing = keys_at_hand(run.root, key_file)
-    infos = [i for place in (run, run.partial) for i in list_checkpoints(place) if i.kind == "committed"]
-    found: list[tuple[Path, Scrubbed]] = []
-    bar, done, total = render.Bar(enabled=not as_json), 0, sum(info.num_bytes for info in infos)
-    # Checkpoints first, since a resume needs them first; then models that do not train, then the data.
-    for info in infos:
-        bar.show("reading back", done, total)
-        one = scrub_one(info.path, set_aside=not dry_run, keys=keys, bytes_per_s=rate and rate * 1e6)
-        # Pruned by the living run since it was listed, which is no damage.
-        if not one.gone:
-            found.append((info.path, one))
-        done += info.num_bytes
-    frozen: list[tuple[Path, Scrubbed]] = []
-    for digest in frozen_digests(run):
-        bar.show("reading back frozen models", done, total)
-        one = scrub_frozen(run, digest, set_aside=not dry_run, bytes_per_s=rate and rate * 1e6)
-        if not one.gone:
-            frozen.append((run.frozen / digest, one))
-    bar.close()
-    drifted = [] if no_data else _drift(run)
-    everything = [*found, *frozen]
-    good = all(one.verdict.ok for _, one in everything)
-    # Of all checkpoints together: one that is signed is enough to say that its signature was not asked.
-    signature = _signature(keys is not None, missing, any(one.is_signed for _, one in found))
-    if as_json:
-        render.json_value(
-            {
-                "ok": good and not drifted,
-                "signature": signature,
-                "checkpoints": [_shown(path, one) for path, one in found],
-                "frozen": [_shown(path, one) for path, one in frozen],
-                "data": drifted,
-            }
+    if (offload and fetch_back) or (dry_run and not offload) or (name is not None and not fetch_back):
+        raise click.UsageError(
+            "--dry-run goes with --offload, NAME with --fetch-back, and one of the two at a time."
         )
+    config = load_resolved(run.run_yaml)
+    if fetch_back:
+        _fetch_back(run, config, name, as_json=as_json)
+        return ExitCode.OK
+    # A look needs no key: on a login node it says what it could not check, where a pass would refuse.
+    seen = sync(run, config, dry_run=dry_run) if offload else look_at_tiers(run, config)
+    shown = _pass_facts(seen, dry_run=dry_run) if offload else _look_facts(seen)
+    if as_json:
+        render.json_value(shown | _unchecked(seen))
+        return _code(seen)
+    if offload:
+        _print_pass(seen)
     else:
-        if signature.startswith(_UNCHECKED):
-            render.warning(f"signature {signature}")
-        for path, one in everything:
-            name = path.relative_to(run.root)
-            render.line(f"{name}  {'ok' if one.verdict.ok else 'BAD'}, {one.verdict.num_bytes / 1e6:.1f} MB")
-            for problem in one.verdict.problems:
-                render.line(f"  {problem}")
-            if one.set_aside is not None:
-                render.line(f"  set aside: {one.set_aside.relative_to(run.root)}")
-        for line in drifted:
-            render.line(f"data: {line}")
-    if not good:
-        # Damage outweighs a missing signature, and both outweigh data that changed: a resume needs the checkpoint
-        # first.
-        needs_key = all(one.verdict.ok or one.verdict.needs_key for _, one in everything)
-        return ExitCode.KEY if needs_key else ExitCode.CORRUPT
-    return ExitCode.DATASET_DRIFT if drifted else ExitCode.OK
+        _print_look(seen)
+    _warn(run, seen)
+    if offload:
+        # What was done is counted, not what was planned: an action may have failed, and the others go on.
+        done = seen.plan if dry_run else [one.action for one in seen.done if not one.problem]
+        copied, dropped = (sum(action.kind == kind for action in done) for kind in ("copy", "drop"))
+        would = "dry run: would copy {} and drop {}" if dry_run else "copied {}, dropped {}"
+        render.line(would.format(copied, dropped))
+    return _code(seen)
 
 
-def _shown(path: Path, one: Scrubbed) -> dict[str, object]:
-    return {
-        "path": str(path),
-        "ok": one.verdict.ok,
-        "problems": [str(problem) for problem in one.verdict.problems],
-        "set_aside": one.set_aside and str(one.set_aside),
-        "num_bytes": one.verdict.num_bytes,
+def _look_facts(seen: Pass) -> dict[str, object]:
+    shown = []
+    for state in seen.states:
+        copies = [
+            render.picked(copy, "name num_bytes digest detail")
+            | {"state": _word(copy), "saved_utc": copy.saved}
+            for copy in state.copies
+        ]
+        shown.append(render.picked(state, "name reachable detail keep_days") | {"checkpoints": copies})
+    return {"ok": seen.ok, "last_good": last_good(seen.states), "tiers": shown}
+
+
+def _print_look(seen: Pass) -> None:
+    best = last_good(seen.states)
+
+    def row(tier: str, copy: TierCopy) -> tuple[object, ...]:
+        saved = "-" if copy.saved is None else f"{copy.saved:%Y-%m-%d %H:%M}"
+        detail = "the last good one" if copy.name == best and copy.good else copy.detail
+        return copy.name, tier, _word(copy), round(copy.num_bytes / 1e6, 1), saved, detail
+
+    rows = [
+        row(state.name, copy)
+        for state in seen.states
+        # The newest first, by its numbers: step 1,000,000 has a digit more than the leading zeros allow for.
+        for copy in sorted(state.copies, key=lambda copy: checkpoint_order(copy.name) or (0, 0), reverse=True)
+    ]
+    if rows:
+        render.table(["checkpoint", "tier", "state", "MB", "saved (UTC)", "detail"], rows)
+
+
+def _problems(seen: Pass) -> dict[Action, str]:
+    return {done.action: done.problem for done in seen.done if done.problem}
+
+
+def _pass_facts(seen: Pass, *, dry_run: bool) -> dict[str, object]:
+    problems = _problems(seen)
+    facts: dict[str, object] = {
+        "dry_run": dry_run,
+        "ok": seen.ok,
+        "sent_bytes": sum(done.sent for done in seen.done),
+        "unreachable": [state.name for state in seen.states if not state.reachable],
     }
+    for kind in ("copy", "drop", "keep", "skip"):
+        facts[kind] = [
+            render.picked(action, "name tier reason source") | {"problem": problems.get(action, "")}
+            for action in seen.plan
+            if action.kind == kind
+        ]
+    return facts
 
 
-def _signature(has_keys: bool, missing: str, is_signed: bool) -> str:
-    """Returns `checked`, `none` (the run has no keys), or why it was not checked."""
-    if has_keys:
-        return "checked"
-    if missing:
-        return f"{_UNCHECKED}: no key ({missing})"
-    # Signed, in a run that is configured without a key: nothing here can tell by whom.
-    return f"{_UNCHECKED}: no key (the run is configured with none)" if is_signed else "none"
+def _print_pass(seen: Pass) -> None:
+    problems = _problems(seen)
+
+    def row(action: Action) -> tuple[str, ...]:
+        source = f"; from {action.source}" if action.source not in ("", action.tier) else ""
+        word = f"FAILED {action.kind}" if action in problems else action.kind
+        return action.name, action.tier, word, problems.get(action, action.reason) + source
+
+    render.table(["checkpoint", "tier", "", "why"], map(row, seen.plan))
 
 
-def _drift(run: RunPaths) -> list[str]:
-    """Lists how the data set differs from that of the first start, every file read; empty: it does not."""
-    old, place = prints.read(run), data_of(load_resolved(run.run_yaml))
-    if old is None or place is None:
-        return []  # not submitted yet, or a program that was not told which data it has
-    # In full: what a scrub looks for, such as a bad disk, changes bytes and leaves size and times.
-    now = prints.survey(place, cache=run.hash_cache, full=True).found
-    return [f"{kind} {name}" for kind, names in asdict(prints.drift(old, now)).items() for name in names]
+def _fetch_back(run: RunPaths, config: RunConfig, name: str | None, *, as_json: bool) -> None:
+    fetched = fetch_newest(run, config) if name is None else fetch(run, config, name)
+    # Without NAME alone: a name that no tier has is refused by `fetch` itself.
+    if fetched.name is None:
+        raise NotFound(
+            "no tier has a checkpoint of this run",
+            where=run.root,
+            remedy=f"verl-slurm tiers {shell_word(run.root)}",
+        )
+    value = msgspec.to_builtins(fetched) | {"path": str(run.checkpoints / fetched.name)}
+    render.answer(value, *fetched.reasons, as_json=as_json)
+
+
+def _word(copy: TierCopy) -> str:
+    # In this order: an incomplete upload is not asked for its signature, and what is refused counts for nothing else.
+    if not copy.committed:
+        return "incomplete"
+    if copy.refused:
+        return "refused"
+    return {True: "verified", False: "damaged", None: "unread"}[copy.verified]
+
+
+def _unchecked(seen: Pass) -> dict[str, str]:
+    return {"signature": f"not checked: no key ({seen.unchecked})"} if seen.unchecked else {}
+
+
+def _warn(run: RunPaths, seen: Pass) -> None:
+    for word, text in _unchecked(seen).items():
+        render.warning(f"{word} {text}")
+    for state in seen.states:
+        if not state.reachable:
+            render.warning(f"tier {state.name} does not answer: {state.detail}")
+    # The run's own directory is the first of the states.
+    if len(seen.states) == 1:
+        render.line(f"no tiers in {run.run_yaml}; see verl-slurm tiers --help")
+
+
+def _code(seen: Pass) -> ExitCode:
+    return ExitCode.OK if seen.ok else ExitCode.TIER

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import ConfigError
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, RUN, Number, Whole, command, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load, load_resolved
 from verl_slurm.config.schema import RunConfig
@@ -46,37 +45,22 @@ _COLUMNS = (
 )
 
 
-@click.command(epilog=exits(ExitCode.CONFIG, ExitCode.DATA, ExitCode.NOT_FOUND))
+@command("CONFIG DATA NOT_FOUND")
 @click.argument("source", type=CONFIG, default="quickstart", metavar="[CONFIG | RUN]")
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
-@click.option("--like", type=RUN, help="Take times from this run, e.g. a trial of ten steps.")
-@click.option("--steps", type=Whole(1, 1_000_000), help="How many; a loop of your own alone knows them.")
-@click.option("--step-seconds", "step_s", type=Number(min=0.001, max=1e7), help="How long a step takes.")
-@click.option("--nodes", type=Whole(1, 100_000), help="As if so many nodes trained, with the same times.")
-@click.option(
-    "--preemptions-per-day",
-    "notices_per_day",
-    type=Number(min=0.0, max=10_000),
-    help="Of the job, while it runs.",
+@option("--like", RUN, "Take times from this run, e.g. a trial of ten steps.")
+@option("--steps", Whole(1, 1_000_000), "How many; a loop of your own alone knows them.")
+@option("--step-seconds", Number(min=0.001, max=1e7), "How long a step takes.", "step_s")
+@option("--nodes", Whole(1, 100_000), "As if so many nodes trained, with the same times.")
+@option("--preemptions-per-day", Number(min=0.0, max=10_000), "Of the job, while it runs.", "notices_per_day")
+@option("--crashes-per-day", Number(min=0.0, max=10_000), "Of the ranks, while they run.")
+@option("--queue-wait", Number(min=0.0, max=1e8), "Seconds in the queue after each requeue.", "queue_s")
+@option(
+    "--grace-seconds", Number(min=0.0, max=1e6), "From the warning of a preemption to its end.", "warning_s"
 )
-@click.option("--crashes-per-day", type=Number(min=0.0, max=10_000), help="Of the ranks, while they run.")
-@click.option(
-    "--queue-wait", "queue_s", type=Number(min=0.0, max=1e8), help="Seconds in the queue after each requeue."
-)
-@click.option(
-    "--grace-seconds",
-    "warning_s",
-    type=Number(min=0.0, max=1e6),
-    help="From the warning of a preemption to its end.",
-)
-@click.option(
-    "--price-per-hour", type=Number(min=0.0, max=1e9), help="Of one node, in any currency: adds costs."
-)
-@click.option(
-    "--simulations", type=Whole(20, 10_000), default=200, show_default=True, help="Of each way to run."
-)
+@option("--price-per-hour", Number(min=0.0, max=1e9), "Of one node, in any currency: adds costs.")
+@option("--simulations", Whole(20, 10_000), "Of each way to run.", default=200)
 @click.option("--ask/--no-ask", default=True, show_default=True, help="Ask Slurm, and try the storage.")
-@json_option
 def plan(
     source: Path,
     overrides: tuple[str, ...],
@@ -195,15 +179,13 @@ def _print(plan: Plan, notes: Sequence[str]) -> None:
     for note in notes:
         render.line(note)
     for verdict in plan.verdicts:
-        mark, colour = ("ok", "green") if verdict.good else ("WARN", "yellow")
-        render.marked(f"{mark:<5}", colour, f"{verdict.topic}: {verdict.found}")
-        if verdict.remedy:
-            render.line(f"      -> {verdict.remedy}")
+        kind = "good" if verdict.good else "warning"
+        render.finding(kind, f"{verdict.topic}: {verdict.found}", verdict.remedy)
     render.line()
     _print_options(plan, "as configured")
     first = plan.options[0]
     if first.finished < 1.0:
-        render.marked("WARN ", "yellow", f"only {first.finished:.0%} of the simulations came to their end")
+        render.finding("warning", f"only {first.finished:.0%} of the simulations came to their end")
     render.line(f"{plan.simulations} simulations of each; a range is 5 to 95 % of them")
 
 

@@ -1,42 +1,44 @@
-"""`verl-slurm report`: one page about one run or several."""
+"""`verl-slurm report` and `serve`: pages about runs."""
 
+import asyncio
+import contextlib
+import errno
+import signal
 from pathlib import Path
 
 import click
 
 from verl_slurm.base.bounded import TooMuch, open_regular
-from verl_slurm.base.errors import PermissionRefused
-from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.errors import NotFound, PermissionRefused, WireError
 from verl_slurm.base.files import write_file
+from verl_slurm.base.one_line import counted
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, exits, json_option
-from verl_slurm.cli.show import render
+from verl_slurm.cli.options import DAMAGED_RUN, PLACE, Number, Whole, command, option
+from verl_slurm.cli.show import render, story
 from verl_slurm.report.facts import Report
 from verl_slurm.report.gather import gather
 from verl_slurm.report.page import render_page
+from verl_slurm.report.serve import HOST, Server
+from verl_slurm.wire.http import listener_of
 
 _BEGINNING = b"<!doctype html>"
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@command("NOT_FOUND")
 @click.argument("runs", type=DAMAGED_RUN, metavar="RUN...", nargs=-1, required=True)
-@click.option(
-    "--out", type=PLACE, metavar="FILE.html", help="Where the page goes; default: report.html here."
-)
-@click.option(
+@option("--out", PLACE, "Where the page goes; default: report.html here.", metavar="FILE.html")
+@option(
     "--price-per-hour",
-    type=Number(min=0),
+    Number(min=0),
+    "Of one GPU, or of one core where a run asks for no GPU; in any currency.",
     metavar="PRICE",
-    help="Of one GPU, or of one core where a run asks for no GPU; in any currency.",
 )
-@click.option(
+@option(
     "--samples",
-    type=Whole(min=0, max=100),
+    Whole(min=0, max=100),
+    "How many of the best and of the worst responses of the newest step are shown; 0: none.",
     default=3,
-    show_default=True,
-    help="How many of the best and of the worst responses of the newest step are shown; 0: none.",
 )
-@json_option
 def report(
     runs: tuple[RunPaths, ...], out: Path | None, price_per_hour: float | None, samples: int, as_json: bool
 ) -> None:
@@ -71,11 +73,7 @@ def report(
 
 
 def _require_page(out: Path) -> None:
-    """Refuses to replace what is no page: a device, or a file of a run.
-
-    Raises:
-        PermissionRefused: something else is there.
-    """
+    """Refuses to replace what is no page: a device, or a file of a run."""
     try:
         with open(open_regular(out), "rb") as there:
             is_page = there.read(len(_BEGINNING)).lower() == _BEGINNING
@@ -100,3 +98,48 @@ def _write(out: Path, facts: Report) -> list[tuple[str, object]]:
         ) from None
     missing = [("missing", f"{run.name}: {what}") for run in facts.runs for what in run.missing]
     return [("page", out.resolve()), ("size", f"{len(data) / 1000:.0f} KB"), *missing]
+
+
+@command("NOT_FOUND WIRE")
+@click.argument("place", type=PLACE, metavar="[DIR]", default="runs")
+@option("--port", Whole(0, 65535), "0: any free one.", default=0)
+def serve(place: Path, port: int, as_json: bool) -> None:
+    """Show the runs below DIR (default: runs) in a browser, live, until Ctrl-C.
+
+    A table of all runs, and the page of `verl-slurm report` for each. The browser is told of what changes. Nothing is
+    polled while no page is open; while one is, Slurm is asked once a minute, one question for all runs.
+
+    It listens on 127.0.0.1 alone, can change nothing, and refuses each request without the token in the printed
+    address. To open the page on another machine, forward the port there and open the same address:
+
+    \b
+    verl-slurm serve runs --port 8123
+    ssh -N -L 8123:127.0.0.1:8123 LOGIN_NODE
+
+    docs/serve.md tells who may read what.
+    """
+    if not place.is_dir():
+        raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
+
+    def ready(address: str, runs: int) -> None:
+        value = {"listening": address, "runs": runs}
+        render.answer(value, f"{counted(runs, 'run')} at {address}", as_json=as_json)
+
+    async def until_ended() -> None:
+        # Without the time, which the story has in front: the table has a column of its own.
+        server = Server(place, lambda event: story.tell(story.for_people(event)).partition("  ")[2])
+        serving = asyncio.create_task(server.run(port, ready))
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, serving.cancel)
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+
+    try:
+        asyncio.run(until_ended())
+    except OSError as error:
+        if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+            raise
+        where, found = f"{HOST}:{port}", error.strerror
+        if error.errno == errno.EADDRINUSE:
+            found = f"the port is taken by {listener_of(port).name}"
+        raise WireError("cannot listen", where=where, found=found, remedy="choose another --port") from error

@@ -1,37 +1,35 @@
-"""`verl-slurm status`: the present state of one run and its history."""
+"""`verl-slurm status` and `list`: where one run stands, or all runs below a directory."""
 
 import os
 import shutil
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
-from verl_slurm.base.errors import VerlSlurmError
-from verl_slurm.base.exit_codes import ExitCode
+from verl_slurm.base.errors import NotFound, VerlSlurmError
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
+from verl_slurm.checkpoint.decide.best import Best, Rank, rank_best
+from verl_slurm.checkpoint.format.info import CheckpointInfo
+from verl_slurm.checkpoint.store.catalog import list_checkpoints
 from verl_slurm.checkpoint.store.lost import former_checkpoint, gone_back, lost_rollouts
-from verl_slurm.cli.options import RUN, Whole, exits, json_option
-from verl_slurm.cli.run.listing import STATE_COLOURS, told_facts
-from verl_slurm.cli.show import render, story
-from verl_slurm.cli.show.pace import bar, curve_of, curve_words, left_words, node_words, steps_words
-from verl_slurm.cli.show.render import ago
-from verl_slurm.cli.show.run_tables import (
-    INTERRUPTIONS_TO_GO,
-    interruption_words,
-    interruptions_table,
-    steps_table,
-)
+from verl_slurm.cli.options import PLACE, RUN, Whole, command, option
+from verl_slurm.cli.show import render, run_tables, story
+from verl_slurm.cli.show.render import ago, span
 from verl_slurm.config.load import load_resolved
-from verl_slurm.journal.events import Event, Started, Submitted, Warned
-from verl_slurm.journal.files import read_events
+from verl_slurm.journal.events import Ended, Event, Started, Submitted, Warned
+from verl_slurm.journal.files import read_events, read_history
 from verl_slurm.journal.history import History, interruption_facts, since
 from verl_slurm.journal.pace import LOOKED_AT, node_states, pace_of, steps_of_equal_rewards
 from verl_slurm.journal.steps import last_steps
 from verl_slurm.program.record import read_record
-from verl_slurm.runs.glance import Glance, glance, is_over
+from verl_slurm.runs.glance import Glance, Seen, ask_for, glance, glance_at_all, is_over, state_of
 from verl_slurm.runs.liveness import JobState, job_state, unknown_jobs
 from verl_slurm.runs.record import has_ledger
 from verl_slurm.wire.reward_plan import read_reward_plan, read_reward_request
@@ -40,25 +38,22 @@ _MOST_DRAWN = 30
 """Characters of a bar or a curve."""
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND))
+@command("NOT_FOUND")
 @click.argument("run", type=RUN)
-@click.option(
+@option(
     "--steps",
+    Whole(min=0, max=1000),
+    "How many of the last steps are shown, 0: none.",
     "num_steps",
-    type=Whole(min=0, max=1000),
     default=5,
-    show_default=True,
-    help="How many of the last steps are shown, 0: none.",
 )
-@click.option(
+@option(
     "--interruptions",
+    Whole(min=0),
+    "How many of the last interruptions are shown, 0: none. JSON has them all.",
     "num_interruptions",
-    type=Whole(min=0),
     default=5,
-    show_default=True,
-    help="How many of the last interruptions are shown, 0: none. JSON has them all.",
 )
-@json_option
 def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool) -> None:
     """Where RUN stands: its job, step, last good checkpoint, what interrupted it and what that cost, its last steps.
 
@@ -81,7 +76,7 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
     facts["interruptions"] = interruption_facts(outages, now, has_ledger=has_ledger(run))
     rows = last_steps(run, max(num_steps, LOOKED_AT))
     facts["steps"] = rows[-num_steps:] if num_steps else []
-    curve = curve_of(rows[-LOOKED_AT:])
+    curve = run_tables.curve_of(rows[-LOOKED_AT:])
     pace = pace_of(rows, facts["step"], facts["status"].get("steps"))
     facts["equal_rewards"] = {
         "steps": steps_of_equal_rewards(rows[-LOOKED_AT:]),
@@ -92,94 +87,75 @@ def status(run: RunPaths, num_steps: int, num_interruptions: int, as_json: bool)
         render.json_value(facts)
         return
     snapshot = facts["status"]
-    lines: list[tuple[str, object]] = [("run", facts["run_dir"])]
-    if facts["job_id"] is None:
-        lines.append(("job", facts["unknown_job"] or f"none yet; verl-slurm submit {shell_word(run.root)}"))
-    else:
-        detail = f", {facts['job_detail']}" if facts["job_detail"] else ""
-        state = f"{facts['job_state']}{detail}"
-        if facts["unknown_job"]:
-            lines.append(("job", facts["unknown_job"]))
-        if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
-            state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
-        lines.append(("job", f"{facts['job_id']} ({facts['cluster']}): {state}"))
-    if facts["held"]:
-        lines.append(("held", facts["held"]))
-    if facts["start_failed"]:
-        lines.append(("not begun", facts["start_failed"]))
-    # As its lead last wrote it; a run that has not started has none.
-    if snapshot:
-        lines.append(("state", _state_words(facts)))
-        if problem := snapshot.get("save_problem"):
-            lines.append(("saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"))
-        lines.append(("training", story.progress(snapshot | {"step": facts["step"]})))
-        lines += _progress_lines(facts, now)
-        requeues = counted(snapshot.get("requeues") or 0, "requeue")
-        starts = f"attempt {snapshot.get('attempt')}, {requeues}, restart {snapshot.get('restart')}"
-        lines.append(("starts", starts))
-        if slow := snapshot.get("stragglers"):
-            lines.append(("stragglers", ", ".join(map(str, slow))))
-        if facts["nodes"]:
-            spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in facts["nodes"])
-            lines.append(("nodes", node_words(facts["nodes"]) + spare))
-    lines += [("code", line) for line in facts["code"]]
-    lines += [("lost", f"WARNING, {line}") for line in facts["lost"]]
-    if facts["reward"] is not None:
-        lines.append(("reward", _reward_words(facts["reward"])))
-    lines += [(f"service {place}", said) for place, said in snapshot.get("services", {}).items()]
     verified = snapshot.get("last_checkpoint")
     hidden = run.checkpoints.exists() and not os.access(run.checkpoints, os.R_OK)
-    lines.append(
-        (
-            "checkpoint",
-            str(verified) if hidden and verified else _checkpoint_words(run, facts, history),
-        )
-    )
-    if events:
-        lines.append(("interrupted", interruption_words(facts["interruptions"])))
-    if facts["last_cause"]:
-        lines.append(("last cause", facts["last_cause"]))
-    if facts["ended"]:
-        lines.append(("ended", facts["ended"]))
+    lines: list[tuple[str, object]] = [
+        ("run", facts["run_dir"]),
+        ("job", facts["unknown_job"]),
+        ("job", _job_words(facts, run)),
+        ("held", facts["held"]),
+        ("not begun", facts["start_failed"]),
+        # As its lead last wrote it; a run that has not started has none.
+        *(_snapshot_lines(facts, now) if snapshot else ()),
+        *(("code", line) for line in facts["code"]),
+        *(("lost", f"WARNING, {line}") for line in facts["lost"]),
+        ("reward", facts["reward"] and _reward_words(facts["reward"])),
+        *((f"service {place}", said) for place, said in snapshot.get("services", {}).items()),
+        ("checkpoint", verified if hidden and verified else _checkpoint_words(run, facts, history)),
+        ("interrupted", run_tables.interruption_words(facts["interruptions"]) if events else None),
+        ("last cause", facts["last_cause"]),
+        ("ended", facts["ended"]),
+    ]
     render.fields(lines, STATE_COLOURS)
     # The newest ones; --json has them all.
     if outages and num_interruptions:
         render.line()
         render.table(
-            interruptions_table(outages[-num_interruptions:], now, has_ledger=has_ledger(run)),
+            run_tables.interruptions_table(outages[-num_interruptions:], now, has_ledger=has_ledger(run)),
             right=("cost", "save", "queue", "start", "again"),
-            first_to_go=INTERRUPTIONS_TO_GO,
+            first_to_go=run_tables.INTERRUPTIONS_TO_GO,
         )
     if facts["steps"]:
         render.line()
-        columns, first_to_go = steps_table(facts["steps"])
+        columns, first_to_go = run_tables.steps_table(facts["steps"])
         render.table(columns, right=columns, first_to_go=first_to_go)
 
 
-def _progress_lines(facts: dict[str, Any], now: datetime) -> list[tuple[str, object]]:
-    """Returns the bar of steps, the time that is left and the curve. A bar or a curve is for a terminal."""
-    pace, curve = facts["pace"], facts["curve"]
+def _job_words(facts: dict[str, Any], run: RunPaths) -> str | None:
+    if facts["job_id"] is None:
+        return None if facts["unknown_job"] else f"none yet; verl-slurm submit {shell_word(run.root)}"
+    state = ", ".join(word for word in (facts["job_state"], facts["job_detail"]) if word)
+    if facts["outcome"] and (facts["job_over"] or facts["job_state"] == "UNKNOWN"):
+        state = facts["outcome"]  # a scheduler forgets its jobs, the journal does not
+    return f"{facts['job_id']} ({facts['cluster']}): {state}"
+
+
+def _snapshot_lines(facts: dict[str, Any], now: datetime) -> Iterator[tuple[str, object]]:
+    """Yields what the lead last wrote, and what follows of it. A bar or a curve is for a terminal."""
+    snapshot, pace, curve, nodes = facts["status"], facts["pace"], facts["curve"], facts["nodes"]
+    yield "state", _state_words(facts)
+    if problem := snapshot.get("save_problem"):
+        yield "saves", f"FAIL, so all since the checkpoint below would be done again: {problem}"
+    yield "training", story.progress(snapshot | {"step": facts["step"]})
     drawn = min(_MOST_DRAWN, render.width() // 3) if render.draws() else 0
-    before = f"{bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
-    lines: list[tuple[str, object]] = [("steps", before + steps_words(pace))]
-    left = left_words(
-        pace,
-        waits=facts["job_waits"],
-        over=facts["job_over"] or facts["job_id"] is None or facts["outcome"] is not None,
-        starts=facts["job_starts"],
-        ends=facts["job_ends"],
-        now=now,
+    before = f"{render.bar(pace.share, drawn)} " if pace.share is not None and drawn else ""
+    yield "steps", before + run_tables.steps_words(pace)
+    over = facts["job_over"] or facts["job_id"] is None or facts["outcome"] is not None
+    starts, ends = facts["job_starts"], facts["job_ends"]
+    yield (
+        "time left",
+        run_tables.left_words(pace, waits=facts["job_waits"], over=over, starts=starts, ends=ends, now=now),
     )
-    lines.append(("time left", left))
-    if curve is not None:
-        lines.append(("trend", curve_words(curve, drawn)))
+    yield "trend", curve and run_tables.curve_words(curve, drawn)
     if equal := facts["equal_rewards"]["steps"]:
-        of = facts["equal_rewards"]["of"]
-        words = (
-            f"WARNING, all equal in {len(equal)} of the last {counted(of, 'step')}, newest {equal[-1]:.0f}"
-        )
-        lines.append(("rewards", f"{words}: nothing is learned from them"))
-    return lines
+        of = counted(facts["equal_rewards"]["of"], "step")
+        words = f"WARNING, all equal in {len(equal)} of the last {of}, newest {equal[-1]:.0f}"
+        yield "rewards", f"{words}: nothing is learned from them"
+    requeues = counted(snapshot.get("requeues") or 0, "requeue")
+    yield "starts", f"attempt {snapshot.get('attempt')}, {requeues}, restart {snapshot.get('restart')}"
+    yield "stragglers", ", ".join(map(str, snapshot.get("stragglers") or ()))
+    spare = "; a spare one is idle, and a part of what the job costs" * ("spare" in nodes)
+    yield "nodes", run_tables.node_words(nodes) + spare
 
 
 def _nodes(run: RunPaths, facts: dict[str, Any], history: History, now: datetime) -> dict[str, list[str]]:
@@ -202,7 +178,6 @@ def _state_words(facts: dict[str, Any]) -> str:
 
 
 def _facts(run: RunPaths, history: History) -> dict[str, Any]:
-    """Returns all facts about a run, and the scheduler's present answer."""
     seen = glance(run.root, history)
     answer: JobState | None = None
     if seen.job is not None:
@@ -230,14 +205,14 @@ def _facts(run: RunPaths, history: History) -> dict[str, Any]:
         "held": "" if held is None else held.reason,
         "start_failed": not_begun,
         "unknown_job": unknown,
-        "job_state": None if answer is None else answer.state,
-        "job_detail": "" if answer is None else answer.detail,
-        "job_over": answer is not None and answer.over,
-        "job_waits": answer is not None and answer.waits,
-        "job_starts": None if answer is None else answer.starts,
-        "job_ends": None if answer is None else answer.ends,
+        "job_state": answer and answer.state,
+        **{f"job_{name}": getattr(answer or _NO_JOB, name) for name in _OF_A_JOB},
         "submitted": isinstance(seen.word, Submitted),
     }
+
+
+_OF_A_JOB = ("detail", "over", "waits", "starts", "ends")
+_NO_JOB = JobState(state="", over=False)
 
 
 def _over_words(run: RunPaths, ended: str | None, answer: JobState) -> str:
@@ -265,7 +240,6 @@ def _unknown_job(run: RunPaths, history: History, seen: Glance) -> str:
 
 
 def _code_words(run: RunPaths, events: list[Event]) -> list[str]:
-    """Describes the code that the attempts run, and what the newest of them was warned of."""
     try:
         record = read_record(run, to_look=True)
     # A file that cannot be read costs this line of the answer, and not the others.
@@ -305,10 +279,7 @@ def _losses(run: RunPaths, facts: dict[str, Any], events: list[Event], history: 
 
 def _reward_in_force(run: RunPaths, now: int) -> dict[str, Any] | None:
     """Returns the reward that scores the running step, since when, and the open part of a replacement. None: a
-    guest's loop, whose reward is its own.
-
-    Not for `list`: it needs the run's configuration, and to read that of a thousand runs takes many seconds.
-    """
+    guest's loop, whose reward is its own. Not for `list`: to read a thousand configurations takes many seconds."""
     try:
         config = load_resolved(run.run_yaml)
         if config.trainer.is_guest:
@@ -364,3 +335,202 @@ def _checkpoint_words(run: RunPaths, facts: dict[str, Any], history: History) ->
         if lost := gone_back(run, history, checkpoint["name"], load_resolved(run.run_yaml)):
             return f"{words}; WARNING, {lost}"
     return words
+
+
+FIRST_TO_GO = ("job", "updated", "reward", "checkpoint", "cost", "interrupted", "of")
+"""Columns that are dropped if the terminal is narrow, in this order."""
+STATE_COLOURS = {
+    **dict.fromkeys(("done", "running", "RUNNING"), "green"),
+    **dict.fromkeys(("queued", "PENDING", "suspended", "held"), "yellow"),
+    **dict.fromkeys(("gone", "GONE", "failed", "no permission", "saves fail"), "red"),
+}
+
+
+@command("NOT_FOUND", "list")
+@click.argument("place", type=PLACE, default="runs")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    help="Only runs in this state, e.g. running, queued, gone; may be given again.",
+)
+def list_runs(place: Path, states: tuple[str, ...], as_json: bool) -> None:
+    """The runs below PLACE (default: runs), or, where PLACE is a run, its checkpoints, newest first.
+
+    \b
+    state   prepared, queued, starting, running, saving, ..., done, cancelled, failed with N;
+            saves fail: it trains, and its newest save came to nothing;
+            gone: its job is no more, and its daemon said nothing; with a ?: whether it lives is not known here
+    interrupted, cost   how often, why last, and the time from the first sign to the first new rollout, in all
+            (with a +: the last one is not over)
+
+    Slurm is asked once for all runs; --state failed takes all that failed, whatever the exit code.
+
+    Of checkpoints it tells what their manifests say (`verl-slurm verify` reads the files):
+
+    \b
+    committed     whole by its manifest
+    torn          its writer died before the commit; never used, removed at the next start
+    quarantined   did not verify, set aside
+    foreign       not a checkpoint of ours
+
+    With checkpoint.keep_best set, a column has that metric of the step that a checkpoint ends, and the place of those
+    that are kept for it: `0.83 best`, `0.81 best 2`. --json has all of a step's metrics.
+    """
+    if (place / "run.yaml").is_file():
+        _print_checkpoints(RunPaths(place.resolve()), as_json)
+        return
+    runs = glance_at_all(place.resolve())
+    # Asked last: a directory without runs is an answer, and a name that does not exist is a mistake.
+    if not runs and not place.is_dir():
+        raise NotFound("no such directory", where=place, remedy="give the directory that holds your runs")
+    # Runs that have written down their end are not asked about; all others in one question.
+    seen, problem = ask_for(runs)
+    # Said, and not an error: what the runs have written down is shown all the same, without a claim that they live.
+    if problem:
+        render.warning(f"what has no end written down is shown as last heard of: {problem}")
+    told = [(run, state_of(run, seen.get(run.root))) for run in runs]
+    if states:
+        # By its beginning: `failed` means `failed with N`, and the `?` of an unknown life is no part of the state.
+        told = [(run, state) for run, state in told if state.rstrip("?").startswith(states)]
+    if as_json:
+        render.json_value([_listed_facts(run, state, seen.get(run.root)) for run, state in told])
+        return
+    if not runs:
+        render.line(f"no runs in {place}; start one with verl-slurm submit quickstart")
+        return
+    if not told:
+        render.line(f"none of {counted(len(runs), 'run')} in {place} is {' or '.join(states)}")
+        return
+    render.table(
+        runs_table(told, place.resolve()),
+        right=("step", "of", "reward", "cost"),
+        first_to_go=FIRST_TO_GO,
+        cut="run",  # as a last resort
+        colours=STATE_COLOURS,
+    )
+
+
+def runs_table(told: Sequence[tuple[Glance, str]], place: Path) -> dict[str, list[str]]:
+    return {
+        "run": [os.path.relpath(run.root, place) for run, _ in told],
+        "job": ["-" if run.job is None else run.job.job_id for run, _ in told],
+        "state": [state for _, state in told],
+        "step": [str(run.step) for run, _ in told],
+        "of": [str(run.status.get("steps") or "-") for run, _ in told],
+        "reward": ["-" if run.reward is None else f"{run.reward:.3f}" for run, _ in told],
+        "checkpoint": [_checkpoint(run) for run, _ in told],
+        "interrupted": [_interrupted(run) for run, _ in told],
+        "cost": [_cost(run) for run, _ in told],
+        "updated": [ago(run.status.get("updated")) for run, _ in told],
+    }
+
+
+def _checkpoint(run: Glance) -> str:
+    words = [run.checkpoint.name] if run.checkpoint else []
+    return ", ".join([*words, f"LOST {run.lost}"] if run.lost else words) or "-"
+
+
+def _interrupted(run: Glance) -> str:
+    if not run.interruptions:
+        return "-"
+    cause = str(run.last_interruption.get("cause", "?")).replace("_", " ")
+    return f"{run.interruptions}, {cause}"
+
+
+def _cost(run: Glance) -> str:
+    if not run.interruptions:
+        return "-"
+    lasts = "" if run.last_interruption.get("seconds") is not None else "+"
+    return f"{span(run.interrupted_s)}{lasts}"
+
+
+def told_facts(run: Glance) -> dict[str, Any]:
+    """Returns what the files of a run say, as JSON of `list` and `status` has it."""
+    ended = run.word if isinstance(run.word, Ended) else None
+    return {
+        "run_dir": str(run.root),
+        "job_id": None if run.job is None else run.job.job_id,
+        "cluster": None if run.job is None else run.job.cluster,
+        "step": run.step,
+        "status": run.status,
+        "checkpoint": msgspec.to_builtins(run.checkpoint),
+        "lost_checkpoint": run.lost or None,
+        "last_cause": story.tell(story.for_people(run.cause)) if run.cause else None,
+        # Of the newest job alone: an end is none any more once the run was submitted or started again.
+        "outcome": ended.outcome if ended is not None and ended.is_final else None,
+        "ended": None if ended is None else story.tell(ended),
+    }
+
+
+def _listed_facts(run: Glance, state: str, seen: Seen | None) -> dict[str, Any]:
+    return told_facts(run) | {
+        "state": state,
+        # `alive` is None where it is not known; such a job is not called over.
+        "job_over": is_over(run) or (seen is not None and seen.alive is False),
+        "job_alive": None if seen is None else seen.alive,
+        "job_state": (seen.state or None) if seen is not None else None,
+        "job_detail": (seen.detail or None) if seen is not None else None,
+        "interruptions": {
+            "count": run.interruptions,
+            "seconds": run.interrupted_s,
+            "last": run.last_interruption or None,
+        },
+        **({"error": run.error} if run.error else {}),
+    }
+
+
+CHECKPOINTS_TO_GO = ("files", "ranks", "attempt", "phase", "created", "MB", "detail")
+"""Columns that are dropped if the terminal is narrow, in this order."""
+
+
+def _print_checkpoints(run: RunPaths, as_json: bool) -> None:
+    found = list_checkpoints(run)
+    config = None
+    # One of another version: what there is can be listed all the same.
+    with suppress(VerlSlurmError):
+        config = load_resolved(run.run_yaml)
+    best = Best(keep=0) if config is None else Best.of(config.checkpoint)
+    places = rank_best(found, best)
+    if as_json:
+        numbers = {name: place.number for name, place in places.items()}
+        render.json_value(
+            [asdict(info) | {"path": str(info.path), "best": numbers.get(info.name)} for info in found]
+        )
+        return
+    if not found:
+        render.line(f"no checkpoints in {run.checkpoints} yet")
+        return
+    columns = checkpoints_table(found, places, best.metric if best.keep else None)
+    render.table(columns, right=("attempt", "ranks", "files", "MB"), first_to_go=CHECKPOINTS_TO_GO)
+    newest = next((info.name for info in found if info.kind == "committed"), "")
+    if lost := gone_back(run, read_history(run), newest, config):
+        render.warning(lost)
+
+
+def checkpoints_table(
+    found: Sequence[CheckpointInfo], places: Mapping[str, Rank], metric: str | None
+) -> dict[str, list[str]]:
+    """Returns cells by heading; `metric` has given the best checkpoints their `places`."""
+    columns: dict[str, list[str]] = {
+        "name": [info.name for info in found],
+        "kind": [info.kind for info in found],
+        "phase": [info.phase or "-" for info in found],
+    }
+    if metric is not None:
+        columns[metric] = [_metric_words(info.metrics.get(metric), places.get(info.name)) for info in found]
+    return columns | {
+        "attempt": ["-" if info.attempt is None else str(info.attempt) for info in found],
+        "ranks": ["-" if info.world_size is None else str(info.world_size) for info in found],
+        "files": [str(info.num_files) for info in found],
+        "MB": [f"{info.num_bytes / 1e6:.1f}" for info in found],
+        "created": [info.created_utc or "-" for info in found],
+        "detail": [info.detail for info in found],
+    }
+
+
+def _metric_words(value: float | None, place: Rank | None) -> str:
+    if value is None:
+        return "-"
+    mark = "" if place is None else " best" if place.number == 1 else f" best {place.number}"
+    return f"{value:.4g}{mark}"

@@ -1,30 +1,38 @@
-"""`verl-slurm submit`."""
+"""`verl-slurm submit`: one run, or with --sweep many of one configuration."""
 
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
 import msgspec
 
+from verl_slurm.base.errors import ConfigError, VerlSlurmError
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, Whole, command, flag, option
 from verl_slurm.cli.run.watch import tell_until_end
 from verl_slurm.cli.show import render
+from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
 from verl_slurm.dataset.fingerprint.record import Drift
 from verl_slurm.slurm.batch import batch_script, sbatch_options
 from verl_slurm.slurm.runner import telling
+from verl_slurm.submit.checks.code import TreesRead
 from verl_slurm.submit.checks.inputs import needs_building
 from verl_slurm.submit.checks.rank_environment import show_rank_environment
 from verl_slurm.submit.executor import local_command, render_script
 from verl_slurm.submit.plan import SubmissionPlan
+from verl_slurm.submit.sweep import SweptRun, swept_runs
+
+if TYPE_CHECKING:
+    from verl_slurm.submit.submission import Submitted
 
 _VERL = "verl_slurm.verl_words"
 
@@ -39,66 +47,41 @@ class _WithVerlWords(click.Command):
         return super().parse_args(ctx, args[:at])
 
 
-@click.command(
+@command(
+    "CONFIG DATA PERMISSION NO_SLURM SLURM_REFUSED SCHEMA DATASET_DRIFT CORRUPT NOT_FOUND FENCED NO_ROOM KEY",
+    note="\n\nWith --wait: the run's own exit code.",
     cls=_WithVerlWords,
-    epilog=exits(
-        ExitCode.CONFIG,
-        ExitCode.DATA,
-        ExitCode.PERMISSION,
-        ExitCode.NO_SLURM,
-        ExitCode.SLURM_REFUSED,
-        ExitCode.SCHEMA,
-        ExitCode.DATASET_DRIFT,
-        ExitCode.CORRUPT,
-        ExitCode.NOT_FOUND,
-        ExitCode.FENCED,
-        ExitCode.NO_ROOM,
-        ExitCode.KEY,
-    )
-    + "\n\nWith --wait: the run's own exit code.",
 )
 @click.argument("config", type=CONFIG)
 @click.argument("overrides", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]... [-- VERL_KEY=VALUE...]")
-@click.option(
+@option(
     "--cluster",
-    type=click.Choice(["auto", "slurm", "local"]),
+    click.Choice(["auto", "slurm", "local"]),
+    "auto: Slurm where its commands are installed, else this machine.",
     default="auto",
-    show_default=True,
-    help="auto: Slurm where its commands are installed, else this machine.",
 )
-@click.option("--wait", is_flag=True, help="Follow the run over its requeues and exit with its code.")
-@click.option(
-    "--dry-run",
-    is_flag=True,
-    help="Check, print the exact batch script; make nothing, and run nothing that CONFIG names.",
-)
-@click.option(
-    "--prepare-only",
-    is_flag=True,
-    help="Make the run directory, queue nothing: for a script of sbatch/.",
-)
-@click.option(
+@flag("--wait", "Follow the run over its requeues and exit with its code.")
+@flag("--dry-run", "Check, print the exact batch script; make nothing, and run nothing that CONFIG names.")
+@flag("--prepare-only", "Make the run directory, queue nothing: for a script of sbatch/.")
+@flag(
     "--sweep",
-    is_flag=True,
-    help="A run for each combination of values in words like seed=0,1,2, all below the run directory of CONFIG.",
+    "A run for each combination of values in words like seed=0,1,2, all below the run directory of CONFIG.",
 )
-@click.option(
+@option(
     "--at-once",
-    type=Whole(min=1, max=1000),
-    help="With --sweep: so many of them at the same time; Slurm holds the others back.",
+    Whole(min=1, max=1000),
+    "With --sweep: so many of them at the same time; Slurm holds the others back.",
 )
-@click.option(
+@option(
     "--code",
-    type=click.Choice(["run", "new"]),
-    help="If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
+    click.Choice(["run", "new"]),
+    "If the program's code has changed since the run was submitted: go on with the run's copy, or take the new.",
 )
-@click.option(
+@flag(
     "--force-resume",
-    is_flag=True,
-    help="Go on although the data has changed, or begin again although the run had a checkpoint; asks first.",
+    "Go on although the data has changed, or begin again although the run had a checkpoint; asks first.",
 )
-@click.option("--yes", is_flag=True, help="Answer yes to the question of --force-resume.")
-@json_option
+@flag("--yes", "Answer yes to the question of --force-resume.")
 @click.pass_context
 def submit(
     ctx: click.Context,
@@ -140,8 +123,6 @@ def submit(
             raise click.UsageError(
                 "--sweep goes with neither --wait, --prepare-only, --code nor --force-resume."
             )
-        from verl_slurm.cli.run.sweep import submit_sweep
-
         return submit_sweep(
             config,
             overrides,
@@ -198,78 +179,66 @@ def submit(
     # The plan's own notes come first and were shown before anything was made.
     for note in done.notes[len(plan.notes) :]:
         render.warning(note)
-    if as_json:
-        extra = {"sbatch": _sbatch_words(plan, paths)} if prepare_only else {}
-        render.json_value(
-            msgspec.to_builtins(done) | {"inputs": dict(plan.inputs), "trains": plan.trains} | extra
-        )
-    elif done.job_id is None:
-        for name, taken in plan.inputs:
-            # Beside the output, which is the command for the next line of a script.
-            render.warning(f"{name}: {taken}")
-        render.warning(f"trains: {plan.trains}")
-        render.line(f"prepared {done.run_dir}; submit it with")
-        render.line(shlex.join(_sbatch_words(plan, paths)))
-    else:
-        where = "on Slurm" if done.cluster == "slurm" else "on this machine"
-        kind = "a new run" if done.new_run else "goes on"
-        render.fields(
-            [
-                ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
-                ("trains", plan.trains),
-                *plan.inputs,
-                *(("code", line) for line in plan.code.lines()),
-                ("run directory", done.run_dir),
-                ("follow it", f"verl-slurm watch {shell_word(done.run_dir)}"),
-                ("its state", f"verl-slurm status {shell_word(done.run_dir)}"),
-                ("end it", f"verl-slurm cancel {shell_word(done.run_dir)}"),
-            ]
-        )
-        if done.changed:
-            render.fields([("changed", ", ".join(done.changed))])
+    _say(plan, done, as_json=as_json)
     # The answer stands by now, so a script has the job's id even if the waiting is interrupted.
     if wait and done.job_id is not None:
         return tell_until_end(paths, offset, as_json=as_json)
     return ExitCode.OK
 
 
+def _say(plan: SubmissionPlan, done: "Submitted", *, as_json: bool) -> None:
+    is_prepared = done.job_id is None
+    sbatch = _sbatch_words(plan) if is_prepared else []
+    if as_json:
+        facts = msgspec.to_builtins(done) | {"inputs": dict(plan.inputs), "trains": plan.trains}
+        render.json_value(facts | ({"sbatch": sbatch} if is_prepared else {}))
+        return
+    if is_prepared:
+        for name, taken in (*plan.inputs, ("trains", plan.trains)):
+            # Beside the output, which is the command for the next line of a script.
+            render.warning(f"{name}: {taken}")
+        render.line(f"prepared {done.run_dir}; submit it with")
+        render.line(shlex.join(sbatch))
+        return
+    where = "on Slurm" if done.cluster == "slurm" else "on this machine"
+    kind = "a new run" if done.new_run else "goes on"
+    rows: list[tuple[str, object]] = [
+        ("job", f"{done.job_id} {where}, {_nodes(plan.config)}, {kind}"),
+        ("trains", plan.trains),
+        *plan.inputs,
+        *(("code", line) for line in plan.code.lines()),
+        ("run directory", done.run_dir),
+    ]
+    for name, verb in (("follow it", "watch"), ("its state", "status"), ("end it", "cancel")):
+        rows.append((name, f"verl-slurm {verb} {shell_word(done.run_dir)}"))
+    render.fields([*rows, ("changed", ", ".join(done.changed))])
+
+
 def _print_plan(plan: SubmissionPlan, as_json: bool) -> None:
     ranks = show_rank_environment(plan.config)
     text = render_script(plan) if plan.cluster == "slurm" else local_command(plan) + "\n"
     if as_json:
-        render.json_value(
-            {
-                "cluster": plan.cluster,
-                "run_dir": str(plan.run_dir),
-                "new_run": plan.new_run,
-                "resumes_from": plan.resumes_from,
-                "inputs": dict(plan.inputs),
-                "trains": plan.trains,
-                "code": [msgspec.to_builtins(tree) for tree in plan.code.record.trees],
-                "checked": _checked(plan),
-                "notes": plan.notes,
-                "script": text,
-                "rank_environment": ranks,
-            }
-        )
+        names = ("cluster", "new_run", "resumes_from", "trains", "notes")
+        facts = {name: getattr(plan, name) for name in names} | {
+            "run_dir": str(plan.run_dir),
+            "inputs": dict(plan.inputs),
+            "code": plan.code.record.trees,
+            "checked": _checked(plan),
+            "script": text,
+            "rank_environment": ranks,
+        }
+        render.json_value(facts)
         return
-    for note in plan.notes:
-        render.warning(note)
     # All but the script goes to standard error, so that standard output is the script byte for byte.
-    render.warning("dry run: nothing is made or queued. Checked:")
-    for what in _checked(plan):
-        render.warning(f"  good  {what}")
-    render.warning(f"trains  {plan.trains}")
-    render.warning(_beginning(plan))
-    render.warning(f"run directory {plan.run_dir}")
+    told = [*plan.notes, "dry run: nothing is made or queued. Checked:"]
+    told += [f"  good  {what}" for what in _checked(plan)]
+    told += [f"trains  {plan.trains}", _beginning(plan), f"run directory {plan.run_dir}"]
     if ranks:
-        render.warning("each node, before its ranks start:")
-        for part in ranks.split("\n"):
-            render.warning(f"  {part}")
-    where = (
-        "the batch script" if plan.cluster == "slurm" else "without Slurm; on this machine it is started by"
-    )
-    render.warning(f"{where}:")
+        told += ["each node, before its ranks start:", *(f"  {part}" for part in ranks.split("\n"))]
+    where = "without Slurm; on this machine it is started by"
+    told.append(f"{'the batch script' if plan.cluster == 'slurm' else where}:")
+    for part in told:
+        render.warning(part)
     for part in text.rstrip("\n").split("\n"):
         render.line(part)
 
@@ -297,11 +266,10 @@ def _beginning(plan: SubmissionPlan) -> str:
     return f"the run goes on from {plan.resumes_from}, its newest checkpoint, if that verifies (not read: too large)"
 
 
-def _sbatch_words(plan: SubmissionPlan, paths: RunPaths) -> list[str]:
-    """Returns the command that queues a prepared run."""
+def _sbatch_words(plan: SubmissionPlan) -> list[str]:
     # By its absolute path, which holds in every directory and for an installed package.
     template = shipped(f"sbatch/{batch_script(plan.config)}")
-    return ["sbatch", *sbatch_options(plan.config), template, str(paths.root)]
+    return ["sbatch", *sbatch_options(plan.config), template, str(plan.run_dir)]
 
 
 def _nodes(config: RunConfig) -> str:
@@ -311,7 +279,6 @@ def _nodes(config: RunConfig) -> str:
 
 
 def _confirm(drift: Drift, *, yes: bool) -> bool:
-    """Shows what changed in the data, and asks."""
     for kind, names in asdict(drift).items():
         for name in names:
             render.warning(f"data {kind}: {name}")
@@ -319,7 +286,6 @@ def _confirm(drift: Drift, *, yes: bool) -> bool:
 
 
 def _confirm_beginning(trace: str, *, yes: bool) -> bool:
-    """Says what is lost, and asks whether the run is to begin again."""
     render.warning(f"the run had a checkpoint and has none that can be used: {trace}")
     return yes or _ask("Begin again from step 0? All steps are done again")
 
@@ -330,3 +296,99 @@ def _ask(question: str) -> bool:
         render.warning("no terminal to ask on: repeat with --yes to accept this")
         return False
     return click.confirm(question, err=True)
+
+
+def submit_sweep(
+    config: Path,
+    words: Sequence[str],
+    verl: Sequence[str],
+    *,
+    cluster: Literal["auto", "slurm", "local"],
+    at_once: int | None,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Checks all runs, then queues them one after the other; each waits for the end of the one `at_once` before it.
+
+    Raises:
+        VerlSlurmError: of one run. Those before it are queued, and named.
+    """
+    from verl_slurm.submit.submission import carry_out
+
+    runs = swept_runs(words)
+    plans = _plans(config, runs, verl, cluster, dry_run=dry_run)
+    if dry_run:
+        if not as_json:
+            render.warning(f"dry run: nothing is made or queued. Checked: {counted(len(plans), 'run')}")
+        rows = [{"run_dir": str(plan.run_dir), "name": plan.config.name} for plan in plans]
+        render.answer(rows, *(row["run_dir"] for row in rows), as_json=as_json)
+        return ExitCode.OK
+    told: list[dict[str, object]] = []
+    jobs: list[str] = []
+    for number, plan in enumerate(plans):
+        after = jobs[number - at_once] if at_once is not None and number >= at_once else ""
+        try:
+            done = carry_out(plan, after=after)
+        except VerlSlurmError:
+            queued = f"{len(jobs)} of {counted(len(plans), 'run')} queued"
+            render.warning(f"{queued}: jobs {', '.join(jobs)}" if jobs else queued)
+            raise
+        jobs.append(done.job_id or "")
+        told.append({"run_dir": done.run_dir, "job_id": done.job_id, "after": after or None})
+        if not as_json:  # at once: each takes a second or two
+            render.line(f"job {done.job_id}{f', after {after}' if after else ''}: {done.run_dir}")
+    above = plans[0].run_dir.parent
+    if as_json:
+        render.json_value(told)
+    else:
+        render.fields(
+            [
+                ("queued", counted(len(told), "run")),
+                ("follow them", f"verl-slurm watch {shell_word(above)}"),
+                ("their state", f"verl-slurm list {shell_word(above)}"),
+            ]
+        )
+    return ExitCode.OK
+
+
+def _plans(
+    config: Path,
+    runs: Sequence[SweptRun],
+    verl: Sequence[str],
+    cluster: Literal["auto", "slurm", "local"],
+    *,
+    dry_run: bool,
+) -> list[SubmissionPlan]:
+    from verl_slurm.submit.submission import plan_submission
+
+    plans: list[SubmissionPlan] = []
+    trees: TreesRead = {}  # read once, so that all runs have the same code
+    for number, run in enumerate(runs):
+        written = load(config, run.words, verl, complete=True)
+        # Below the directory that the configuration names: so they are a group to `list` and `watch`.
+        above = Path(written.run_dir.replace("{name}", written.name))
+        if (above / "run.yaml").exists():
+            raise ConfigError(
+                "a sweep needs a directory of its own",
+                where="run_dir",
+                found=f"the run {above}",
+                remedy="give it another name=, or another run_dir=",
+            )
+        name = f"{written.name}-{run.label}"[:64]
+        own = [f"name={name}", f"run_dir={above / run.label}"]
+        words = [*run.words, *own]
+        plan = plan_submission(config, words, verl=verl, cluster=cluster, trees=trees, dry_run=dry_run)
+        if plan.done:
+            render.warning(f"{plan.run_dir} is not queued: {plan.done}")
+        else:
+            plans.append(plan)
+        if number == 0 and plan.cluster != "slurm":
+            raise ConfigError(
+                "a sweep needs Slurm",
+                where="--sweep",
+                found="this machine alone, which would train all runs at the same time",
+                remedy="submit them one by one with --cluster local --wait",
+            )
+    if not plans:
+        raise ConfigError("nothing is left to do in any run of the sweep", remedy="raise train.steps")
+    return plans

@@ -8,12 +8,11 @@ from typing import Any
 import click
 
 from verl_slurm.base.errors import NotFound
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted, shell_word
 from verl_slurm.base.paths import RunPaths
-from verl_slurm.cli.options import PLACE, exits, json_option
+from verl_slurm.cli.options import PLACE, command
 from verl_slurm.cli.show import render, story
-from verl_slurm.cli.show.pace import curve_of, live_line
+from verl_slurm.cli.show.run_tables import curve_of, live_line
 from verl_slurm.journal.events import Event
 from verl_slurm.journal.files import to_json
 from verl_slurm.journal.history import History
@@ -66,7 +65,6 @@ class _Gauge:
         self.history = History()
 
     def line(self, status: dict[str, Any]) -> str:
-        """Returns the line for a snapshot, with a bar and a curve if the terminal draws them."""
         step = int(status.get("step", 0))
         if step != self._step:
             self._step, self._rows = step, last_steps(self._paths, LOOKED_AT)
@@ -79,10 +77,9 @@ class _Gauge:
         )
 
 
-@click.command(epilog=exits(ExitCode.NOT_FOUND) + "\n\nOtherwise the exit code with which the run ended.")
+@command("NOT_FOUND", note="\n\nOtherwise the exit code with which the run ended.")
 @click.argument("places", metavar="RUN...", type=PLACE, nargs=-1, required=True)
 @click.option("-v", "--verbose", is_flag=True, help="With Slurm's own words as evidence of each cause.")
-@json_option
 def watch(places: tuple[Path, ...], verbose: bool, as_json: bool) -> int:
     """Follow RUN from its first event until it ends, over all its requeues.
 

@@ -5,8 +5,7 @@ import shlex
 import click
 import msgspec
 
-from verl_slurm.base.exit_codes import ExitCode
-from verl_slurm.cli.options import KEY, exits, json_option
+from verl_slurm.cli.options import KEY, command, flag
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import Explained, Key, all_keys, explain, explain_fully
 
@@ -14,16 +13,10 @@ _EXPLAIN = "explain"
 """A word before the keys; no key or section has that name (a test holds it)."""
 
 
-@click.command(epilog=exits(ExitCode.CONFIG))
+@command("CONFIG")
 @click.argument("names", type=KEY, metavar="[explain] [KEY|SECTION]...", nargs=-1)
-@click.option(
-    "--explain", "explained", type=KEY, metavar="KEY", multiple=True, help="The same as `explain KEY`."
-)
-@click.option(
-    "--schema", is_flag=True, help="Print the JSON Schema by which editors complete a configuration."
-)
-@json_option
-def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_json: bool) -> None:
+@flag("--schema", "Print the JSON Schema by which editors complete a configuration.")
+def config(names: tuple[str, ...], schema: bool, as_json: bool) -> None:
     """Every key of a configuration with its type, default and meaning; or of the keys and sections that are named.
 
     `explain KEY` also shows the unit, an example, whether the key may change when a run is submitted again, and the
@@ -38,20 +31,20 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
     if schema:
         from verl_slurm.config.json_schema import json_schema
 
-        if names or explained:
+        if names:
             raise click.UsageError("--schema is of all keys: name none.")
         render.json_value(json_schema())
         return
-    if names[:1] == (_EXPLAIN,):
-        names, explained = (), (*names[1:], *explained)
-        if not explained:
-            raise click.UsageError("explain needs a KEY, e.g. verl-slurm config explain train.steps.")
-    keys: list[Key] = [key for name in names for key in explain(name)] if names or explained else all_keys()
-    keys += [key for name in explained for key in explain_fully(name)]
+    in_full = names[:1] == (_EXPLAIN,)
+    if names == (_EXPLAIN,):
+        raise click.UsageError("explain needs a KEY, e.g. verl-slurm config explain train.steps.")
+    keys: list[Key] = [] if names else [*all_keys()]
+    for name in names[in_full:]:
+        keys += explain_fully(name) if in_full else explain(name)
     if as_json:
         render.json_value(msgspec.to_builtins(keys))
         return
-    if not names and not explained:
+    if not names:
         render.table(["key", "type", "default"], [[key.key, key.type, key.default] for key in keys])
         render.line(
             "the meaning of one: verl-slurm config explain KEY; of a section: verl-slurm config SECTION"
@@ -65,7 +58,7 @@ def config(names: tuple[str, ...], explained: tuple[str, ...], schema: bool, as_
         if key.meaning:
             render.wrapped(key.meaning, indent="    ")
         # A section has too many keys for more than their meanings.
-        if isinstance(key, Explained) and key.key in explained:
+        if isinstance(key, Explained) and key.key in names:
             render.line()
             render.fields(_facts(key))
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import counted
 from verl_slurm.base.shipped import shipped
-from verl_slurm.cli.options import CONFIG, KEY_VALUE, exits, json_option
+from verl_slurm.cli.options import CONFIG, KEY_VALUE, command, option
 from verl_slurm.cli.show import render
 from verl_slurm.cli.show.story import Story, progress
 from verl_slurm.devcluster.machine import real_gpus
@@ -30,27 +31,21 @@ def _on_a_gpu() -> list[str]:
     return ["distributed.device=cuda", *shape]
 
 
-@click.command(epilog=exits(ExitCode.PERMISSION, ExitCode.DIFFERENT, ExitCode.NO_SLURM, ExitCode.CRASHED))
+@command("PERMISSION DIFFERENT NO_SLURM CRASHED")
 @click.argument("words", type=KEY_VALUE, nargs=-1, metavar="[KEY=VALUE]...")
-@click.option(
-    "--config",
-    type=CONFIG,
-    help="What is run, twice. [default: the shipped example quickstart]",
-)
-@click.option(
+@option("--config", CONFIG, "What is run, twice. [default: the shipped example quickstart]")
+@option(
     "--dir",
+    click.Path(path_type=Path, readable=False, file_okay=False),
+    "Where the runs are made. [default: a new directory in runs/]",
     "directory",
-    type=click.Path(path_type=Path, readable=False, file_okay=False),
-    help="Where the runs are made. [default: a new directory in runs/]",
 )
-@click.option(
+@option(
     "--cluster",
-    type=click.Choice(["auto", "local"]),
+    click.Choice(["auto", "local"]),
+    "auto: a real Slurm where it is installed. local: on this machine without it.",
     default="auto",
-    show_default=True,
-    help="auto: a real Slurm where it is installed. local: on this machine without it.",
 )
-@json_option
 def demo(
     words: tuple[str, ...], config: Path | None, directory: Path | None, cluster: str, as_json: bool
 ) -> int:
@@ -75,20 +70,18 @@ def demo(
         directory = Path(tempfile.mkdtemp(prefix="demo-", dir="runs"))
     below = render.Progress()
     story = Story()
-    # With --json standard output is one value at the end; progress goes to standard error.
-    quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
 
     def say_event(event: Event) -> None:
         text = story.tell(event)
         if text is not None:
             below.line(f"   {text}")
 
-    aloud = Teller(
-        say=below.line,
-        event=say_event,
-        status=lambda status: below.show(int(status.get("step") or 0), f"   {progress(status)}"),
-    )
-    voice = quiet if as_json else aloud
+    def say_status(status: dict[str, Any]) -> None:
+        below.show(int(status.get("step") or 0), f"   {progress(status)}")
+
+    # With --json standard output is one value at the end; progress goes to standard error.
+    quiet = Teller(say=render.warning, event=lambda _: None, status=lambda _: None)
+    voice = quiet if as_json else Teller(say=below.line, event=say_event, status=say_status)
     # Absolute: the runs' jobs start in other directories.
     result = run_demo(config, chosen, directory.resolve(), voice, without_slurm=cluster == "local")
     below.close()

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -12,7 +13,7 @@ import msgspec
 
 from verl_slurm.base.errors import ConfigError
 from verl_slurm.base.one_line import counted
-from verl_slurm.cli.options import F, ParamType, Whole, json_option
+from verl_slurm.cli.options import F, ParamType, Whole, flag, option, with_json
 from verl_slurm.cli.show import render
 from verl_slurm.config.explain import meanings
 from verl_slurm.devcluster.cluster import ClusterStatus, DevCluster
@@ -43,25 +44,24 @@ class _Gpus(ParamType[int | str]):
         return "auto" if value == "auto" else Whole(min=0).convert(value, param, ctx)
 
 
-def _of_this_shell(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+def _chosen(ctx: click.Context, param: click.Parameter, value: Path | None) -> DevCluster:
     """Takes the cluster that Slurm's own commands mean in this shell, if it is an embedded one that was started."""
     conf = Path(os.environ.get("SLURM_CONF", ""))
     # A start makes a cluster, wherever the shell's last one was.
-    if value is not None or ctx.info_name == "start" or conf.name != "slurm.conf":
-        return value
-    with suppress(OSError):  # it may lie anywhere
-        return conf.parent if read_state(conf.parent) is not None else None
-    return None
+    if value is None and ctx.info_name != "start" and conf.name == "slurm.conf":
+        with suppress(OSError):  # it may lie anywhere
+            value = conf.parent if read_state(conf.parent) is not None else None
+    return DevCluster(value)
 
 
-_DIR = click.option(
+_DIR = option(
     "--dir",
-    "directory",
-    type=click.Path(path_type=Path, readable=False, file_okay=False),
-    envvar=DEVCLUSTER_VARIABLE,
-    callback=_of_this_shell,
-    help="Where the cluster lives. [default: $VERL_SLURM_DEVCLUSTER, or the cluster that `devcluster env` has chosen "
+    click.Path(path_type=Path, readable=False, file_okay=False),
+    "Where the cluster lives. [default: $VERL_SLURM_DEVCLUSTER, or the cluster that `devcluster env` has chosen "
     "in this shell, or ~/.cache/verl-slurm/devcluster]",
+    "cluster",
+    envvar=DEVCLUSTER_VARIABLE,
+    callback=_chosen,
 )
 
 
@@ -125,11 +125,13 @@ def devcluster() -> None:
     """
 
 
-@devcluster.command("start")
-@_DIR
+def _command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
+    return lambda function: with_json(devcluster.command(name)(_DIR(function)))
+
+
+@_command("start")
 @_options_of_a_cluster
-@json_option
-def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
+def _start(cluster: DevCluster, as_json: bool, **chosen: Any) -> None:
     """Start the cluster and wait until all nodes are idle (a second or two; some 15 s with --accounting).
 
     Does nothing if it runs already, whatever the options: stop it first to change them.
@@ -143,7 +145,6 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
             found=error,
             remedy="verl-slurm devcluster start --help",
         ) from error
-    cluster = DevCluster(directory)
     status = cluster.start(options)
     head = f"Slurm {status.slurm_version} with {counted(len(status.nodes), 'node')} is up"
     facts = _gpus(status, asked=options.gpus) + _accounting(status)
@@ -152,24 +153,20 @@ def _start(directory: Path | None, as_json: bool, **chosen: Any) -> None:
     render.answer(status, *text.splitlines(), as_json=as_json)
 
 
-@devcluster.command("stop")
-@_DIR
-@json_option
-def _stop(directory: Path | None, as_json: bool) -> None:
+@_command("stop")
+def _stop(cluster: DevCluster, as_json: bool) -> None:
     """End the cluster and everything that runs on it. Logs stay in its directory."""
-    status = DevCluster(directory).stop()
+    status = cluster.stop()
     text = f"stopped after {status.seconds:.1f} s; the logs are in {status.directory}/log"
     if status.left:
         text = f"these processes do not even die of SIGKILL: {status.left}"
     render.answer(status, *text.splitlines(), as_json=as_json)
 
 
-@devcluster.command("status")
-@_DIR
-@json_option
-def _status(directory: Path | None, as_json: bool) -> None:
+@_command("status")
+def _status(cluster: DevCluster, as_json: bool) -> None:
     """Whether it runs, and how Slurm sees its nodes."""
-    status = DevCluster(directory).status()
+    status = cluster.status()
     lines = [f"{name}  {state}" for name, state in status.nodes.items()]
     head = f"Slurm {status.slurm_version} runs in" if status.running else "nothing runs in"
     facts = _gpus(status) + _accounting(status)
@@ -177,25 +174,16 @@ def _status(directory: Path | None, as_json: bool) -> None:
     render.answer(status, *text.splitlines(), as_json=as_json)
 
 
-@devcluster.command("preempt")
+@_command("preempt")
 @click.argument("job", type=Whole(min=1))
-@_DIR
-@click.option(
-    "--hold",
-    "hold_s",
-    type=Whole(0, 3600),
-    default=3,
-    show_default=True,
-    help="Seconds that the urgent job keeps the nodes.",
-)
-@json_option
-def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> None:
+@option("--hold", Whole(0, 3600), "Seconds that the urgent job keeps the nodes.", "hold_s", default=3)
+def _preempt(job: int, cluster: DevCluster, hold_s: int, as_json: bool) -> None:
     """Have Slurm really preempt JOB, and return when Slurm says that it does.
 
     Submits a short job of higher priority that needs JOB's nodes. Slurm warns JOB, waits the grace time, ends
     and requeues it, unless it has saved and requeued itself by then.
     """
-    done = preempt(DevCluster(directory), job, hold_s=hold_s)
+    done = preempt(cluster, job, hold_s=hold_s)
     # By the preemption mode: with a grace time Slurm sets PreemptTime; else the job is suspended, or queued again.
     if done.seen == "preempt_time":
         what = f"is being preempted; its grace time ends at {done.deadline}"
@@ -207,38 +195,28 @@ def _preempt(job: int, directory: Path | None, hold_s: int, as_json: bool) -> No
     render.answer(done, text, as_json=as_json)
 
 
-@devcluster.command("fail-node")
+@_command("fail-node")
 @click.argument("node")
-@_DIR
-@json_option
-def _fail_node(node: str, directory: Path | None, as_json: bool) -> None:
+@flag("--restore", "Start NODE again after that, and wait until Slurm uses it.")
+def _fail_node(node: str, cluster: DevCluster, restore: bool, as_json: bool) -> None:
     """Cut NODE's power: SIGKILL its slurmd and every process of every job on it, at once."""
-    failure = fail_node(DevCluster(directory), node)
+    if restore:
+        state = restore_node(cluster, node)
+        render.answer({"node": node, "state": state}, f"{node} is {state}", as_json=as_json)
+        return
+    failure = fail_node(cluster, node)
     text = f"{node}: {counted(len(failure.killed), 'process')} killed; Slurm will notice by itself"
     render.answer(failure, text, as_json=as_json)
 
 
-@devcluster.command("restore-node")
-@click.argument("node")
-@_DIR
-@json_option
-def _restore_node(node: str, directory: Path | None, as_json: bool) -> None:
-    """Start NODE again after fail-node, and wait until Slurm uses it."""
-    state = restore_node(DevCluster(directory), node)
-    render.answer({"node": node, "state": state}, f"{node} is {state}", as_json=as_json)
-
-
-@devcluster.command("env")
-@_DIR
-@json_option
-def _env(directory: Path | None, as_json: bool) -> None:
+@_command("env")
+def _env(cluster: DevCluster, as_json: bool) -> None:
     """Print what a shell must export to use the cluster: eval "$(verl-slurm devcluster env)"."""
-    env = DevCluster(directory).env()
+    env = cluster.env()
     render.answer(env, *_exports(env).splitlines(), as_json=as_json)
 
 
 def _gpus(status: ClusterStatus, *, asked: int | str = 0) -> str:
-    """Returns a line about the GPUs, or nothing without any."""
     if not status.gpus:
         return "no GPU is granted: this machine has none\n" if asked == "auto" else ""
     each = ", ".join(f"{number} on {node}" for node, number in status.gpus.items())

@@ -12,7 +12,7 @@ from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import RunPaths
 from verl_slurm.base.shipped import shipped
 from verl_slurm.checkpoint.store.catalog import list_checkpoints
-from verl_slurm.cli.options import CONFIG, Number, Whole, exits, json_option
+from verl_slurm.cli.options import CONFIG, Number, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load
 from verl_slurm.config.schema import RunConfig
@@ -26,17 +26,16 @@ from verl_slurm.submit.checks.preflight import partition_complaint
 from verl_slurm.submit.relative_paths import Places
 
 
-@click.command(epilog=exits(ExitCode.CONFIG, ExitCode.PERMISSION, ExitCode.UNFIT))
-@click.option("--config", "source", type=CONFIG, help="The run it is for; default: the quick start's values.")
+@command("CONFIG PERMISSION UNFIT")
+@option("--config", CONFIG, "The run it is for; default: the quick start's values.", "source")
 @click.option("--partition", help="Instead of the configuration's slurm.partition.")
-@click.option("--nodes", type=Whole(1, 10_000), help="Instead of its distributed.nodes.")
-@click.option(
+@option("--nodes", Whole(1, 10_000), "Instead of its distributed.nodes.")
+@flag(
     "--fire-drill",
-    "drill",
-    is_flag=True,
-    help="Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
+    "Queue a small job on as many nodes, warn it and end it for real: who gets which signal, are the nodes alike, "
     "do they reach one another, does it run again. Once it has started it takes about 20 s, and then as long as Slurm "
     "holds a requeued job back: 120 s, unless cred_expire in AuthInfo says otherwise.",
+    "drill",
 )
 @click.option(
     "--preempt-by",
@@ -44,15 +43,7 @@ from verl_slurm.submit.relative_paths import Places
     help="With --fire-drill: end the job by a preemption, by a job of this partition that takes the drill's nodes for "
     "a second. What shares them with the drill is preempted, too.",
 )
-@click.option(
-    "--wait",
-    "wait_s",
-    type=Number(min=1.0),
-    default=600.0,
-    show_default=True,
-    help="Seconds to wait for the drill's job.",
-)
-@json_option
+@option("--wait", Number(min=1.0), "Seconds to wait for the drill's job.", "wait_s", default=600.0)
 def doctor(
     source: Path | None,
     partition: str | None,
@@ -81,7 +72,8 @@ def doctor(
     if as_json:
         render.json_value({"verdict": verdict, "findings": findings})
     else:
-        _print(findings)
+        for one in findings:
+            render.finding(one.verdict, f"{one.topic}: {one.found}", one.remedy)
     return ExitCode.UNFIT if verdict == "bad" else ExitCode.OK
 
 
@@ -98,7 +90,6 @@ def _config(source: Path | None, partition: str | None, nodes: int | None) -> Ru
 
 
 def _look(config: RunConfig) -> list[Finding]:
-    """Runs the checks that need no Slurm: storage and keys."""
     # Tried, not read from tables of file systems: writes, renames, locks and modes on the very place.
     findings = judge_place("run_dir", probe_place(Path(config.run_dir)), must_outlive_node=True)
     for tier in config.tiers:
@@ -111,7 +102,7 @@ def _look(config: RunConfig) -> list[Finding]:
             findings.append(good("key", "there, and closed to others"))
         # A finding among others, not the end: the other answers are wanted, too.
         except VerlSlurmError as error:
-            findings.append(bad("key", error.one_line(), "see verl-slurm key --help"))
+            findings.append(bad("key", error.one_line(), "see verl-slurm init --help"))
     return findings
 
 
@@ -164,13 +155,3 @@ def _existing(place: Path) -> Path:
     while not place.is_dir():
         place = place.parent
     return place
-
-
-def _print(findings: list[Finding]) -> None:
-    """Prints one line per finding, with its remedy below it."""
-    marks = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
-    for finding in findings:
-        mark, colour = marks[finding.verdict]
-        render.marked(f"{mark:<5}", colour, f"{finding.topic}: {finding.found}")
-        if finding.remedy:
-            render.line(f"      -> {finding.remedy}")

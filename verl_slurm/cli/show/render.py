@@ -1,5 +1,4 @@
-"""Prints plain lines, one JSON value, or a table; imports rich when a bar is shown. ruff (T20) refuses `print` in
-all other modules of the library.
+"""Prints plain lines, one JSON value, a table, or a bar. ruff (T20) refuses `print` in all other modules.
 
 Text from outside (names, log lines, Slurm's words) is made harmless first: no escape sequence of a log can recolour
 or rewrite the terminal.
@@ -9,9 +8,10 @@ import os
 import shutil
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -23,20 +23,21 @@ _NO_TERMINAL = 240
 _LEAST = 8
 GAP = 2
 """Blanks between the columns of a table."""
+_BLOCKS = " ▏▎▍▌▋▊▉█"
+_ERASE = "\r\x1b[K"
+_BETWEEN_S = 0.1
+"""Seconds between two drawings of a bar."""
 
 
 def safe(text: object) -> str:
-    """Returns `text` without control characters, on one line."""
     return printable(str(text))
 
 
 def line(text: object = "") -> None:
-    """Prints one line on standard output."""
     print(safe(text), flush=True)
 
 
 def wrapped(text: object, *, indent: str = "") -> None:
-    """Prints a paragraph, in lines as wide as the terminal, at most 100."""
     room = min(width(), 100)
     for part in textwrap.wrap(
         safe(text), room, initial_indent=indent, subsequent_indent=indent, break_long_words=False
@@ -44,9 +45,16 @@ def wrapped(text: object, *, indent: str = "") -> None:
         line(part)
 
 
-def marked(mark: str, colour: str, text: object) -> None:
-    """Prints a line that begins with a word, in colour on a terminal (unless NO_COLOR is set)."""
+_MARKS = {"good": ("ok", "green"), "warning": ("WARN", "yellow"), "bad": ("BAD", "red")}
+
+
+def finding(verdict: str, text: object, remedy: str = "") -> None:
+    """Prints what was found, behind a word that is coloured on a terminal (unless NO_COLOR is set), and the remedy."""
+    mark, colour = _MARKS[verdict]
+    mark = f"{mark:<5}"
     print(click.style(mark, fg=colour, bold=True) if _paints() else mark, safe(text), flush=True)
+    if remedy:
+        line(f"      -> {remedy}")
 
 
 def raw_line(text: bytes) -> None:
@@ -57,18 +65,20 @@ def raw_line(text: bytes) -> None:
 
 
 def warning(text: object) -> None:
-    """Prints one line on standard error."""
     # Paths of the installation are put in after `safe`: they are ours.
     print(f"verl-slurm: {with_places(safe(text))}", file=sys.stderr, flush=True)
 
 
 def json_value(value: object) -> None:
-    """Prints one JSON value on one line, for a script to read."""
     print(json_line(value).decode(), flush=True)
 
 
+def picked(value: object, names: str) -> dict[str, Any]:
+    """Returns the attributes of these names, with blanks between them, for JSON."""
+    return {name: getattr(value, name) for name in names.split()}
+
+
 def answer(value: object, *lines: str, as_json: bool) -> None:
-    """Prints one JSON value, or the lines."""
     if as_json:
         json_value(value)
     else:
@@ -86,11 +96,11 @@ def error(problem: VerlSlurmError, *, as_json: bool) -> None:
 
 
 def fields(rows: Iterable[tuple[str, object]], colours: Mapping[str, str] | None = None) -> None:
-    """Prints aligned `name  value` lines. On a terminal, a value that begins with one of `colours`' words is
-    coloured, and a long one goes on below itself.
+    """Prints aligned `name  value` lines; one without a value (None, an empty text) is left out. On a terminal, a value
+    that begins with one of `colours`' words is coloured, and a long one goes on below itself.
     """
     # Made harmless before widths are taken: an escaped character is longer than what it stands for.
-    shown = [(name, safe(value)) for name, value in rows]
+    shown = [(name, safe(value)) for name, value in rows if value not in (None, "")]
     names = max((len(name) for name, _ in shown), default=0) + GAP
     room = width() - names
     for name, value in shown:
@@ -201,7 +211,6 @@ def fitting(
 
 
 def shortened(text: str, room: int) -> str:
-    """Returns the end of a text that is longer than `room`: names of runs differ there."""
     return text if len(text) <= room else f"…{text[1 - room :]}"
 
 
@@ -215,16 +224,16 @@ def _paints() -> bool:
 
 
 class Progress:
-    """The line at the bottom of a followed run: rewritten in place on a terminal, one line per step elsewhere."""
+    """A line at the bottom: rewritten in place on a terminal, one line for each step elsewhere."""
 
-    def __init__(self) -> None:
-        self._tty = sys.stdout.isatty()
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stdout
+        self._tty = self._stream.isatty()
         self._shown = ""
         self._step = -1
 
     @property
     def is_live(self) -> bool:
-        """Returns whether it is rewritten in place."""
         return self._tty
 
     def show(self, step: int, text: str) -> None:
@@ -236,26 +245,24 @@ class Progress:
         # A terminal's line is rewritten when it changes. Elsewhere each step has one line, so that no log fills with
         # one sentence.
         if self._tty and text != self._shown:
-            print(f"\r\x1b[K{text}", end="", flush=True)
+            self._write(f"{_ERASE}{text}")
             self._shown = text
         elif not self._tty and step != self._step:
-            print(text, flush=True)
+            self._write(f"{text}\n")
         self._step = step
 
     def line(self, text: str) -> None:
-        """Prints a line above it."""
         # The bottom line is cleared, the new one takes its row, and the bottom line is drawn once more below it.
-        if self._tty and self._shown:
-            print("\r\x1b[K", end="")
-        line(text)
-        if self._tty and self._shown:
-            print(self._shown, end="", flush=True)
+        erase = _ERASE if self._tty and self._shown else ""
+        self._write(f"{erase}{safe(text)}\n{self._shown if erase else ''}")
 
-    def close(self) -> None:
-        """Leaves the last state standing."""
+    def close(self, *, erase: bool = False) -> None:
         if self._tty and self._shown:
-            print(flush=True)
+            self._write(_ERASE if erase else "\n")
         self._shown = ""
+
+    def _write(self, text: str) -> None:
+        print(text, end="", file=self._stream, flush=True)
 
 
 class Bar:
@@ -267,34 +274,27 @@ class Bar:
 
     def __init__(self, *, enabled: bool = True, tells: bool = False) -> None:
         # On standard error: standard output may be a pipe while somebody watches.
-        self._enabled = enabled and sys.stderr.isatty()
-        self._tells = enabled and tells and not self._enabled
-        self._shown: Any = None
-        self._task: Any = None
-        self._text = ""
+        self._bottom = Progress(sys.stderr)
+        self._draws = enabled and self._bottom.is_live
+        self._tells = enabled and tells and not self._draws
+        self._kind = ""
+        self._began = self._drawn = 0.0
 
     def show(self, text: str, done: int = 0, total: int = 0) -> None:
-        """Shows the present work, and how much of it is done; `total` 0: unknown."""
-        kind = text.partition(" (")[0]  # what is in brackets are its numbers
-        if self._tells and kind != self._text:
-            self._text = kind
-            warning(text)
-        if not self._enabled:
+        """Shows the present work, and how many of its bytes are done; `total` 0: unknown."""
+        kind, now = text.partition(" (")[0], time.monotonic()  # what is in brackets are its numbers
+        if kind != self._kind:
+            # The time that is left is estimated from the kind's own speed.
+            self._kind, self._began, self._drawn = kind, now, -_BETWEEN_S
+            if self._tells:
+                warning(text)
+        if not self._draws or now - self._drawn < _BETWEEN_S:
             return
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress as View, TextColumn, TimeRemainingColumn
-
-        if self._shown is None:
-            columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-            self._shown = View(*columns, console=Console(stderr=True), transient=True)
-            self._shown.start()
-        # A new kind of work is a new task: rich estimates the time that is left from a task's own speed.
-        if text != self._text:
-            if self._task is not None:
-                self._shown.remove_task(self._task)
-            self._task = self._shown.add_task(safe(text), total=None)
-            self._text = text
-        self._shown.update(self._task, completed=done, total=total or None)
+        self._drawn = now
+        if total:
+            left = f", {span((now - self._began) * (total - done) / done)} left" if done else ""
+            text = f"{text}  {bar(done / total, 20)}  {done / 1e6:,.0f} of {total / 1e6:,.0f} MB{left}"
+        self._bottom.show(0, text)
 
     def counter(self, text: str, total: int) -> Callable[[int], None]:
         """Returns what adds up the bytes that are done, and shows them; several threads may call it."""
@@ -311,9 +311,13 @@ class Bar:
         return count
 
     def close(self) -> None:
-        """Removes the bar."""
-        if self._shown is not None:
-            self._shown.stop()
+        self._bottom.close(erase=True)
+
+
+def bar(share: float, width: int) -> str:
+    """Draws a share of 0 to 1, in eighths of a character."""
+    full, rest = divmod(int(share * width * 8), 8)
+    return ("█" * full + (_BLOCKS[rest] if rest else "")).ljust(width, "░")
 
 
 def ago(time: object) -> str:

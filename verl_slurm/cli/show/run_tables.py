@@ -1,13 +1,20 @@
-"""Formats a run's interruptions, and its last steps: values in, columns and cells out."""
+"""Formats how far a run is: its steps, its interruptions, a bar, a curve, its nodes. Values in, words and cells out.
+
+A bar or a curve tells nothing that the words beside it do not. So they are for terminals, and a screen reader or a log
+misses nothing.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from verl_slurm.cli.show.render import span
+import msgspec
+
+from verl_slurm.base.one_line import counted
+from verl_slurm.cli.show.render import bar, span
 from verl_slurm.journal.history import Outage
-from verl_slurm.journal.pace import number
+from verl_slurm.journal.pace import Pace, number
 
 _PARTS = ("save", "queue", "start", "again")
 """Of an outage, in seconds."""
@@ -45,7 +52,6 @@ def interruption_words(facts: Mapping[str, Any]) -> str:
 def interruptions_table(
     outages: Sequence[Outage], now: datetime, *, has_ledger: bool = True
 ) -> dict[str, list[str]]:
-    """Returns cells by heading."""
     return {
         "interrupted": [_clock(one.began) for one in outages],
         "cause": [one.cause.replace("_", " ") for one in outages],
@@ -150,3 +156,147 @@ def _guests_columns(rows: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str, 
     ordered = {name: heading for name, heading in _OF_GUESTS if known.get(heading) == name}
     chosen = list((ordered | {name: ordered.get(name, name) for name in said}).items())[:_MOST_OF_A_GUEST]
     return tuple((name, heading, "{:.4g}".format) for name, heading in chosen)
+
+
+_LEVELS = "▁▂▃▄▅▆▇█"
+_MOST_NAMED = 6
+"""Nodes of a state that are named."""
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """One number over the last steps."""
+
+    name: str
+    """Of the row's field."""
+    called: str
+    values: list[float]
+    """Oldest first; a step without the number is left out."""
+
+
+def curve_of(rows: Sequence[Mapping[str, Any]]) -> Curve | None:
+    """Returns the reward, or what tells most of another loop, if at least two rows have it; else None.
+
+    Steps that another reward scored are left out: it may have another scale.
+    """
+    rows = [row for row in rows if row.get("reward_number") == rows[-1].get("reward_number")]
+    for name, called in (("reward", "reward"), *TELLING):
+        values = [value for row in rows if (value := number(row.get(name))) is not None]
+        if len(values) > 1:
+            return Curve(name=name, called=called, values=values)
+    return None
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    # Halved: the difference of two values may be more than a double holds.
+    halves = [value / 2 for value in values[-width:]] if width > 0 else []
+    low, high = min(halves, default=0.0), max(halves, default=0.0)
+    # A value that never changes is drawn in the middle.
+    if high == low:
+        return _LEVELS[3] * len(halves)
+    top = len(_LEVELS) - 1
+    return "".join(_LEVELS[round((half - low) / (high - low) * top)] for half in halves)
+
+
+def steps_words(pace: Pace) -> str:
+    """Formats `34 of 100, 34%`."""
+    if pace.share is None:
+        return f"{pace.steps_done} done; the loop does not say of how many"
+    return f"{pace.steps_done} of {pace.steps}, {pace.share:.0%}"
+
+
+def left_words(
+    pace: Pace,
+    *,
+    waits: bool,
+    over: bool,
+    starts: datetime | None = None,
+    ends: datetime | None = None,
+    now: datetime,
+) -> str:
+    """Says how much training is left, and what that does not count.
+
+    Args:
+        waits: the job is in Slurm's queue.
+        over: there is no job any more.
+        starts: when Slurm expects it to start.
+        ends: when its time limit is reached.
+    """
+    if pace.seconds_left is None:
+        return (
+            f"not known: {'no step has a time yet' if pace.step_s is None else 'the loop has no last step'}"
+        )
+    if not pace.seconds_left:
+        return "none: all steps are done"
+    about = f"about {span(pace.seconds_left)} of training, at {span(pace.step_s or 0.0)} a step"
+    if waits:
+        known = (
+            f"Slurm expects that {starts.astimezone():at %m-%d %H:%M}"
+            if starts is not None
+            else "when is not known"
+        )
+        return f"{about}, once the job has started: {known}"
+    if over:
+        return f"{about}; no job is running"
+    if ends is not None and (ends - now).total_seconds() < pace.seconds_left:
+        return f"{about}; the job's time limit comes before, and the wait for the next start is not in it"
+    return f"{about}, without further interruptions"
+
+
+def curve_words(curve: Curve, width: int) -> str:
+    """Formats `reward ▁▃▅█ 0.12 to 0.53 in 20 steps`; a drawing of no `width` is left out."""
+    first, last = curve.values[0], curve.values[-1]
+    parts = [
+        curve.called,
+        sparkline(curve.values, width),
+        f"{first:.3g} to {last:.3g} in {len(curve.values)} steps",
+    ]
+    return " ".join(part for part in parts if part)
+
+
+def node_words(nodes: Mapping[str, Sequence[str]]) -> str:
+    """Formats `2 training (n1, n2), 1 spare (n3)`."""
+    return ", ".join(f"{len(names)} {state} ({_named(names)})" for state, names in nodes.items())
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return f"{shown} and {counted(more, 'other')}" if more > 0 else shown
+
+
+_BAR = 12
+_CURVE = 12
+
+
+def live_line(
+    words: str, pace: Pace, curve: Curve | None, nodes: Mapping[str, Sequence[str]], width: int
+) -> str:
+    """Returns the line at the bottom of a followed run, with as much as has room. Step and phase always stay.
+
+    Args:
+        words: step, phase and numbers, with two blanks between them (`story.progress`).
+        width: characters; 0: no terminal, so nothing is drawn.
+    """
+    left = "" if not pace.seconds_left else f"{span(pace.seconds_left)} left"
+    # A run on few nodes needs no count of them; what is not usual is said.
+    unusual = {state: names for state, names in nodes.items() if state not in ("training", "avoided")}
+    states = ", ".join(f"{len(names)} {state}" for state, names in unusual.items())
+    step, *numbers = words.split("  ")
+    parts: dict[str | int, str] = {
+        "bar": "" if pace.share is None or not width else bar(pace.share, _BAR),
+        "step": step,
+        "left": left,
+        "curve": sparkline(curve.values, _CURVE) if curve is not None and width else "",
+        "nodes": states,
+        **dict(enumerate(numbers)),
+    }
+    # From the last number on, which tells least; a phase, the first of them, is near the end.
+    for name in (*range(len(numbers) - 1, 0, -1), "curve", "bar", "nodes", 0, "left"):
+        if not width or len(_joined(parts)) < width:
+            break
+        parts[name] = ""
+    return _joined(parts)
+
+
+def _joined(parts: Mapping[str | int, str]) -> str:
+    return "  ".join(part for part in parts.values() if part)

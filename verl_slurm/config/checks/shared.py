@@ -158,7 +158,7 @@ def _keys(config: RunConfig) -> Iterator[Complaint]:
             "checkpoint.encryption",
             "neither" if keys.key_file is None else "both",
             "key_file or key_env",
-            "e.g. encryption: {key_file: /home/me/run.key}; `verl-slurm key new FILE` makes one",
+            "e.g. encryption: {key_file: /home/me/run.key}; `verl-slurm init --key FILE` makes one",
         )
     # Every node reads the key, each from its own working directory.
     if any(not Path(p).is_absolute() for p in [keys.key_file, *keys.old_key_files] if p is not None):

@@ -337,7 +337,7 @@ def _read_batch(places: Sequence[int], reader: CheckpointReader, batch: list[Par
             "the checkpoint changed after it was verified",
             where=directory / path,
             found=what,
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         )
     # After all chunks were checked: a batch that fails leaves these targets as they were.
     with torch.no_grad():

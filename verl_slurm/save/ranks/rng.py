@@ -82,7 +82,7 @@ def restore(state: Mapping[str, bytes]) -> None:
             "the state of the random generators cannot be put back",
             found=error,
             expected="python, numpy and torch, as this version writes them",
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         ) from error
 
 

@@ -183,7 +183,7 @@ def check_resume_from(config: RunConfig) -> None:
             "no such checkpoint to resume from",
             where=path,
             expected="a checkpoint directory, the name of one of this run, auto or null",
-            remedy="set checkpoint.resume_from; `verl-slurm checkpoints RUN` lists a run's",
+            remedy="set checkpoint.resume_from; `verl-slurm list RUN` lists a run's",
         )
     refuse_adapter("checkpoint.resume_from", path)
     # An unreadable manifest is left to the lead, which reports what is wrong with it.
@@ -198,7 +198,7 @@ def check_resume_from(config: RunConfig) -> None:
             expected="the directory of one checkpoint",
             remedy=f"set {shell_word(f'checkpoint.resume_from={path}/checkpoints/{committed[0]}')}"
             if committed
-            else "`verl-slurm checkpoints RUN` lists those of a run",
+            else "`verl-slurm list RUN` lists those of a run",
         ) from None
     except (CheckpointCorrupt, SchemaMismatch, OSError):
         return

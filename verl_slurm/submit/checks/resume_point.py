@@ -138,7 +138,7 @@ def check_frozen_inputs(config: RunConfig, paths: RunPaths, name: str) -> list[s
             found="; ".join(found for found, _ in changed.values()),
             expected=", ".join(digest for _, digest in changed.values()),
             remedy="put it back as it was (RUN/frozen and RUN/rewards have it by digest); change a reward with "
-            f"`verl-slurm update-reward {shell_word(paths.root)} NEW`, or start a new run",
+            f"`verl-slurm update-reward --checkpoint {shell_word(paths.root)} --new-model NEW`, or start a new run",
         )
     return notes
 

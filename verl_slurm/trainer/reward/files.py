@@ -153,6 +153,6 @@ def _same(paths: RunPaths, reward: str, was: str | None, keep: Keep | None) -> s
             found=found or "a rule, with no digest",
             expected=was or "a rule, with no digest",
             remedy="put the former one back (RUN/frozen or RUN/rewards has it by digest), and change a reward with "
-            "verl-slurm update-reward RUN NEW",
+            "verl-slurm update-reward --checkpoint RUN --new-model NEW",
         )
     return found

@@ -115,7 +115,7 @@ def unpack(arrays: Arrays, *, where: object) -> RewardState:
             where=where,
             found=f"kept scores {found} of {sorted(rows)} rows, replacement {switch.tolist()}",
             expected=f"columns {', '.join(_COLUMNS)} of as many rows",
-            remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+            remedy="resume from an older checkpoint (verl-slurm list RUN)",
         )
     number, since, steps = (int(value) for value in switch[:3])
     # `spec` and `digest` are not saved here: the run's record has them by number (`start_reward`).

@@ -222,5 +222,5 @@ def _misfit(where: object, found: object, expected: object) -> CheckpointCorrupt
         where=where,
         found=found,
         expected=expected,
-        remedy="resume from an older checkpoint (verl-slurm checkpoints)",
+        remedy="resume from an older checkpoint (verl-slurm list RUN)",
     )

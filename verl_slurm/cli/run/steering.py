@@ -1,56 +1,69 @@
-"""`verl-slurm update-reward`: replaces the reward of a run that goes on."""
+"""`verl-slurm cancel`, `requeue` and `update-reward`: what a user asks of a run that goes on."""
 
 from pathlib import Path
 
 import click
 
 from verl_slurm.base.errors import SlurmMissing, SlurmRefused
-from verl_slurm.base.exit_codes import ExitCode
 from verl_slurm.base.one_line import shell_word
 from verl_slurm.base.paths import CHECKPOINT_NAME, RunPaths
-from verl_slurm.cli.options import PLACE, RUN, Whole, exits, json_option
+from verl_slurm.cli.options import PLACE, RUN, Whole, command, flag, option
 from verl_slurm.cli.show import render
 from verl_slurm.config.load import load_resolved
 from verl_slurm.journal.events import RewardAsked
 from verl_slurm.journal.files import append_event
-from verl_slurm.runs.requests import ask_for_save
+from verl_slurm.runs.requests import ask_for_save, cancel_run, requeue_run
+from verl_slurm.slurm.runner import telling
 from verl_slurm.submit.checks.inputs import absolute_reward, check_reward, refuse_guests
 from verl_slurm.wire.reward_plan import ask_for_reward
 
-_EXITS = exits(
-    ExitCode.CONFIG,
-    ExitCode.DATA,
-    ExitCode.CORRUPT,
-    ExitCode.NOT_FOUND,
-)
+
+@command("NO_SLURM SLURM_REFUSED NOT_FOUND")
+@click.argument("run", type=RUN)
+def cancel(run: RunPaths, as_json: bool) -> None:
+    """End the job of RUN for good.
+
+    It is `scancel`: the daemon has Slurm's KillWait to save, and never requeues a job that its user cancelled.
+    `verl-slurm submit RUN` starts it again, from the newest checkpoint that verifies.
+    """
+    with telling(render.warning):
+        job_id = cancel_run(run)
+    value = {"run_dir": str(run.root), "job_id": job_id, "result": "cancelled"}
+    render.answer(value, f"job {job_id} is being cancelled; it will not be requeued", as_json=as_json)
+
+
+@command("NO_SLURM SLURM_REFUSED NOT_FOUND")
+@click.argument("run", type=RUN)
+@flag("--now", "Have Slurm do it at once: what saves has only KillWait.", "at_once")
+def requeue(run: RunPaths, at_once: bool, as_json: bool) -> None:
+    """Save, end the running job of RUN, and have it start again a few seconds later.
+
+    For instance to leave a node that is to be repaired. The daemon saves with all the time that it needs, reads the
+    checkpoint back, and asks Slurm for the requeue itself. If the save fails, the ranks train on, and `verl-slurm
+    status RUN` says so. With --now it is `scontrol requeue`, for a daemon that does not answer: the ranks are ended
+    after Slurm's KillWait, saved or not. A job that is over is started again by `verl-slurm submit RUN`.
+    """
+    with telling(render.warning):
+        job_id, detail = requeue_run(run, at_once=at_once)
+    value = {"run_dir": str(run.root), "job_id": job_id, "result": "requeued"}
+    render.answer(value, f"job {job_id} is being requeued: {detail}", as_json=as_json)
+
+
 _LATER = "it counts from the next start on"
 _UNTOLD = "it is written down, and taken at the next start, or after the next save that a person asks for"
 
 
-@click.command("update-reward", epilog=_EXITS)
-@click.argument("run", type=RUN, required=False)
-@click.argument("new", required=False)
-@click.option("--checkpoint", type=PLACE, help="With --new-model: the run, or a checkpoint in it.")
-@click.option("--new-model", metavar="NEW", help="With --checkpoint: what NEW may be.")
-@click.option(
+@command("CONFIG DATA CORRUPT NOT_FOUND", "update-reward")
+@option("--checkpoint", PLACE, "The run, or a checkpoint in it.", "place", required=True)
+@click.option("--new-model", "new", metavar="NEW", required=True, help="The reward that follows; see above.")
+@option(
     "--warm-start-steps",
-    type=Whole(0, 1_000_000),
+    Whole(0, 1_000_000),
+    "Steps over which its scores come from the former one's scale to their own. 0: at once.",
     default=10,
-    show_default=True,
-    help="Steps over which its scores come from the former one's scale to their own. 0: at once.",
 )
-@json_option
-@click.pass_context
-def update_reward(
-    ctx: click.Context,
-    run: RunPaths | None,
-    new: str | None,
-    checkpoint: Path | None,
-    new_model: str | None,
-    warm_start_steps: int,
-    as_json: bool,
-) -> None:
-    """Have RUN score with the reward NEW from the end of a step on, without stopping it.
+def update_reward(place: Path, new: str, warm_start_steps: int, as_json: bool) -> None:
+    """Have the run of --checkpoint score with the reward NEW from the end of a step on, without stopping it.
 
     \b
     NEW is what model.reward may be, or a directory:
@@ -66,11 +79,7 @@ def update_reward(
     A run without a living job gets NEW at its next start. So does one whose job could not be told, because Slurm
     refused that or gave no answer: the wish is written down by then, a warning says so, and the exit code is 0.
     """
-    if checkpoint is not None and new_model is not None and run is None:
-        # click has converted no RUN here, so its checks are made by hand.
-        run, new = RUN.convert(_run_of(checkpoint.resolve()), None, ctx), new_model
-    elif run is None or new is None or checkpoint is not None or new_model is not None:
-        raise click.UsageError("give RUN and NEW, or --checkpoint and --new-model", ctx)
+    run = RUN.convert(_run_of(place.resolve()), None, None)
     refuse_guests(run)
     here = Path.cwd()
     if ":" not in new and (here / Path(new).expanduser()).is_dir():
