@@ -24,7 +24,7 @@ the second ... (*byte shuffle*). The chunks follow each other through the frames
 The reason: token ids are mostly zero bytes and the upper bytes of floats repeat, so they compress where items do not. A
 reader checks the sizes in the head, then allocates the arrays, and needs some MB besides. Everything that can be
 large is flat, so hostile input cannot make many small objects out of few bytes; and the head is decoded straight into a
-struct.
+struct. Only in a response's head are plain objects of any kind, and MAX_HEAD_BYTES bounds their number.
 
 The head is *canonical*: encoding what was decoded must give the same bytes. Duplicate keys, integers in the place of
 floats, unknown fields, overlong encodings and trailing bytes are refused by that one rule. It is written and read by
@@ -63,7 +63,7 @@ its own record. A rollout without arrays takes back what was recorded under its 
 
 `MAX_*` below. They bound what a reader allocates before anything is believed. And a bomb must bring its
 bytes: arrays of more than FREE_BYTES + MAX_EXPANSION x the bytes of the record are refused. What is true
-and as empty as that is cut into frames of SPARSE_FRAME_BYTES, of which none can be so small.
+and as empty as that is cut into frames of SPARSE_FRAME_BYTES, each of which takes 16 bytes at least.
 """
 
 import re
@@ -98,7 +98,7 @@ MAX_CONTENT_BYTES = (2 << 30) - 1
 MAX_FRAME_BYTES = 1 << 20
 FREE_BYTES = 32 << 20
 MAX_EXPANSION = 1024
-# A frame has 15 bytes at least, and one in the head.
+# A frame has 15 bytes at least, and its length in the head one.
 SPARSE_FRAME_BYTES = 16 * MAX_EXPANSION
 # Bytes of one micro-batch; the frame's length field is 32 bit.
 MAX_RECORD_BYTES = 256 << 20
