@@ -22,6 +22,7 @@ def answered(config: RunConfig, **how: Any) -> list[str]:
     return [done.stdout, done.stderr]
 
 
+@pytest.mark.slow
 def test_what_the_set_up_prints_is_not_an_answer_and_it_runs_on_nodes_alone() -> None:
     config = run_config(setup=["echo loaded; echo $SAID; set -- lost"], env={"SAID": "by the user"})
     plain = answered(run_config())
